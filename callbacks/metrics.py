@@ -1,0 +1,123 @@
+"""What a run reports, once a step: metrics.csv, the loggers, and the numbers that the progress bar shows."""
+
+import csv
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torchmetrics.aggregation import RunningMean
+
+COLUMNS = (
+    "step",
+    "loss",
+    "loss_avg",
+    "grad_norm",
+    "lr",
+    "samples_per_second",
+    "tokens_per_second",
+    "peak_memory_gb",
+    "seconds",
+)
+
+
+class Metrics(L.Callback):
+    """Measures each optimizer step over its whole accumulation window and over all processes.
+
+    loss is the mean of the window, loss_avg the running mean of the last `window` steps; rates are those of all
+    processes together; peak memory is the device's, or the process's where there is no device.
+
+    Args:
+        output_dir: the run's folder.
+        window: steps of the running mean.
+    """
+
+    def __init__(self, output_dir: str, window: int) -> None:
+        self.path = Path(output_dir) / "metrics.csv"
+        self.running = RunningMean(window=window)
+        self.window = window
+        self.latest: dict[str, float] = {}
+        self.best_loss = float("inf")
+        self._losses: list[torch.Tensor] = []
+        self._samples = 0
+        self._tokens = 0
+        self._step = 0
+        self._start = 0.0
+        self._lr = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._step = trainer.global_step
+        if trainer.is_global_zero:
+            earlier = self._rows_until(trainer.global_step)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", newline="", buffering=1)
+            self._writer = csv.DictWriter(self._file, COLUMNS)
+            self._writer.writeheader()
+            self._writer.writerows(earlier)
+            for row in earlier[-self.window :]:
+                self.running.update(float(row["loss"]))
+        self._start = self._run_start = time.perf_counter()
+
+    def _rows_until(self, step: int) -> list[dict[str, str]]:
+        """The rows of a run that goes on; what came after its checkpoint is about to be done again."""
+        if step == 0 or not self.path.is_file():
+            return []
+        with self.path.open(newline="") as file:
+            return [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._lr = optimizer.param_groups[0]["lr"]  # of this step; at its end the scheduler has moved on
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._losses.append(outputs["loss"].detach())
+        self._samples += len(batch.keys)
+        self._tokens += pl_module.tokens_seen
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        totals = torch.stack([torch.stack(self._losses).float().mean(), *self._counts(pl_module.device)])
+        if trainer.world_size > 1:
+            totals = trainer.strategy.reduce(totals, reduce_op="mean") * trainer.world_size
+            totals[0] /= trainer.world_size
+        loss, samples, tokens = totals.tolist()
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        self._losses, self._samples, self._tokens = [], 0, 0
+        self.running.update(loss)
+        self.best_loss = min(self.best_loss, loss)
+        self.latest = {
+            "loss": loss,
+            "loss_avg": self.running.compute().item(),
+            "grad_norm": float(pl_module.grad_norm),
+            "lr": self._lr,
+            "samples_per_second": samples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_gb": peak_memory(pl_module.device) / 1e9,
+            "seconds": now - self._run_start,
+        }
+        if trainer.is_global_zero:
+            self._writer.writerow({"step": self._step, **{k: f"{v:.6g}" for k, v in self.latest.items()}})
+            for logger in trainer.loggers:
+                logger.log_metrics(self.latest, self._step)
+
+    def _counts(self, device: torch.device) -> list[torch.Tensor]:
+        return [torch.tensor(float(n), device=device) for n in (self._samples, self._tokens)]
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the highest: allocated on the device, or resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024

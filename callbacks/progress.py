@@ -1,0 +1,128 @@
+"""The run on one screen: a summary before step 1, then a bar; plain lines where there is no terminal."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.filesize import decimal
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from callbacks.metrics import Metrics
+from lightning_modules.base import EditModule
+from lightning_modules.lora import trainable
+
+log = logging.getLogger("retouch")
+
+
+class TrainingProgress(ProgressBar):
+    """Loss, speed and time left.
+
+    Args:
+        output_dir: the run's folder, named in the summary.
+        line_every: seconds between two lines where the output is no terminal.
+    """
+
+    def __init__(self, output_dir: str, line_every: float) -> None:
+        super().__init__()
+        self.output_dir = Path(output_dir)
+        self.line_every = line_every
+        self.console = Console(stderr=True)
+        self.enabled = True
+        self._bar: Progress | None = None
+
+    def disable(self) -> None:
+        self.enabled = False
+
+    def enable(self) -> None:
+        self.enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._metrics = next(c for c in trainer.callbacks if isinstance(c, Metrics))  # type: ignore[attr-defined]
+        self._step = self._first_step = trainer.global_step
+        self._start = self._last_line = time.monotonic()
+        if not (self.enabled and trainer.is_global_zero):
+            return
+        assert isinstance(pl_module, EditModule)
+        self.console.print(Panel(self._summary(trainer, pl_module), title="Retouch", title_align="left", expand=False))
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("", total=trainer.max_steps, completed=self._step, numbers="")
+            self._bar.start()
+
+    def _summary(self, trainer: L.Trainer, module: EditModule) -> Table:
+        assert module.transformer is not None
+        assert module.adapter is not None
+        weights = trainable(module.transformer)
+        count = sum(p.numel() for p in weights.values())
+        layers = len([name for name in weights if ".lora_A." in name])
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
+        more = len(data.size_counts()) - len(sizes)
+        adapter = module.adapter
+        window = data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        rows = {
+            "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}) on {module.main_device}",
+            "trains": f"LoRA rank {adapter.rank}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
+            "on": f"{len(data.samples)} pairs of {', '.join(map(str, data.roots))}",
+            "sizes": ", ".join(sizes) + (f" and {more} more sizes" if more > 0 else ""),
+            "steps": f"{trainer.max_steps} of {window} samples, {trainer.max_steps * window / len(data.samples):.3g} epochs",
+            "memory": self._memory(module, count),
+            "results": str(self.output_dir),
+        }
+        if self._step:
+            rows["goes on"] = f"after step {self._step}"
+        table = Table.grid(padding=(0, 2))
+        for name, value in rows.items():
+            table.add_row(f"[bold]{name}[/bold]", value)
+        for note in data.notes:
+            table.add_row("[bold yellow]note[/bold yellow]", note)
+        return table
+
+    @staticmethod
+    def _memory(module: EditModule, count: int) -> str:
+        """What stays for the whole run; activations come on top and are measured from step 1 on."""
+
+        models = {"transformer": module.transformer, **module.loaded_models()}
+        parts = {name: sum(p.numel() * p.element_size() for p in part.parameters()) for name, part in models.items()}
+        parts["training state"] = count * 16  # weight, gradient and two moments, float32 each
+        return " + ".join(f"{name} {decimal(size)}" for name, size in parts.items()) + " + activations"
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step or not (self.enabled and trainer.is_global_zero):
+            return
+        self._step = trainer.global_step
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._step, numbers=self._numbers())
+        elif time.monotonic() - self._last_line >= self.line_every or self._step in (1, trainer.max_steps):
+            self._last_line = time.monotonic()
+            each = (self._last_line - self._start) / (self._step - self._first_step)
+            left = time.strftime("%H:%M:%S", time.gmtime(each * (trainer.max_steps - self._step)))
+            log.info(f"step {self._step}/{trainer.max_steps}  {self._numbers()}  left {left}")
+
+    def _numbers(self) -> str:
+        now = self._metrics.latest
+        return f"loss {now['loss_avg']:.4f}  lr {now['lr']:.2g}  {now['samples_per_second']:.3g} samples/s"
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

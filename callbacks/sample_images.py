@@ -1,0 +1,78 @@
+"""Fixed-seed pictures of the first few samples, to see the edit being learned."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from callbacks.image_writer import save_png, to_image
+from datamodules.batch import LatentBatch, RawBatch
+from lightning_modules.base import EditModule, Sampling
+
+
+class SampleImages(L.Callback):
+    """Every `sample_every` steps and at the end: samples/step-N/KEY.png, control | result | target.
+
+    The same computation as predict.py's. It draws from a generator of its own, so training is the same with and
+    without it.
+
+    Args:
+        output_dir: the run's folder.
+        sample_every: optimizer steps between two sets; 0 makes them at the end only.
+        count: how many of the data set's first samples.
+        num_inference_steps, guidance_scale, seed: as in prediction.
+    """
+
+    def __init__(
+        self, output_dir: str, sample_every: int, count: int, num_inference_steps: int, guidance_scale: float, seed: int
+    ) -> None:
+        self.folder = Path(output_dir) / "samples"
+        self.sample_every = sample_every
+        self.count = count
+        self.sampling = Sampling(num_inference_steps, guidance_scale)
+        self.seed = seed
+        self._examples: list[tuple[RawBatch, LatentBatch]] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        due = self.sample_every > 0 and step % self.sample_every == 0
+        if step != self._step and (due or step == trainer.max_steps) and trainer.is_global_zero:
+            assert isinstance(pl_module, EditModule)
+            self.sample(trainer, pl_module)
+        self._step = step
+
+    def sample(self, trainer: L.Trainer, module: EditModule) -> None:
+        """Write one strip for each of the first samples."""
+        if not self._examples:
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            self._examples = [(raw, module.encode(raw)) for raw in data.examples(self.count)]
+        module.eval()
+        for raw, latents in self._examples:
+            assert raw.target is not None
+            height, width = raw.target.shape[-2:]
+            result = module.edit(latents, self.sampling, (width, height), self.seed)
+            strip = _side_by_side([*raw.controls, result, raw.target])
+            name = raw.keys[0].replace("/", "_")
+            save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")
+            for logger in trainer.loggers:
+                if hasattr(logger.experiment, "add_image"):
+                    logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
+        module.train()
+
+
+def _side_by_side(images: list[Tensor]) -> Tensor:
+    """(1, 3, H, W) each -> one row, all as high as the last."""
+    height = images[-1].shape[-2]
+    scaled = [
+        torch.nn.functional.interpolate(image, size=(height, round(image.shape[-1] * height / image.shape[-2])))
+        if image.shape[-2] != height
+        else image
+        for image in images
+    ]
+    return torch.cat([image.cpu().clamp(-1, 1) for image in scaled], dim=-1)

@@ -1,0 +1,73 @@
+"""What a sweep found: sweep.csv and sweep.png, brought up to date after each job."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from datamodules.files import replacing
+
+
+class SweepSummary(Callback):
+    """A Hydra callback: one row and one loss curve for each job of a multirun."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        self.folder = Path(config.hydra.sweep.dir)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        if self.folder is None:
+            return
+        run = Path(config.hydra.runtime.output_dir)
+        curve = _read_curve(run / "metrics.csv")
+        lora = run / "lora" / "last"
+        failed = job_return.status is not JobStatus.COMPLETED
+        self.rows.append(
+            {
+                "job": run.name,
+                "overrides": " ".join(job_return.overrides or []),
+                "final_loss": curve[-1]["loss_avg"] if curve else "",
+                "best_loss": min((float(row["loss_avg"]) for row in curve), default=""),
+                "seconds": curve[-1]["seconds"] if curve else "",
+                "lora": str(lora) if lora.is_dir() else "",
+                "error": str(job_return._return_value) if failed else "",
+            }
+        )
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(self.rows[0]))
+        writer.writeheader()
+        writer.writerows(self.rows)
+        with replacing(self.folder / "sweep.csv") as temporary:
+            temporary.write_text(text.getvalue())
+        self._plot(self.folder)
+
+    def _plot(self, folder: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+        for row in self.rows:
+            curve = _read_curve(folder / row["job"] / "metrics.csv")
+            axes.plot([int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve], label=row["overrides"])
+        axes.set(xlabel="step", ylabel="loss (running mean)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        with replacing(folder / "sweep.png") as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
+        pyplot.close(figure)
+
+
+def _read_curve(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

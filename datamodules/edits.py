@@ -1,0 +1,154 @@
+"""What to predict: each image with each prompt, under each seed and LoRA scale."""
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as L
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.batch import RawBatch
+from datamodules.errors import UserError
+from datamodules.sources import IMAGE_SUFFIXES, further_controls, primary_images
+from datamodules.transforms import fit_area, floor_size, image_size, load_image, verify_image
+
+
+@dataclass
+class EditRequest:
+    """One image and one prompt: a batch of one, and the pictures wanted of it.
+
+    `size` is (width, height) of the result. `name` is the start of the files' names.
+    """
+
+    raw: RawBatch
+    name: str
+    image: str | None
+    size: tuple[int, int]
+    seeds: list[int]
+    lora_scales: list[float]
+
+
+class EditsDataModule(L.LightningDataModule):
+    """Every image with every prompt.
+
+    Args:
+        image: a file, a folder or a glob; None makes pictures from the prompt alone. `X_control_1.*`, ... beside
+            `X.*` are its further control images, as in training.
+        prompt: one instruction, or several.
+        prompts_file: a UTF-8 file with one instruction a line, instead of `prompt`.
+        negative_prompt: encoded too where it is needed.
+        seeds, lora_scales: a picture for each pair of them.
+        height, width: of the result; None for the image's own, floored to 16.
+        max_area: larger images are shrunk to so many pixels before the edit.
+    """
+
+    def __init__(
+        self,
+        image: str | None,
+        prompt: str | Sequence[str] | None,
+        prompts_file: str | None,
+        negative_prompt: str | None,
+        seeds: Sequence[int],
+        lora_scales: Sequence[float],
+        height: int | None,
+        width: int | None,
+        max_area: int,
+    ) -> None:
+        super().__init__()
+        self.images = find_images(image) if image is not None else [()]
+        self.prompts = _read_prompts(prompt, prompts_file)
+        self.negative_prompt = negative_prompt
+        self.seeds = list(seeds)
+        self.lora_scales = list(lora_scales)
+        self.height = height
+        self.width = width
+        self.max_area = max_area
+        for name, side in (("height", height), ("width", width)):
+            if side is not None and (side < 16 or side % 16):
+                raise UserError(f"{name}={side}: must be a multiple of 16")
+        for paths in self.images:
+            for path in paths:
+                image_size(path)
+                verify_image(path)
+
+    def all_prompts(self) -> list[str]:
+        """Everything that the text encoders must see."""
+        negative = [] if self.negative_prompt is None else [self.negative_prompt]
+        return list(dict.fromkeys([*self.prompts, *negative]))
+
+    def predict_dataloader(self) -> DataLoader[EditRequest]:
+        return DataLoader(dataset=_Requests(self), batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
+
+
+class _Requests(Dataset[EditRequest]):
+    def __init__(self, data: EditsDataModule) -> None:
+        self.data = data
+        stems = [paths[0].stem if paths else "picture" for paths in data.images]
+        self.names = [stem if stems.count(stem) == 1 else f"{stem}-{i}" for i, stem in enumerate(stems, 1)]
+
+    def __len__(self) -> int:
+        return len(self.data.images) * len(self.data.prompts)
+
+    def __getitem__(self, index: int) -> EditRequest:
+        data = self.data
+        image, prompt = divmod(index, len(data.prompts))
+        paths = data.images[image]
+        controls = [load_image(path, fit_area(*image_size(path), data.max_area)) for path in paths]
+        own = (controls[0].shape[2], controls[0].shape[1]) if controls else _square(data.max_area)
+        name = self.names[image] + (f"_prompt{prompt + 1}" if len(data.prompts) > 1 else "")
+        return EditRequest(
+            raw=RawBatch(
+                keys=[name],
+                draws=[0],
+                prompts=[data.prompts[prompt]],
+                target=None,
+                controls=[control[None] for control in controls],
+            ),
+            name=name,
+            image=str(paths[0]) if paths else None,
+            size=(data.width or own[0], data.height or own[1]),
+            seeds=data.seeds,
+            lora_scales=data.lora_scales,
+        )
+
+
+def _square(area: int) -> tuple[int, int]:
+    side = int(area**0.5)
+    return floor_size(side, side)
+
+
+def find_images(image: str) -> list[tuple[Path, ...]]:
+    """The control images that a file, a folder or a glob names, each with its further controls.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(image).expanduser()
+    if path.is_dir():
+        paths = list(primary_images(path).values())
+    elif path.is_file():
+        paths = [path]
+    else:
+        paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        paths = [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not paths:
+        raise UserError(f"image={image}: no such file, and no image in a folder or glob of that name")
+    beside = {folder: {p.stem: p for p in folder.iterdir()} for folder in {path.parent for path in paths}}
+    return [(path, *further_controls(beside[path.parent], path.stem)) for path in paths]
+
+
+def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) -> list[str]:
+    if (prompt is None) == (prompts_file is None):
+        raise UserError('say what to do: prompt="make it snow", or prompts_file=FILE with one prompt a line')
+    if prompt is not None:
+        return [prompt] if isinstance(prompt, str) else list(prompt)
+    path = Path(str(prompts_file)).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompts_file={path}: {error}") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"prompts_file={path}: the file is empty")
+    return prompts

@@ -1,0 +1,182 @@
+"""Raw image pairs, decoded on the fly."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.batch import RawBatch
+from datamodules.errors import UserError, listing
+from datamodules.sampler import SizeBatchSampler
+from datamodules.sources import Sample, find_samples
+from datamodules.transforms import floor_size, image_size, load_image, load_mask, verify_image
+
+log = logging.getLogger("retouch")
+
+# (width, height) of the target, then of each control; and whether there is a mask
+Size = tuple[tuple[tuple[int, int], ...], bool]
+
+
+class PairDataset(Dataset[RawBatch]):
+    """Batches of one sample; `collate` joins them."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, item: tuple[int, int]) -> RawBatch:
+        index, draw = item
+        sample = self.samples[index]
+        target = load_image(sample.target)
+        size = (target.shape[2], target.shape[1])
+        return RawBatch(
+            keys=[sample.key],
+            draws=[draw],
+            prompts=[sample.prompt],
+            target=target[None],
+            controls=[load_image(path)[None] for path in sample.controls],
+            mask=load_mask(sample.mask, size)[None] if sample.mask else None,
+        )
+
+
+def collate(samples: list[RawBatch]) -> RawBatch:
+    """Samples of one size to one batch."""
+
+    def join(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
+
+    return RawBatch(
+        keys=[key for sample in samples for key in sample.keys],
+        draws=[draw for sample in samples for draw in sample.draws],
+        prompts=[prompt for sample in samples for prompt in sample.prompts],
+        target=join([sample.target for sample in samples]),
+        controls=[torch.cat(images) for images in zip(*(sample.controls for sample in samples), strict=True)],
+        mask=join([sample.mask for sample in samples]),
+    )
+
+
+class PairsDataModule(L.LightningDataModule):
+    """Pairs from one or several roots, each at its own size floored to 16.
+
+    Args:
+        root: a folder or a metadata table, or a list of them; see `datamodules.sources`.
+        batch_size: samples a step and process; a batch holds samples of one size.
+        num_workers: processes that decode images.
+        on_missing: what to do about a target without control or caption, or a control without target.
+        on_bad_image: what to do about an image that cannot be read or is smaller than 16 pixels.
+        caption_dropout_rate: share of the samples that the model sees with the empty prompt.
+        seed: decides the order.
+    """
+
+    needs_encoders = True
+
+    def __init__(
+        self,
+        root: str | Sequence[str],
+        batch_size: int,
+        num_workers: int,
+        on_missing: Literal["error", "skip"],
+        on_bad_image: Literal["error", "skip"],
+        caption_dropout_rate: float,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise UserError(f"data.batch_size={batch_size}: must be at least 1")
+        for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
+            if value not in ("error", "skip"):
+                raise UserError(f"data.{name}={value}: choose error or skip")
+        self.roots = [root] if isinstance(root, str) else list(root)
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.on_missing = on_missing
+        self.on_bad_image = on_bad_image
+        self.caption_dropout_rate = caption_dropout_rate
+        self.seed = seed
+        self.samples: list[Sample] = []
+        self.sizes: list[Size] = []
+        self.notes: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        found = find_samples(self.roots)
+        self.notes = []
+        if found.incomplete:
+            what = f"{len(found.incomplete)} incomplete: {listing(found.incomplete)}"
+            if self.on_missing == "error":
+                raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
+            self.notes.append(f"skipped {what}")
+        with ThreadPoolExecutor() as pool:
+            checked = list(pool.map(_check, found.samples))
+        bad = [str(size) for size in checked if isinstance(size, UserError)]
+        if bad:
+            what = f"{len(bad)} unusable: {listing(bad)}"
+            if self.on_bad_image == "error":
+                raise UserError(f"{what}. Mend or remove them, or pass data.on_bad_image=skip")
+            self.notes.append(f"skipped {what}")
+        usable = [(s, size) for s, size in zip(found.samples, checked, strict=True) if not isinstance(size, UserError)]
+        if not usable:
+            raise UserError(f"data.root={listing([str(root) for root in self.roots])}: no usable pair is left")
+        self.samples = [sample for sample, _ in usable]
+        self.sizes = [floored for _, (floored, _) in usable]
+        if rounded := sum(changed for _, (_, changed) in usable):
+            self.notes.append(f"{rounded} pairs have sides rounded down to a multiple of 16")
+
+    def sampler(self) -> SizeBatchSampler:
+        """This process's order, from the position that the trainer has reached."""
+        trainer = self.trainer
+        assert trainer is not None
+        sampler = SizeBatchSampler(
+            self.sizes,
+            self.batch_size,
+            self.seed,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            # Accumulation windows are never cut short, so a finished step stands for a fixed number of batches.
+            start=trainer.global_step * trainer.accumulate_grad_batches,
+        )
+        if trainer.max_epochs not in (None, -1):
+            steps = -(-sampler.batches_per_epoch() * trainer.max_epochs // trainer.accumulate_grad_batches)
+            raise UserError(
+                f"trainer.max_epochs={trainer.max_epochs}: length is given in steps. For {trainer.max_epochs} epochs "
+                f"of these {len(self.samples)} pairs pass trainer.max_steps={steps}"
+            )
+        return sampler
+
+    def train_dataloader(self) -> DataLoader[RawBatch]:
+        return DataLoader(
+            dataset=PairDataset(self.samples),
+            batch_sampler=self.sampler(),
+            collate_fn=collate,
+            num_workers=self.num_workers,
+        )
+
+    def examples(self, count: int) -> list[RawBatch]:
+        """The first few samples, each as a batch of one."""
+        dataset = PairDataset(self.samples)
+        return [dataset[(index, 0)] for index in range(min(count, len(dataset)))]
+
+    def size_counts(self) -> Counter[tuple[int, int]]:
+        """How many targets there are of each (width, height)."""
+        return Counter(images[0] for images, _ in self.sizes)
+
+
+def _check(sample: Sample) -> tuple[Size, bool] | UserError:
+    """The sample's size and whether a side was rounded, or what is wrong with one of its files."""
+    try:
+        images = (sample.target, *sample.controls)
+        sizes = [image_size(path) for path in images]
+        for path in (*images, *([sample.mask] if sample.mask else [])):
+            verify_image(path)
+    except UserError as error:
+        return error
+    floored = tuple(floor_size(*size) for size in sizes)
+    return (floored, sample.mask is not None), floored != tuple(sizes)

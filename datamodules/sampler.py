@@ -1,0 +1,69 @@
+"""Batches of like size, without end; every position can be computed from its number."""
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+from torch.utils.data import Sampler
+
+
+class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
+    """Yields this rank's batches for ever: lists of (index of the sample, number of the draw).
+
+    The samples of an epoch come in an order that is a function of (seed, epoch). They gather by size, and a
+    batch leaves when batch_size * world_size samples of one size are together; each rank takes its slice, and
+    what is left at the end of the epoch leaves in smaller batches. So one process with batch N * B sees what
+    N processes with batch B see, and with one size in the data set the order does not depend on the batch size.
+
+    Args:
+        sizes: for each sample, what the samples of a batch must have in common.
+        batch_size: samples a batch and rank.
+        start: number of batches to pass over, to go on where a run stopped.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[Hashable],
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start: int = 0,
+    ) -> None:
+        self.sizes = sizes
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.start = start
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """All batches of one epoch, for all ranks together; each divides evenly among the ranks."""
+        order = np.random.default_rng((self.seed, number)).permutation(len(self.sizes))
+        full = self.batch_size * self.world_size
+        waiting: dict[Hashable, list[int]] = {}
+        batches = []
+        for index in order.tolist():
+            group = waiting.setdefault(self.sizes[index], [])
+            group.append(index)
+            if len(group) == full:
+                batches.append(waiting.pop(self.sizes[index]))
+        for group in waiting.values():
+            short = -len(group) % self.world_size
+            batches.append(group + list(itertools.islice(itertools.cycle(group), short)))
+        return batches
+
+    def batches_per_epoch(self) -> int:
+        return len(self.epoch(0))
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        draw = 0
+        position = 0
+        for number in itertools.count():
+            for batch in self.epoch(number):
+                if position >= self.start:
+                    share = len(batch) // self.world_size
+                    mine = range(self.rank * share, (self.rank + 1) * share)
+                    yield [(batch[i], draw + i) for i in mine]
+                draw += len(batch)
+                position += 1

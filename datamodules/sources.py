@@ -1,0 +1,187 @@
+"""Where samples come from: folders of pairs, or a table of file names."""
+
+import csv
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import UserError, listing
+
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
+TARGET_FOLDERS = ("training_images", "images", "target", "targets")
+CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
+TABLES = ("metadata.jsonl", "metadata.csv")
+FURTHER_CONTROL = re.compile(r"(?P<stem>.+)_control_(?P<number>\d+)$")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pair: the picture to reach, the pictures to start from, and the instruction.
+
+    `key` is the target's path inside its root without the suffix, unique over all roots.
+    """
+
+    key: str
+    target: Path
+    controls: tuple[Path, ...]
+    prompt: str
+    mask: Path | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a scan of the roots gave: the complete samples, and what is wrong with the others, a line each."""
+
+    samples: list[Sample]
+    incomplete: list[str]
+
+
+def find_samples(roots: Iterable[str | Path]) -> Found:
+    """Scan every root, in order; within a root the samples are sorted by name (or stand as in the table).
+
+    Raises:
+        UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
+    """
+    roots = [Path(root).expanduser() for root in roots]
+    samples: list[Sample] = []
+    incomplete: list[str] = []
+    for root in roots:
+        found = _scan(root)
+        prefix = "" if len(roots) == 1 else f"{root}/"
+        samples += [replace(sample, key=prefix + sample.key) for sample in found.samples]
+        incomplete += found.incomplete
+    return Found(samples, incomplete)
+
+
+def _scan(root: Path) -> Found:
+    if not root.exists():
+        raise UserError(f"data.root={root}: no such folder (looked for {root.absolute()})")
+    tables = [root] if root.is_file() else [root / name for name in TABLES if (root / name).is_file()]
+    if tables:
+        return _from_table(tables[0])
+    targets = _folder(root, TARGET_FOLDERS)
+    controls = _folder(root, CONTROL_FOLDERS)
+    if targets is None or controls is None:
+        raise UserError(
+            f"data.root={root}: no pairs found. Looked for {' or '.join(TABLES)}, or for a folder "
+            f"{'/'.join(TARGET_FOLDERS)} (X.png and X.txt) beside a folder {'/'.join(CONTROL_FOLDERS)} (X.png)"
+        )
+    found = _from_folders(targets, controls)
+    if not found.samples and not found.incomplete:
+        raise UserError(f"data.root={root}: no images ({', '.join(sorted(IMAGE_SUFFIXES))}) in {targets} and {controls}")
+    return found
+
+
+def _folder(root: Path, names: tuple[str, ...]) -> Path | None:
+    return next((root / name for name in names if (root / name).is_dir()), None)
+
+
+def _images(folder: Path) -> dict[str, Path]:
+    """The folder's images by stem. Two files of one stem would make a pair ambiguous."""
+    images: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."):
+            if path.stem in images:
+                raise UserError(f"{images[path.stem]} and {path}: two images of one name, keep one")
+            images[path.stem] = path
+    return images
+
+
+def further_controls(images: dict[str, Path], stem: str) -> list[Path]:
+    """`X_control_1.*`, `X_control_2.*`, ... beside `X.*`, by number."""
+    numbered = [
+        (int(match["number"]), path)
+        for name, path in images.items()
+        if name.startswith(f"{stem}_control_") and (match := FURTHER_CONTROL.match(name)) and match["stem"] == stem
+    ]
+    return [path for _, path in sorted(numbered)]
+
+
+def primary_images(folder: Path) -> dict[str, Path]:
+    """The images that stand for a sample of their own: neither a further control nor a mask of another one."""
+    images = _images(folder)
+    extra = {stem for stem in images if (match := FURTHER_CONTROL.match(stem)) and match["stem"] in images}
+    extra |= {f"{stem}_mask" for stem in images}
+    return {stem: path for stem, path in images.items() if stem not in extra}
+
+
+def _from_folders(target_folder: Path, control_folder: Path) -> Found:
+    targets, all_controls, controls = primary_images(target_folder), _images(control_folder), primary_images(control_folder)
+    masks = {**_images(target_folder), **all_controls}
+    numbered: dict[str, dict[str, Path]] = {}
+    for name, path in all_controls.items():
+        if match := FURTHER_CONTROL.match(name):
+            numbered.setdefault(match["stem"], {})[name] = path
+    samples, incomplete = [], []
+    for stem, target in targets.items():
+        caption = target.with_suffix(".txt")
+        if stem not in controls:
+            incomplete.append(f"{target} has no control image {control_folder / stem}.*")
+        elif not caption.is_file():
+            incomplete.append(f"{target} has no caption {caption}")
+        else:
+            more = further_controls(numbered.get(stem, {}), stem)
+            samples.append(
+                Sample(stem, target, (controls[stem], *more), _read_text(caption).strip(), masks.get(f"{stem}_mask"))
+            )
+    incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in targets]
+    return Found(samples, incomplete)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
+
+
+def _rows(table: Path) -> list[dict[str, Any]]:
+    text = _read_text(table)
+    if table.suffix == ".csv":
+        return list(csv.DictReader(text.splitlines()))
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise UserError(f"{table} line {number} is not JSON: {error.msg}") from error
+    return rows
+
+
+def _from_table(table: Path) -> Found:
+    """A row names files relative to the table's folder.
+
+    Columns: file_name, control_file_name (one name, or a JSON list), prompt, and optionally mask_file_name.
+    """
+    rows = _rows(table)
+    if not rows:
+        raise UserError(f"{table} has no rows")
+    samples, incomplete = [], []
+    for number, row in enumerate(rows, 1):
+        missing = [name for name in ("file_name", "control_file_name", "prompt") if row.get(name) is None]
+        if missing:
+            raise UserError(f"{table} row {number} has no {listing(missing)}; its columns are {', '.join(map(str, row))}")
+        paths = [table.parent / name for name in (row["file_name"], *_names(row["control_file_name"]))]
+        mask = table.parent / row["mask_file_name"] if row.get("mask_file_name") else None
+        absent = [path for path in (*paths, mask) if path is not None and not path.is_file()]
+        if absent or len(paths) < 2:
+            reason = f"{absent[0]} does not exist" if absent else "control_file_name is empty"
+            incomplete.append(f"{table} row {number}: {reason}")
+        else:
+            key = str(Path(row["file_name"]).with_suffix(""))
+            samples.append(Sample(key, paths[0], tuple(paths[1:]), row["prompt"].strip(), mask))
+    repeated = {sample.key for sample in samples}
+    if len(repeated) < len(samples):  # one picture with several instructions
+        samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
+    return Found(samples, incomplete)
+
+
+def _names(value: str | list[str]) -> list[str]:
+    """One file name, or several as a list (in CSV: a JSON list)."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else [value]
+    return [name for name in value if name]

@@ -1,0 +1,187 @@
+"""One component of a diffusers repository (a folder or a hub id): its dtype, its device, errors worth reading."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datamodules.errors import UserError
+
+EMBEDDED = "embedded"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Classes whose components are built without weights.
+WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
+
+
+def resolve_repository(name: str) -> str:
+    """The name itself, but `embedded` becomes the folder of the model that comes with Retouch."""
+    if name != EMBEDDED:
+        return name
+    from lightning_modules.embedded import embedded_model
+
+    return str(embedded_model())
+
+
+def resolve_device(name: str | None, key: str) -> torch.device | None:
+    """Parse a device name and check that this machine has it.
+
+    Raises:
+        UserError: no such device; `key` is the setting it came from.
+    """
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{key}={name} is no device: use cpu, cuda, cuda:0, mps, ...") from error
+    available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    count = available.get(device.type, 0)
+    if (device.index or 0) >= count:
+        has = [f"{kind} ({n})" if n > 1 else kind for kind, n in available.items() if n]
+        raise UserError(f"{key}={name}: this machine has {', '.join(has)}")
+    return device
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """`float32` or `bfloat16`."""
+    if name not in DTYPES:
+        raise UserError(f"model.dtype={name}: choose {' or '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def repository_file(repository: str, filename: str, revision: str | None = None) -> Path | None:
+    """The path of a small file of the repository, downloaded if need be; None where it has no such file.
+
+    Raises:
+        UserError: the repository is not there, is gated, or cannot be reached.
+    """
+    if Path(repository).is_dir():
+        path = Path(repository, filename)
+        return path if path.is_file() else None
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, filename, revision=revision))
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{repository} is gated: accept its licence at https://huggingface.co/{repository}, then log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{repository} has no revision {revision}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repository} is neither a folder here nor a repository you may read on huggingface.co: check the name; "
+            "if it is private, log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.HFValidationError as error:
+        raise UserError(f"{repository} is neither a folder here nor the name of a repository (owner/name)") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+        if isinstance(error, errors.RemoteEntryNotFoundError):
+            return None
+        raise UserError(
+            f"{repository} is no folder here and huggingface.co cannot be reached: check the network (and "
+            "HF_HUB_OFFLINE), or pass the path of a downloaded copy"
+        ) from error
+
+
+def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
+    """model_index.json: for each component, its library and class.
+
+    Raises:
+        UserError: as `repository_file`, or the repository is not in diffusers' layout.
+    """
+    path = repository_file(repository, "model_index.json", revision)
+    if path is None:
+        raise UserError(f"{repository} has no model_index.json: it must be a whole pipeline in diffusers' layout")
+    return json.loads(path.read_text())
+
+
+def component_class(repository: str, name: str, revision: str | None = None) -> type[Any]:
+    """The class that the repository names for a component."""
+    index = read_index(repository, revision)
+    if name not in index:
+        raise UserError(f"{repository} has no component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
+    library, class_name = index[name]
+    return getattr(importlib.import_module(library), class_name)
+
+
+def load_component(
+    repository: str,
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Any:
+    """Load one component from its subfolder, models frozen and straight to their dtype and device.
+
+    Raises:
+        UserError: the repository cannot be used, or the component's files are missing or damaged.
+    """
+    cls = component_class(repository, name, revision)
+    if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
+        return _from_pretrained(cls, repository, revision=revision, subfolder=name)
+    return _load_model(cls, repository, name, revision, dtype, device)
+
+
+def vae_config(repository: str, revision: str | None = None) -> dict[str, Any]:
+    """The autoencoder's config.json, without its weights."""
+    path = repository_file(repository, "vae/config.json", revision)
+    if path is None:
+        raise UserError(f"{repository} has no vae/config.json: it must be a whole pipeline in diffusers' layout")
+    return json.loads(path.read_text())
+
+
+def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
+    """The transformer's config.json, from its subfolder or from a repository that holds nothing else."""
+    for filename in ("transformer/config.json", "config.json"):
+        if path := repository_file(repository, filename, revision):
+            return json.loads(path.read_text()) | {"_subfolder": filename.rpartition("/")[0] or None}
+    raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
+
+
+def meta_transformer(cls: type[Any], repository: str, revision: str | None = None) -> Any:
+    """The transformer without weights: names and shapes, to check against before anything is loaded."""
+    config = transformer_config(repository, revision)
+    with torch.device("meta"):
+        return cls.from_config({k: v for k, v in config.items() if k not in ("_subfolder", "quantization_config")})
+
+
+def load_transformer(
+    cls: type[Any],
+    repository: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Any:
+    """The transformer alone, frozen; its repository may be a whole pipeline or nothing but the transformer."""
+    subfolder = transformer_config(repository, revision)["_subfolder"]
+    return _load_model(cls, repository, subfolder, revision, dtype, device)
+
+
+def _load_model(
+    cls: type[Any],
+    repository: str,
+    subfolder: str | None,
+    revision: str | None,
+    dtype: torch.dtype,
+    device: torch.device | None,
+) -> Any:
+    place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
+    # transformers 5 and diffusers 0.42 name the same argument differently.
+    dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"
+    model = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **{dtype_name: dtype}, **place)
+    return model.requires_grad_(False).eval()
+
+
+def _from_pretrained(cls: type[Any], repository: str, subfolder: str | None, **arguments: Any) -> Any:
+    where = {"subfolder": subfolder} if subfolder else {}
+    try:
+        return cls.from_pretrained(repository, **where, **arguments)
+    except OSError as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load {subfolder or cls.__name__} of {repository}: {first}") from error
