@@ -9,7 +9,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from train import place_trainer, shorten
 
-OmegaConf.register_new_resolver("prediction_folder", lambda: time.strftime("outputs/prediction_%Y-%m-%d_%H-%M-%S"), use_cache=True, replace=True)
+OmegaConf.register_new_resolver(
+    "prediction_folder",
+    lambda: time.strftime("outputs/prediction_%Y-%m-%d_%H-%M-%S"),
+    use_cache=True,
+    replace=True,
+)
 
 
 def as_list(value: Any) -> list[Any]:

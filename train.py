@@ -48,7 +48,7 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
     if ckpt_path is None:
         if last.is_file():
             raise UserError(
-                f"output_dir={output_dir} holds a run already: go on with it by ckpt_path=last, or choose another folder"
+                f"output_dir={output_dir} holds a run: go on with it by ckpt_path=last, or choose another folder"
             )
         return None
     path = last if ckpt_path == "last" else Path(ckpt_path).expanduser()

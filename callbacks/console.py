@@ -44,21 +44,36 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     """Turn a person's mistake into one line and exit status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
     In a sweep it becomes an exception that Hydra keeps until the other jobs are done, and then prints in a line.
+    It carries neither cause nor traceback: these would keep the failed job's model in memory.
     """
+    import torch
     from hydra.errors import CompactHydraException, InstantiationException
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     try:
         yield
-    except (UserError, MisconfigurationException, InstantiationException) as error:
+        return
+    except (UserError, MisconfigurationException, InstantiationException, torch.OutOfMemoryError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        cause = error
-        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
-            cause = cause.__cause__  # type: ignore[assignment]
-        # A data worker's error arrives with the worker's traceback before it.
-        line = str(cause).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ")
-        print(f"error: {line}", file=sys.stderr)
-        if in_sweep:
-            raise CompactHydraException(line) from error
-        raise SystemExit(1) from error
+        line = _one_line(error)
+    rank = os.environ.get("LOCAL_RANK", "0")
+    print(f"error: {line}" if rank == "0" else f"error in process {rank}: {line}", file=sys.stderr)
+    if in_sweep:
+        raise CompactHydraException(line)
+    raise SystemExit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    import torch
+    from hydra.errors import InstantiationException
+
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "out of GPU memory: lower data.batch_size (and raise trainer.accumulate_grad_batches), set "
+            "model.gradient_checkpointing=true or model.devices.text_encoder=cpu, or use smaller pictures"
+        )
+    # A data worker's error arrives with the worker's traceback before it.
+    return str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ")

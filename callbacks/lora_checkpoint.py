@@ -34,7 +34,9 @@ class LoRACheckpoint(L.Callback):
         self.save_every = save_every
         # Plain values only: a file from elsewhere must not be able to name what is called.
         plain = {k: v for k, v in model.items() if v is None or isinstance(v, str | int | float)}
-        self.model = {"name": model_name} | {k: v for k, v in plain.items() if k not in ("_target_", "seed")}
+        self.model: dict[str, Any] = {"name": model_name} | {
+            k: v for k, v in plain.items() if k not in ("_target_", "seed")
+        }
         self.saved_step = -1
         self.signal: signal.Signals | None = None
         self._handlers: dict[signal.Signals, Any] = {}

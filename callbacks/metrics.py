@@ -11,6 +11,8 @@ import lightning.pytorch as L
 import torch
 from torchmetrics.aggregation import RunningMean
 
+from lightning_modules.base import EditModule
+
 COLUMNS = (
     "step",
     "loss",
@@ -76,11 +78,13 @@ class Metrics(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        assert isinstance(pl_module, EditModule)
         self._losses.append(outputs["loss"].detach())
         self._samples += len(batch.keys)
         self._tokens += pl_module.tokens_seen
         if trainer.global_step == self._step:
             return
+        assert pl_module.grad_norm is not None
         self._step = trainer.global_step
         totals = torch.stack([torch.stack(self._losses).float().mean(), *self._counts(pl_module.device)])
         if trainer.world_size > 1:

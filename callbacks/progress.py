@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.filesize import decimal
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from callbacks.metrics import Metrics
@@ -77,12 +83,13 @@ class TrainingProgress(ProgressBar):
         more = len(data.size_counts()) - len(sizes)
         adapter = module.adapter
         window = data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        epochs = trainer.max_steps * window / len(data.samples)
         rows = {
             "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}) on {module.main_device}",
             "trains": f"LoRA rank {adapter.rank}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
             "on": f"{len(data.samples)} pairs of {', '.join(map(str, data.roots))}",
             "sizes": ", ".join(sizes) + (f" and {more} more sizes" if more > 0 else ""),
-            "steps": f"{trainer.max_steps} of {window} samples, {trainer.max_steps * window / len(data.samples):.3g} epochs",
+            "steps": f"{trainer.max_steps} of {window} samples: {epochs:.3g} epochs",
             "memory": self._memory(module, count),
             "results": str(self.output_dir),
         }
@@ -99,7 +106,7 @@ class TrainingProgress(ProgressBar):
     def _memory(module: EditModule, count: int) -> str:
         """What stays for the whole run; activations come on top and are measured from step 1 on."""
 
-        models = {"transformer": module.transformer, **module.loaded_models()}
+        models: dict[str, Any] = {"transformer": module.transformer, **module.loaded_models()}
         parts = {name: sum(p.numel() * p.element_size() for p in part.parameters()) for name, part in models.items()}
         parts["training state"] = count * 16  # weight, gradient and two moments, float32 each
         return " + ".join(f"{name} {decimal(size)}" for name, size in parts.items()) + " + activations"

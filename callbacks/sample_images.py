@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from callbacks.image_writer import save_png, to_image
@@ -26,7 +27,13 @@ class SampleImages(L.Callback):
     """
 
     def __init__(
-        self, output_dir: str, sample_every: int, count: int, num_inference_steps: int, guidance_scale: float, seed: int
+        self,
+        output_dir: str,
+        sample_every: int,
+        count: int,
+        num_inference_steps: int,
+        guidance_scale: float,
+        seed: int,
     ) -> None:
         self.folder = Path(output_dir) / "samples"
         self.sample_every = sample_every
@@ -61,7 +68,7 @@ class SampleImages(L.Callback):
             name = raw.keys[0].replace("/", "_")
             save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")
             for logger in trainer.loggers:
-                if hasattr(logger.experiment, "add_image"):
+                if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
         module.train()
 

@@ -54,10 +54,13 @@ class SweepSummary(Callback):
         matplotlib.use("agg")
         from matplotlib import pyplot
 
+        jobs = [row["overrides"].split(" ") for row in self.rows]
+        common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-        for row in self.rows:
+        for row, overrides in zip(self.rows, jobs, strict=True):
             curve = _read_curve(folder / row["job"] / "metrics.csv")
-            axes.plot([int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve], label=row["overrides"])
+            label = " ".join(override for override in overrides if override not in common)
+            axes.plot([int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve], label=label or row["job"])
         axes.set(xlabel="step", ylabel="loss (running mean)")
         axes.grid(alpha=0.3)
         axes.legend()

@@ -45,12 +45,12 @@ def find_samples(roots: Iterable[str | Path]) -> Found:
     Raises:
         UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
     """
-    roots = [Path(root).expanduser() for root in roots]
+    folders = [Path(root).expanduser() for root in roots]
     samples: list[Sample] = []
     incomplete: list[str] = []
-    for root in roots:
-        found = _scan(root)
-        prefix = "" if len(roots) == 1 else f"{root}/"
+    for folder in folders:
+        found = _scan(folder)
+        prefix = "" if len(folders) == 1 else f"{folder}/"
         samples += [replace(sample, key=prefix + sample.key) for sample in found.samples]
         incomplete += found.incomplete
     return Found(samples, incomplete)
@@ -71,7 +71,9 @@ def _scan(root: Path) -> Found:
         )
     found = _from_folders(targets, controls)
     if not found.samples and not found.incomplete:
-        raise UserError(f"data.root={root}: no images ({', '.join(sorted(IMAGE_SUFFIXES))}) in {targets} and {controls}")
+        raise UserError(
+            f"data.root={root}: no images ({', '.join(sorted(IMAGE_SUFFIXES))}) in {targets} and {controls}"
+        )
     return found
 
 
@@ -109,7 +111,11 @@ def primary_images(folder: Path) -> dict[str, Path]:
 
 
 def _from_folders(target_folder: Path, control_folder: Path) -> Found:
-    targets, all_controls, controls = primary_images(target_folder), _images(control_folder), primary_images(control_folder)
+    targets, all_controls, controls = (
+        primary_images(target_folder),
+        _images(control_folder),
+        primary_images(control_folder),
+    )
     masks = {**_images(target_folder), **all_controls}
     numbered: dict[str, dict[str, Path]] = {}
     for name, path in all_controls.items():
@@ -125,7 +131,13 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
         else:
             more = further_controls(numbered.get(stem, {}), stem)
             samples.append(
-                Sample(stem, target, (controls[stem], *more), _read_text(caption).strip(), masks.get(f"{stem}_mask"))
+                Sample(
+                    stem,
+                    target,
+                    (controls[stem], *more),
+                    _read_text(caption).strip(),
+                    masks.get(f"{stem}_mask"),
+                )
             )
     incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in targets]
     return Found(samples, incomplete)
@@ -164,7 +176,9 @@ def _from_table(table: Path) -> Found:
     for number, row in enumerate(rows, 1):
         missing = [name for name in ("file_name", "control_file_name", "prompt") if row.get(name) is None]
         if missing:
-            raise UserError(f"{table} row {number} has no {listing(missing)}; its columns are {', '.join(map(str, row))}")
+            raise UserError(
+                f"{table} row {number} has no {listing(missing)}; its columns are {', '.join(map(str, row))}"
+            )
         paths = [table.parent / name for name in (row["file_name"], *_names(row["control_file_name"]))]
         mask = table.parent / row["mask_file_name"] if row.get("mask_file_name") else None
         absent = [path for path in (*paths, mask) if path is not None and not path.is_file()]

@@ -192,8 +192,8 @@ class EditModule(L.LightningModule, ABC):
         needed = "32-true" if self.base_dtype == torch.float32 else "bf16-mixed"
         if self.trainer.precision != needed:
             raise UserError(
-                f"trainer.precision={self.trainer.precision} with model.dtype={str(self.base_dtype)[6:]}: use {needed}, "
-                "which keeps the LoRA's own weights in float32"
+                f"trainer.precision={self.trainer.precision} does not go with model.dtype={str(self.base_dtype)[6:]}: "
+                f"use {needed}, which keeps the LoRA's own weights in float32"
             )
 
     def configure_model(self) -> None:
@@ -297,9 +297,7 @@ class EditModule(L.LightningModule, ABC):
             with self.stage("encode_prompt"):
                 prompt = self._encode_prompts_once(batch.prompts)
                 empty = self._encode_prompts_once([""] * len(batch.prompts)) if self.caption_dropout_rate > 0 else {}
-        return LatentBatch(
-            batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask
-        )
+        return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
 
     def _encode_prompts_once(self, prompts: list[str]) -> dict[str, Tensor]:
         """Encode, but take the empty prompt and what was encoded ahead from memory."""
@@ -380,8 +378,8 @@ class EditModule(L.LightningModule, ABC):
         alike. Optimizers pass over parameters without a gradient: weights, moments and decay stay as they were.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        by_norm = gradient_clip_val and gradient_clip_algorithm != "value"
-        self.grad_norm = nn.utils.clip_grad_norm_(parameters, gradient_clip_val if by_norm else float("inf"))
+        by_norm = gradient_clip_algorithm != "value"
+        self.grad_norm = nn.utils.clip_grad_norm_(parameters, (by_norm and gradient_clip_val) or float("inf"))
         window, self._window = self._window, []
         if torch.isfinite(self.grad_norm):
             self.nonfinite_steps = 0
@@ -438,18 +436,21 @@ class EditModule(L.LightningModule, ABC):
             marks = [f"_seed{seed}"] if len(batch.seeds) > 1 else []
             marks += [f"_scale{scale:g}"] if len(batch.lora_scales) > 1 else []
             seconds = {**self.seconds, "encode_prompt": self._prompt_seconds[prompt]}
-            yield pixels, {
-                "name": batch.name + "".join(marks),
-                "image": batch.image,
-                "prompt": prompt,
-                **asdict(self.sampling),
-                "width": batch.size[0],
-                "height": batch.size[1],
-                "seed": seed,
-                "lora": [str(lora) for lora in self.loras],
-                "lora_scale": scale,
-                "seconds": {name: round(value, 4) for name, value in seconds.items()},
-            }
+            yield (
+                pixels,
+                {
+                    "name": batch.name + "".join(marks),
+                    "image": batch.image,
+                    "prompt": prompt,
+                    **asdict(self.sampling),
+                    "width": batch.size[0],
+                    "height": batch.size[1],
+                    "seed": seed,
+                    "lora": [str(lora) for lora in self.loras],
+                    "lora_scale": scale,
+                    "seconds": {name: round(value, 4) for name, value in seconds.items()},
+                },
+            )
 
     @torch.no_grad()
     def edit(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seed: int) -> Tensor:
@@ -465,4 +466,8 @@ class EditModule(L.LightningModule, ABC):
     def provenance(self) -> dict[str, Any]:
         """What a LoRA file's header says of its base."""
         precision = str(self.base_dtype).removeprefix("torch.")
-        return {"base": self.repository_name, "transformer": self.transformer_name, "base_precision": precision}
+        return {
+            "base": self.repository_name,
+            "transformer": self.transformer_name,
+            "base_precision": precision,
+        }

@@ -36,11 +36,29 @@ def embedded_model() -> Path:
 
 def build_pipeline(folder: Path, seed: int = SEED, guidance_embeds: bool = True) -> None:
     """Write a tiny FluxKontextPipeline in diffusers' layout; every part is of the real class."""
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxTransformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        FluxKontextPipeline,
+        FluxTransformer2DModel,
+    )
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModel,
+        CLIPTokenizer,
+        T5Config,
+        T5EncoderModel,
+        T5TokenizerFast,
+    )
 
     clip_pieces = ["<|startoftext|>", "<|endoftext|>", *CHARACTERS, *(f"{c}</w>" for c in CHARACTERS)]
-    t5_pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -1.0), *((c, -2.0) for c in CHARACTERS)]
+    t5_pieces = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", -9.0),
+        ("▁", -1.0),
+        *((c, -2.0) for c in CHARACTERS),
+    ]
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(seed)
         pipeline = FluxKontextPipeline(

@@ -60,7 +60,10 @@ class LoRA:
 
         transformer.requires_grad_(False)
         config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, target_modules=self.resolve_targets(transformer), init_lora_weights=True
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=self.resolve_targets(transformer),
+            init_lora_weights=True,
         )
         with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(self.seed)
@@ -75,8 +78,8 @@ class LoRA:
         linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
         if self.target_modules == "all-linear":
             return [name for name in linear if name != "proj_out"]
-        from peft.tuners.tuners_utils import check_target_module_exists
         from peft import LoraConfig
+        from peft.tuners.tuners_utils import check_target_module_exists
 
         config = LoraConfig(target_modules=self.target_modules)
         if not any(check_target_module_exists(config, name) for name in linear):
@@ -198,7 +201,9 @@ def load_adapter(transformer: nn.Module, path: Path, rank: int, alpha: float) ->
     own = adapter_state(transformer)
     if stored.keys() != own.keys():
         different = sorted(stored.keys() ^ own.keys())
-        raise UserError(f"adapter.init_from={path} adapts other layers than adapter.target_modules: {listing(different)}")
+        raise UserError(
+            f"adapter.init_from={path} adapts other layers than adapter.target_modules: {listing(different)}"
+        )
     for key, parameter in own.items():
         if stored[key].shape != parameter.shape:
             raise UserError(
