@@ -30,7 +30,7 @@ def flow_loss(velocity: Tensor, target: Tensor, mask: Tensor | None = None) -> T
     error = (velocity.float() - target.float()).square()
     if mask is None:
         return error.mean(dim=(1, 2, 3))
-    weight = torch.nn.functional.adaptive_avg_pool2d(mask.float(), tuple(error.shape[-2:]))
+    weight = torch.nn.functional.interpolate(mask.float(), size=error.shape[-2:], mode="area")
     return (error.mean(dim=1, keepdim=True) * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3)).clamp_min(1e-6)
 
 

@@ -134,7 +134,6 @@ class FluxKontext(EditModule):
         if transformer.config.guidance_embeds:
             guidance = torch.full_like(t, self.training_guidance_scale)
         predicted = transformer(
-            # In float32 the transformer keeps t in float32 too; autocast lowers the rest.
             hidden_states=tokens,
             timestep=t,
             guidance=guidance,

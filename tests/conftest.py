@@ -1,0 +1,149 @@
+"""Tiny real pipelines and real photographs, offline."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores
+
+import hydra
+import pytest
+import skimage.data
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+from PIL import Image
+
+import predict
+import train
+from lightning_modules.embedded import build_pipeline
+
+ROOT = Path(__file__).parent.parent
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    """A cache folder of our own: the suite neither reads nor fills the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A tiny FluxKontextPipeline on disk, float32."""
+    folder = tmp_path_factory.mktemp("tiny") / "kontext"
+    build_pipeline(folder, seed=1)
+    return folder
+
+
+@pytest.fixture
+def stock(tiny):
+    """The same as diffusers loads it."""
+    from diffusers import FluxKontextPipeline
+
+    pipeline = FluxKontextPipeline.from_pretrained(tiny)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def photograph(name: str, width: int, height: int) -> Image.Image:
+    """A real photograph, scaled."""
+    return Image.fromarray(getattr(skimage.data, name)()).resize((width, height), Image.Resampling.LANCZOS)
+
+
+def make_pairs(root: Path, sizes, target=lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)) -> Path:
+    """Pairs in folders: photographs, and the same mirrored."""
+    for folder in ("training_images", "control_images"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    names = ("astronaut", "chelsea", "coffee", "rocket", "retina")
+    for i, (width, height) in enumerate(sizes):
+        image = photograph(names[i % len(names)], width + i, height).crop((i, 0, width + i, height))
+        image.save(root / "control_images" / f"{i:02d}.png")
+        target(image).save(root / "training_images" / f"{i:02d}.png")
+        (root / "training_images" / f"{i:02d}.txt").write_text(f"mirror picture {i}")
+    return root
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory) -> Path:
+    """Eight pairs of 32x32."""
+    return make_pairs(tmp_path_factory.mktemp("pairs"), [(32, 32)] * 8)
+
+
+def compose(name: str, *overrides: str) -> DictConfig:
+    """The composed config of train.py or predict.py."""
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            cfg.pop("hydra")
+    return cfg
+
+
+class Outcome:
+    """What a command left: exit status and what it printed."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status = status
+        self.text = text
+
+    @property
+    def error(self) -> str:
+        """The one line that a mistake should give."""
+        assert self.status == 1, self.text
+        assert "Traceback" not in self.text
+        lines = [line for line in self.text.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.text
+        return lines[0]
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Run train.py or predict.py with overrides, in this process but by its real command line."""
+
+    def run(script: str, *overrides: str, ok: bool = True) -> Outcome:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, overrides)])
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+        status = 0
+        try:
+            {"train": train, "predict": predict}[script].main()
+        except SystemExit as stop:
+            status = stop.code
+        text = "".join(capfd.readouterr())
+        assert not ok or status == 0, text
+        return Outcome(status, text)
+
+    return run
+
+
+def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen:
+    """Start train.py or predict.py as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / f"{script}.py"), *map(str, overrides)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=ROOT,
+    )
+
+
+def short(tiny: Path, pairs: Path, output: Path, steps: int) -> list[str]:
+    """Overrides of a short quiet run."""
+    return [
+        f"model.pretrained_model_name_or_path={tiny}",
+        f"data.root={pairs}",
+        f"output_dir={output}",
+        f"trainer.max_steps={steps}",
+        "trainer.accelerator=cpu",
+        "data.num_workers=0",
+        "adapter.rank=4",
+        "logger=none",
+        "callbacks.sample_images=null",
+    ]
+
+
+def lora_bytes(run: Path, name: str = "last") -> bytes:
+    return (run / "lora" / name / "pytorch_lora_weights.safetensors").read_bytes()

@@ -1,0 +1,109 @@
+"""The flow's formulas against closed forms and against diffusers."""
+
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
+from diffusers.training_utils import compute_density_for_timestep_sampling
+
+from datamodules.errors import UserError
+from lightning_modules.flow import (
+    TimestepLaw,
+    draw,
+    dynamic_shift,
+    flow_loss,
+    interpolate,
+    shift_time,
+    velocity_target,
+)
+
+SHAPE = torch.Size([2, 4, 4])
+
+
+def drawn_times(law: TimestepLaw, count: int = 4000) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([law.draw(generator, dynamic=2.0) for _ in range(count)])
+
+
+def test_interpolation_is_the_straight_line_and_velocity_its_derivative():
+    x0, eps = torch.randn(3, 2, 4, 4), torch.randn(3, 2, 4, 4)
+    torch.testing.assert_close(interpolate(x0, eps, torch.zeros(3)), x0)
+    torch.testing.assert_close(interpolate(x0, eps, torch.ones(3)), eps)
+    t = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, requires_grad=True)
+    _, derivative = torch.func.jvp(lambda t: interpolate(x0.double(), eps.double(), t), (t,), (torch.ones_like(t),))
+    torch.testing.assert_close(derivative, velocity_target(x0, eps).double())
+
+
+def test_interpolation_equals_the_schedulers():
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    x0, eps = torch.randn(1, 2, 4, 4), torch.randn(1, 2, 4, 4)
+    timestep = scheduler.timesteps[300]
+    expected = scheduler.scale_noise(x0, timestep[None], eps)
+    torch.testing.assert_close(interpolate(x0, eps, timestep[None] / 1000), expected)
+
+
+@pytest.mark.parametrize("tokens", [16, 256, 1024, 4096, 8192])
+def test_dynamic_shift_equals_the_pipelines(tokens):
+    mu = calculate_shift(tokens, 256, 4096, 0.5, 1.15)
+    assert dynamic_shift(tokens) == pytest.approx(math.exp(mu))
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    t = torch.linspace(0.01, 1, 20)
+    expected = torch.as_tensor(scheduler.time_shift(mu, 1.0, t))
+    torch.testing.assert_close(shift_time(t, dynamic_shift(tokens)), expected)
+
+
+@pytest.mark.parametrize("scheme", ["logit_normal", "mode"])
+def test_timestep_law_has_diffusers_density(scheme):
+    law = TimestepLaw(scheme, logit_mean=0.0, logit_std=1.2, mode_scale=1.1)
+    theirs = compute_density_for_timestep_sampling(
+        scheme, 4000, 0.0, 1.2, 1.1, generator=torch.Generator().manual_seed(1)
+    )
+    quantiles = torch.linspace(0.05, 0.95, 10)
+    own = drawn_times(law)
+    assert own.dtype == torch.float32
+    assert (own.quantile(quantiles) - theirs.quantile(quantiles)).abs().max() < 0.03
+
+
+def test_shift_of_a_law_is_applied_after_it():
+    plain = drawn_times(TimestepLaw("uniform"), 100)
+    torch.testing.assert_close(drawn_times(TimestepLaw("uniform", shift=3.0), 100), 3 * plain / (1 + 2 * plain))
+    torch.testing.assert_close(drawn_times(TimestepLaw("uniform", shift="dynamic"), 100), 2 * plain / (1 + plain))
+
+
+def test_unknown_law_is_refused_in_a_line():
+    with pytest.raises(UserError, match=r"model\.timesteps\.law=cosmap: choose uniform"):
+        TimestepLaw("cosmap")
+    with pytest.raises(UserError, match=r"model\.timesteps\.shift=auto"):
+        TimestepLaw(shift="auto")
+
+
+def test_draw_depends_on_seed_and_number_alone():
+    law = TimestepLaw("logit_normal")
+    together = draw(1, [7, 8], SHAPE, law, 1.0)
+    alone = draw(1, [8], SHAPE, law, 1.0)
+    for name in ("t", "eps", "latent_eps", "dropout"):
+        assert torch.equal(getattr(together, name)[1:], getattr(alone, name))
+    assert not torch.equal(together.eps[0], together.eps[1])
+    assert not torch.equal(alone.eps, draw(2, [8], SHAPE, law, 1.0).eps)
+
+
+def test_draws_of_neighbours_are_unrelated_and_normal():
+    drawn = draw(0, list(range(500)), torch.Size([1, 8, 8]), TimestepLaw("uniform"), 1.0)
+    eps = drawn.eps.flatten(1)
+    assert abs(eps.mean()) < 0.02
+    assert abs(eps.std() - 1) < 0.02
+    assert (eps[:-1] * eps[1:]).mean().abs() < 0.02
+    assert drawn.dropout.mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_masked_loss_weighs_pixels_and_normalizes_each_sample():
+    velocity, target = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    full = flow_loss(velocity, target)
+    torch.testing.assert_close(full, (velocity - target).square().mean(dim=(1, 2, 3)))
+    torch.testing.assert_close(flow_loss(velocity, target, torch.ones(2, 1, 32, 32)), full)
+    mask = torch.zeros(2, 1, 32, 32)
+    mask[:, :, :16, :8] = 1  # the latent's upper half, first quarter
+    expected = (velocity - target).square()[:, :, :2, :1].mean(dim=(1, 2, 3))
+    torch.testing.assert_close(flow_loss(velocity, target, mask), expected)
