@@ -7,7 +7,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from train import place_trainer, shorten
+from train import CONF, place_trainer, shorten
 
 OmegaConf.register_new_resolver(
     "prediction_folder",
@@ -94,7 +94,7 @@ def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> list[Pat
     return writer.written
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="predict")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
 def main(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 if TYPE_CHECKING:
     import lightning.pytorch as L
 
+CONF = Path(__file__).parent / "conf"
 PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 
 
@@ -67,6 +68,14 @@ def place_trainer(cfg: DictConfig) -> None:
     cfg.trainer.devices = [int(index or 0)] if kind == "cuda" else 1
 
 
+def repeatable(cfg: DictConfig) -> DictConfig:
+    """The composed config as a primary config of its own: `python train.py -cp RUN -cn config output_dir=...`."""
+    primary: Any = OmegaConf.load(CONF / "train.yaml")
+    hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
+    settings: Any = OmegaConf.to_container(cfg)
+    return OmegaConf.create({"defaults": ["_self_", *hydra_defaults], **settings, "hydra": primary.hydra})
+
+
 def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     """Build everything from the composed config and train."""
     import lightning.pytorch as L
@@ -85,7 +94,7 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=output_dir)
     if trainer.is_global_zero:
         output_dir.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(cfg, output_dir / "config.yaml", resolve=True)
+        OmegaConf.save(repeatable(cfg), output_dir / "config.yaml")
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
     return trainer
 
@@ -107,7 +116,7 @@ def report(trainer: "L.Trainer", output_dir: Path) -> float:
     return next(c.latest.get("loss_avg", float("nan")) for c in callbacks if isinstance(c, Metrics))
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(cfg: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -117,6 +126,7 @@ def main(cfg: DictConfig) -> float:
     configure_logging()
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     cfg.output_dir = str(output_dir)
+    cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
     try:
         with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
             return report(fit(cfg, output_dir), output_dir)

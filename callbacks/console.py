@@ -16,10 +16,9 @@ def configure_logging() -> None:
     """Retouch's lines go to stderr as they are."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers = [handler]
     log.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.WARNING)
     log.propagate = False
 

@@ -41,7 +41,9 @@ class LoRACheckpoint(L.Callback):
         self.signal: signal.Signals | None = None
         self._handlers: dict[signal.Signals, Any] = {}
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.saved_step = trainer.global_step
+        # Lightning has put its own handler for SIGTERM by now, which would leave without saving.
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._stop)
 
@@ -49,9 +51,6 @@ class LoRACheckpoint(L.Callback):
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.saved_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         step = trainer.global_step
@@ -87,7 +86,14 @@ class LoRACheckpoint(L.Callback):
         else:
             trainer.save_checkpoint(self.output_dir / "checkpoints" / "last.ckpt")
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._restore_handlers()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        """Before Lightning restores its own: a handler left behind would keep the model in memory."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()

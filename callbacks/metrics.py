@@ -39,7 +39,7 @@ class Metrics(L.Callback):
 
     def __init__(self, output_dir: str, window: int) -> None:
         self.path = Path(output_dir) / "metrics.csv"
-        self.running = RunningMean(window=window)
+        self.running = RunningMean(window=window, nan_strategy="ignore")
         self.window = window
         self.latest: dict[str, float] = {}
         self.best_loss = float("inf")
@@ -79,9 +79,9 @@ class Metrics(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, EditModule)
-        self._losses.append(outputs["loss"].detach())
+        self._losses.append(pl_module.batch_loss)  # Lightning divides its own by the accumulation
         self._samples += len(batch.keys)
-        self._tokens += pl_module.tokens_seen
+        self._tokens += pl_module.batch_tokens
         if trainer.global_step == self._step:
             return
         assert pl_module.grad_norm is not None

@@ -55,7 +55,7 @@ class SweepSummary(Callback):
         from matplotlib import pyplot
 
         jobs = [row["overrides"].split(" ") for row in self.rows]
-        common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+        common = set.intersection(*map(set, jobs))
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         for row, overrides in zip(self.rows, jobs, strict=True):
             curve = _read_curve(folder / row["job"] / "metrics.csv")

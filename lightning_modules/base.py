@@ -108,7 +108,8 @@ class EditModule(L.LightningModule, ABC):
         self.nonfinite_steps = 0
         self.seconds: dict[str, float] = {}
         self._inner_seconds = 0.0
-        self.tokens_seen = 0
+        self.batch_tokens = 0
+        self.batch_loss = torch.zeros(())
         self._components: dict[str, Any] = {}
         self._prompts: dict[str, dict[str, Tensor]] = {}
         self._prompt_seconds: dict[str, float] = {}
@@ -324,7 +325,8 @@ class EditModule(L.LightningModule, ABC):
         latents = self.encode(batch) if isinstance(batch, RawBatch) else batch
         losses = self.losses(latents)
         self._window += list(zip(latents.keys, losses.detach(), strict=True))
-        self.tokens_seen = self.token_count(latents)
+        self.batch_tokens = self.token_count(latents)
+        self.batch_loss = losses.detach().mean()
         return losses.mean()
 
     def losses(self, batch: LatentBatch) -> Tensor:

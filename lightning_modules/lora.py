@@ -125,7 +125,8 @@ def save_lora(transformer: nn.Module, path: Path, alpha: float, header: Mapping[
     state = {name: tensor.cpu().contiguous() for name, tensor in adapter_state(transformer).items()}
     layers = {name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")}
     state |= {f"{layer}.alpha": torch.tensor(float(alpha)) for layer in layers}
-    blob = safetensors.torch.save(state, {"format": "pt", HEADER_KEY: json.dumps(header, sort_keys=True)})
+    # One entry only: safetensors writes several in random order, and equal weights should be equal files.
+    blob = safetensors.torch.save(state, {HEADER_KEY: json.dumps(header, sort_keys=True)})
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
 

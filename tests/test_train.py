@@ -1,0 +1,263 @@
+"""The promises of a training run, by its real command line."""
+
+import csv
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+import safetensors.torch
+import torch
+from omegaconf import OmegaConf
+
+from tests.conftest import lora_bytes, make_pairs, short, start
+
+
+def weights(run):
+    return safetensors.torch.load(lora_bytes(run))
+
+
+def metrics(run):
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_weights(first, second, **tolerance):
+    first, second = weights(first), weights(second)
+    assert first.keys() == second.keys()
+    for key in first:
+        torch.testing.assert_close(first[key], second[key], **tolerance)
+
+
+def wait_for(path, process, seconds=90):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, tiny, tmp_path):
+    """In the middle of an epoch, in mixed sizes, with accumulation, caption dropout and two data workers."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32), (32, 32), (48, 32), (32, 48)])
+    settings = ["trainer.accumulate_grad_batches=2", "data.batch_size=2", "data.num_workers=2", "save_every=4"]
+    settings += ["data.caption_dropout_rate=0.3", "scheduler.num_warmup_steps=2"]
+    run("train", *short(tiny, root, tmp_path / "whole", 8), *settings)
+
+    killed = [*short(tiny, root, tmp_path / "killed", 8), *settings]
+    process = start("train", *killed)
+    wait_for(tmp_path / "killed" / "checkpoints" / "last.ckpt", process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    # Whatever the killed run reached after step 4 was never finished.
+    assert not (tmp_path / "killed" / "lora" / "step-000008").exists()
+    assert lora_bytes(tmp_path / "killed") == lora_bytes(tmp_path / "killed", "step-000004")
+    run("train", *killed, "ckpt_path=last")
+
+    assert lora_bytes(tmp_path / "killed") == lora_bytes(tmp_path / "whole")
+    assert lora_bytes(tmp_path / "whole", "step-000004") == lora_bytes(tmp_path / "killed", "step-000004")
+    assert lora_bytes(tmp_path / "whole", "step-000004") != lora_bytes(tmp_path / "whole")
+    steps, losses = ([row[key] for row in metrics(tmp_path / "killed")] for key in ("step", "loss"))
+    assert steps == [str(n) for n in range(1, 9)]
+    assert losses == [row["loss"] for row in metrics(tmp_path / "whole")]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "prodigy"])
+def test_resume_is_bitwise_for_other_optimizers(run, tiny, pairs, tmp_path, optimizer):
+    settings = [f"optimizer={optimizer}", "scheduler=constant", "save_every=0"]
+    run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings)
+    run("train", *short(tiny, pairs, tmp_path / "halves", 3), *settings)
+    run("train", *short(tiny, pairs, tmp_path / "halves", 6), *settings, "ckpt_path=last")
+    assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_the_run_goes_on_exactly(run, tiny, pairs, tmp_path, number):
+    settings = ["trainer.accumulate_grad_batches=3", "save_every=0", "scheduler=constant"]
+    stopped = [*short(tiny, pairs, tmp_path / "stopped", 400), *settings]
+    process = start("train", *stopped)
+    wait_for(tmp_path / "stopped" / "metrics.csv", process)
+    while len((tmp_path / "stopped" / "metrics.csv").read_text().splitlines()) < 4:
+        time.sleep(0.01)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, text
+    assert "Traceback" not in text
+    assert f"stopped by {number.name} after step" in text
+    assert "ckpt_path=last" in text
+    step = torch.load(tmp_path / "stopped" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"]
+    assert (tmp_path / "stopped" / "lora" / f"step-{step:06d}").is_dir()
+
+    run("train", *stopped, "ckpt_path=last", f"trainer.max_steps={step + 3}")
+    run("train", *short(tiny, pairs, tmp_path / "whole", step + 3), *settings)
+    assert lora_bytes(tmp_path / "stopped") == lora_bytes(tmp_path / "whole")
+
+
+def test_accumulating_two_equals_batch_of_two(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "batch", 6), "data.batch_size=2")
+    run("train", *short(tiny, pairs, tmp_path / "window", 6), "trainer.accumulate_grad_batches=2")
+    assert_same_weights(tmp_path / "batch", tmp_path / "window", rtol=0, atol=1e-5)
+    for one, other in zip(metrics(tmp_path / "batch"), metrics(tmp_path / "window"), strict=True):
+        assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-4)
+
+
+def test_two_processes_end_equal_to_each_other_and_to_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
+    """The existing system never synchronised gradients: every rank trained its own LoRA."""
+    two = [*short(tiny, pairs, tmp_path / "two", 5), "trainer.devices=2", "trainer.strategy=ddp"]
+    two.append("+callbacks.dump={_target_: tests.dump_weights.DumpWeights, folder: " + str(tmp_path) + "}")
+    process = start("train", *two)
+    text, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, text
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
+    run("train", *short(tiny, pairs, tmp_path / "one", 5), "data.batch_size=2")
+    assert_same_weights(tmp_path / "two", tmp_path / "one", rtol=0, atol=1e-5)
+    for one, other in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-4)
+
+
+def test_loss_falls(run, tiny, pairs, tmp_path):
+    """200 steps on 8 fixed pairs, measured at noise that training never saw."""
+    from hydra.utils import instantiate
+
+    from datamodules.pairs import collate
+    from tests.conftest import compose
+
+    settings = ["adapter.rank=16", "adapter.target_modules=all-linear", "optimizer.lr=3e-3", "data.batch_size=4"]
+    overrides = [*short(tiny, pairs, tmp_path / "run", 200), *settings, "data.caption_dropout_rate=0"]
+    run("train", *overrides)
+    losses = []
+    for more in ([], [f"adapter.init_from={tmp_path / 'run'}"]):
+        cfg = compose("train", *overrides, *more)
+        module, data = instantiate(cfg.model), instantiate(cfg.data)
+        module.configure_model()
+        data.setup("fit")
+        batch = module.encode(collate(data.examples(8)))
+        total = 0.0
+        for i in range(8):
+            batch.draws = list(range(10**6 + 8 * i, 10**6 + 8 * i + 8))
+            with torch.no_grad():
+                total += float(module.losses(batch).mean()) / 8
+        losses.append(total)
+    print("mean loss before and after:", losses)
+    assert losses[1] < 0.9 * losses[0]
+
+
+def test_max_steps_and_schedule_count_optimizer_steps(run, tiny, pairs, tmp_path):
+    """The existing system ran past max_train_steps, and its schedule went wrong under accumulation."""
+    settings = ["trainer.accumulate_grad_batches=3", "scheduler=linear", "scheduler.num_warmup_steps=2"]
+    run("train", *short(tiny, pairs, tmp_path / "run", 6), *settings, "optimizer.lr=8e-4")
+    rates = [float(row["lr"]) for row in metrics(tmp_path / "run")]
+    assert rates == pytest.approx([0, 4e-4, 8e-4, 6e-4, 4e-4, 2e-4], rel=1e-5)
+
+
+def test_run_folder_holds_what_is_promised(run, tiny, pairs, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [a for a in short(tiny, pairs, folder, 4) if "logger" not in a and "sample_images" not in a]
+    settings = ["save_every=2", "sample_every=2", "callbacks.sample_images.num_inference_steps=2"]
+    outcome = run("train", *arguments, *settings)
+    for name in ("step-000002", "step-000004", "last"):
+        assert (folder / "lora" / name / "pytorch_lora_weights.safetensors").is_file()
+    assert len(list((folder / "samples").glob("step-00000[24]/*.png"))) == 8
+    assert list((folder / "tensorboard").glob("events.out.*"))
+    assert (folder / "checkpoints" / "last.ckpt").stat().st_size < 500_000, "a checkpoint holds what trains, only"
+    for word in ("Retouch", "rank 4", "8 pairs", "8 of 32x32", str(folder), "python predict.py lora="):
+        assert word in outcome.text.replace("│\n│", "")
+    config = OmegaConf.load(folder / "config.yaml")
+    assert config.trainer.max_steps == 4
+    run("train", "-cp", str(folder), "-cn", "config", f"output_dir={tmp_path / 'again'}")
+    assert lora_bytes(tmp_path / "again") == lora_bytes(folder), "a run can be repeated from its config.yaml"
+
+
+def test_samples_in_the_middle_of_a_window_change_nothing(run, tiny, pairs, tmp_path):
+    settings = ["trainer.accumulate_grad_batches=2"]
+    plain = short(tiny, pairs, tmp_path / "plain", 4)
+    run("train", *plain, *settings)
+    sampled = [a for a in short(tiny, pairs, tmp_path / "sampled", 4) if "sample_images" not in a]
+    run("train", *sampled, *settings, "sample_every=1", "callbacks.sample_images.num_inference_steps=1")
+    assert lora_bytes(tmp_path / "plain") == lora_bytes(tmp_path / "sampled")
+
+
+def test_loss_that_is_not_finite_is_not_applied_and_stops_after_some(run, tiny, pairs, tmp_path):
+    """A first step of absurd size; from then on nothing is finite, and nothing is applied."""
+    settings = ["save_every=1", "optimizer.lr=1e20", "scheduler=constant", "model.max_nonfinite_steps=3"]
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 9), *settings, ok=False)
+    assert outcome.error.startswith("error: 3 steps in a row were not finite, the last in sample 0")
+    for step in (2, 3, 4):
+        assert re.search(rf"step {step} is not applied: not finite in sample \d\d\n", outcome.text)
+    first = lora_bytes(tmp_path / "run", "step-000001")
+    for step in (2, 3):
+        later = safetensors.torch.load(lora_bytes(tmp_path / "run", f"step-00000{step}"))
+        assert all(torch.equal(later[k], v) for k, v in safetensors.torch.load(first).items())
+
+
+def test_starting_from_existing_weights_goes_on_from_their_loss(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "first", 3), "adapter.alpha=8", "optimizer.lr=1e-2")
+    more = [f"adapter.init_from={tmp_path / 'first'}", "optimizer.lr=0", "optimizer.weight_decay=0"]
+    run("train", *short(tiny, pairs, tmp_path / "same", 1), *more, "adapter.alpha=8")
+    assert_same_weights(tmp_path / "first", tmp_path / "same", rtol=0, atol=0)
+    # Another alpha: the weights are rescaled so that the update stays the same.
+    run("train", *short(tiny, pairs, tmp_path / "other", 1), *more, "adapter.alpha=2")
+    first, other = weights(tmp_path / "first"), weights(tmp_path / "other")
+    for key in [key for key in first if "lora_B" in key]:
+        torch.testing.assert_close(first[key] * 8, other[key] * 2)
+
+
+def test_help_explains_itself_quickly(run):
+    text = run("train", "--help").text
+    for word in ("adapter.rank", "ckpt_path=last", "optimizer: adamw, adamw_8bit, prodigy", "Examples", "embedded"):
+        assert word in text
+    assert "lora_scale" in run("predict", "--help").text
+
+
+def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
+    arguments = short(tiny, pairs, tmp_path / "sweep", 3)
+    run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3")
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert ["optimizer.lr=0.0001" in rows[0]["overrides"], "optimizer.lr=0.001" in rows[1]["overrides"]] == [True] * 2
+    for number, row in enumerate(rows):
+        assert (tmp_path / "sweep" / str(number) / "lora" / "last").samefile(row["lora"])
+        assert float(row["final_loss"]) == float(metrics(tmp_path / "sweep" / str(number))[-1]["loss_avg"])
+        assert float(row["seconds"]) > 0
+    assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 5000
+
+
+def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, tiny, pairs, tmp_path):
+    import gc
+
+    from lightning_modules.flux import FluxKontext
+
+    arguments = short(tiny, pairs, tmp_path / "sweep", 2)
+    outcome = run("train", "-m", *arguments, "adapter.rank=4,0,2", ok=False)
+    alive = [o for o in gc.get_objects() if type(o) is FluxKontext]
+    assert alive == []
+    assert outcome.status == 1
+    assert "adapter.rank=0: must be at least 1" in outcome.text
+    assert "Traceback" not in outcome.text
+    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [bool(row["error"]) for row in rows] == [False, True, False]
+
+
+def test_newest_run_goes_on_without_naming_it(run, tiny, pairs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [a for a in short(tiny, pairs, tmp_path, 2) if "output_dir" not in a]
+    run("train", *arguments)
+    (folder,) = (tmp_path / "outputs").iterdir()
+    time.sleep(1.1)
+    run("train", *arguments, "ckpt_path=last", "trainer.max_steps=3")
+    assert list((tmp_path / "outputs").iterdir()) == [folder]
+    assert [row["step"] for row in metrics(folder)] == ["1", "2", "3"]
+
+
+def test_lora_header_tells_what_the_weights_are(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1), "adapter.alpha=3")
+    with safetensors.safe_open(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors", "pt") as file:
+        header = json.loads(file.metadata()["retouch"])
+    assert header["adapter"] == {"rank": 4, "alpha": 3, "target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}
+    assert header["base"] == str(tiny)
+    assert header["base_precision"] == "float32"
+    assert header["step"] == 1
+    assert header["model"]["name"] == "embedded"
