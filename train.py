@@ -1,6 +1,7 @@
 """Fine-tune a LoRA: `python train.py --help` tells how."""
 
 import gc
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -68,18 +69,22 @@ def place_trainer(cfg: DictConfig) -> None:
     cfg.trainer.devices = [int(index or 0)] if kind == "cuda" else 1
 
 
-def repeatable(cfg: DictConfig) -> DictConfig:
-    """The composed config as a primary config of its own: `python train.py -cp RUN -cn config output_dir=...`."""
+def save_config(cfg: DictConfig, output_dir: Path, trainer: "L.Trainer") -> None:
+    """config.yaml, from which a run can be repeated: `python train.py -cp RUN -cn config output_dir=...`."""
+    if not trainer.is_global_zero:
+        return
     primary: Any = OmegaConf.load(CONF / "train.yaml")
     hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
     settings: Any = OmegaConf.to_container(cfg)
-    return OmegaConf.create({"defaults": ["_self_", *hydra_defaults], **settings, "hydra": primary.hydra})
+    whole = OmegaConf.create({"defaults": ["_self_", *hydra_defaults], **settings, "hydra": primary.hydra})
+    OmegaConf.save(whole, output_dir / "config.yaml")
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     """Build everything from the composed config and train."""
     import lightning.pytorch as L
     from hydra.utils import instantiate
+    from lightning.pytorch.callbacks import LambdaCallback
 
     from callbacks.console import silence_libraries
 
@@ -91,10 +96,8 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     silence_libraries()
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
+    callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: save_config(cfg, output_dir, trainer)))
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=output_dir)
-    if trainer.is_global_zero:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(repeatable(cfg), output_dir / "config.yaml")
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
     return trainer
 
@@ -127,12 +130,13 @@ def main(cfg: DictConfig) -> float:
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
+    fresh = not any(output_dir.iterdir())
     try:
         with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
             return report(fit(cfg, output_dir), output_dir)
     finally:
-        if output_dir.is_dir() and not any(output_dir.iterdir()):
-            output_dir.rmdir()
+        if fresh and not (output_dir / "config.yaml").exists():  # the run did not start: leave no traces
+            shutil.rmtree(output_dir)
         # A sweep's next job loads its own model: let this one's go first.
         gc.collect()
 

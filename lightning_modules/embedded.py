@@ -34,7 +34,7 @@ def embedded_model() -> Path:
     return folder
 
 
-def build_pipeline(folder: Path, seed: int = SEED, guidance_embeds: bool = True) -> None:
+def build_pipeline(folder: Path, seed: int = SEED, heads: int = 4) -> None:
     """Write a tiny FluxKontextPipeline in diffusers' layout; every part is of the real class."""
     from diffusers import (
         AutoencoderKL,
@@ -108,10 +108,10 @@ def build_pipeline(folder: Path, seed: int = SEED, guidance_embeds: bool = True)
                 num_layers=2,
                 num_single_layers=2,
                 attention_head_dim=16,
-                num_attention_heads=4,
+                num_attention_heads=heads,
                 joint_attention_dim=32,
                 pooled_projection_dim=32,
-                guidance_embeds=guidance_embeds,
+                guidance_embeds=True,
                 axes_dims_rope=(4, 6, 6),
             ),
         )

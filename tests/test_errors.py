@@ -1,0 +1,192 @@
+"""Bad input: one line that says what, where and what to do, exit status 1, and nothing lost."""
+
+import resource
+
+import pytest
+from PIL import Image
+
+from tests.conftest import lora_bytes, make_pairs, photograph, short
+
+
+@pytest.fixture
+def fails(run, tiny, pairs, tmp_path):
+    """Run train.py with more overrides than a good run has; returns the error's line."""
+
+    def fails(*overrides, root=pairs, output=tmp_path / "run"):
+        arguments = [a for a in short(tiny, root, output, 2) if a != "logger=none"]
+        line = run("train", *arguments, *overrides, ok=False).error
+        assert not output.exists(), "a run that did not start leaves no folder"
+        return line
+
+    return fails
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_pairs(tmp_path / "mine", [(32, 32)] * 3)
+
+
+def test_no_such_root(fails):
+    assert "data.root=/nowhere: no such folder" in fails(root="/nowhere")
+
+
+def test_root_without_pairs_says_what_was_looked_for(fails, tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = fails(root=tmp_path / "empty")
+    for word in ("no pairs", "metadata.jsonl", "training_images/images/target/targets", "control_images"):
+        assert word in line
+
+
+def test_folders_without_images(fails, tmp_path):
+    for name in ("images", "control"):
+        (tmp_path / "empty" / name).mkdir(parents=True)
+    assert "no images (.bmp" in fails(root=tmp_path / "empty")
+
+
+def test_incomplete_pairs_are_listed_and_counted_or_skipped(fails, run, tiny, folder, tmp_path):
+    for name in ("a", "b", "c", "d"):
+        photograph("coffee", 32, 32).save(folder / "training_images" / f"{name}.png")
+    photograph("coffee", 32, 32).save(folder / "control_images" / "z.png")
+    (folder / "training_images" / "00.txt").unlink()
+    line = fails(root=folder)
+    assert "6 incomplete" in line
+    assert "00.png has no caption" in line
+    assert "a.png has no control image" in line
+    assert "and 3 more" in line
+    assert "data.on_missing=skip" in line
+    text = run("train", *short(tiny, folder, tmp_path / "run", 1), "data.on_missing=skip").text
+    assert "2 pairs" in text
+    assert "skipped 6 incomplete" in text
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
+def test_truncated_image_is_named_or_skipped(fails, run, tiny, folder, tmp_path, suffix):
+    good = folder / "control_images" / "00.png"
+    bad = good.with_suffix(suffix)
+    Image.open(good).resize((256, 256)).save(bad)
+    if suffix != ".png":
+        good.unlink()
+    bad.write_bytes(bad.read_bytes()[:-600])
+    line = fails(root=folder)
+    assert f"cannot read the image {bad}" in line
+    assert "data.on_bad_image=skip" in line
+    text = run("train", *short(tiny, folder, tmp_path / "run", 1), "data.on_bad_image=skip").text
+    assert "2 pairs" in text
+    assert "skipped 1 unusable" in text
+
+
+def test_file_that_is_no_image(fails, folder):
+    (folder / "control_images" / "01.png").write_text("not a picture")
+    assert "01.png" in fails(root=folder)
+
+
+def test_image_that_breaks_during_training_is_named(run, tiny, folder, tmp_path):
+    """A check at the start cannot see what happens to a file later: the worker's error is one line too."""
+    arguments = [*short(tiny, folder, tmp_path / "run", 2), "data.num_workers=1"]
+    arguments.append("+callbacks.vandal={_target_: tests.vandal.Vandal, path: " + f"{folder}/control_images" + "}")
+    assert "cannot read the image" in run("train", *arguments, ok=False).error
+
+
+def test_tiny_image(fails, folder):
+    photograph("coffee", 32, 15).save(folder / "control_images" / "01.png")
+    assert "01.png is 32x15: both sides must be at least 16 pixels" in fails(root=folder)
+
+
+def test_caption_that_is_not_utf8(fails, folder):
+    (folder / "training_images" / "02.txt").write_bytes("schön".encode("latin-1"))
+    assert "02.txt is not UTF-8 (byte 3)" in fails(root=folder)
+
+
+def test_table_without_a_column(fails, tmp_path):
+    (tmp_path / "metadata.csv").write_text("file_name,prompt\na.png,x\n")
+    assert "row 1 has no control_file_name; its columns are file_name, prompt" in fails(root=tmp_path)
+
+
+def test_target_modules_that_match_nothing_list_what_could(fails):
+    line = fails("adapter.target_modules=[to_z]")
+    assert "matches no linear layer of FluxTransformer2DModel" in line
+    assert "attn.to_q" in line
+
+
+def test_lora_of_another_model(fails, run, tiny, pairs, tmp_path):
+    from lightning_modules.embedded import build_pipeline
+
+    run("train", *short(tiny, pairs, tmp_path / "first", 1))
+    build_pipeline(tmp_path / "wide", heads=6)
+    wide = f"model.pretrained_model_name_or_path={tmp_path / 'wide'}"
+    line = fails(wide, f"adapter.init_from={tmp_path / 'first'}")
+    assert "does not fit" in line
+    assert "has another shape" in line
+    assert f"it was made for {tiny}" in line
+    outcome = run("predict", f"lora={tmp_path / 'first'}", wide, "prompt=x", "width=32", "height=32", ok=False)
+    assert "does not fit" in outcome.error
+
+
+def test_lora_that_is_not_there(fails, run):
+    assert "no such file or folder" in fails("adapter.init_from=/nowhere")
+    assert "no such file or folder" in run("predict", "lora=/nowhere", "prompt=x", ok=False).error
+
+
+def test_unknown_override_and_group_give_hydras_own_message(run):
+    assert "Key 'rnak' is not in struct" in run("train", "adapter.rnak=3", ok=False).text
+    text = run("train", "model=flux_contex", ok=False).text
+    assert "Could not find 'model/flux_contex'" in text
+    assert "flux_kontext" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.devices.vae=cuda:7", "model.devices.vae=cuda:7: this machine has cpu"),
+        ("model.devices.transformer=cuda", "model.devices.transformer=cuda: this machine has cpu"),
+        ("model.devices.vae=gpu7", "model.devices.vae=gpu7 is no device"),
+        ("trainer.accelerator=gpu", "No supported gpu backend found"),
+        ("model.dtype=float8", "model.dtype=float8: choose float32 or bfloat16"),
+        ("trainer.precision=bf16-true", "use 32-true"),
+        ("adapter.rank=0", "adapter.rank=0: must be at least 1"),
+        ("data.batch_size=0", "data.batch_size=0: must be at least 1"),
+        ("trainer.max_epochs=3", "pass trainer.max_steps=24"),
+        ("ckpt_path=last", "there is no checkpoint"),
+        ("ckpt_path=/nowhere.ckpt", "there is no checkpoint /nowhere.ckpt"),
+        ("data.on_missing=ignore", "choose error or skip"),
+        ("model.revision=v9 model.pretrained_model_name_or_path=owner/name", "huggingface.co cannot be reached"),
+        ("optimizer.momentum=3", "Key 'momentum' is not in struct"),
+    ],
+)
+def test_impossible_setting(run, tiny, pairs, tmp_path, override, words):
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), *override.split(" "), ok=False)
+    assert outcome.status == 1
+    assert words in outcome.text
+    assert "Traceback" not in outcome.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_is_not_overwritten(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1))
+    before = lora_bytes(tmp_path / "run")
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), ok=False)
+    assert "holds a run: go on with it by ckpt_path=last" in outcome.error
+    assert lora_bytes(tmp_path / "run") == before
+
+
+def test_checkpoint_of_another_adapter(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1))
+    more = ["ckpt_path=last", "adapter.target_modules=[to_q]"]
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more, ok=False)
+    assert "the checkpoint's adapter is not this run's" in outcome.error
+
+
+def test_full_disk_leaves_the_previous_files(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1))
+    before = lora_bytes(tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), "ckpt_path=last", ok=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot write" in outcome.error
+    assert "pytorch_lora_weights.safetensors: File too large" in outcome.error
+    assert lora_bytes(tmp_path / "run") == before
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    run("train", *short(tiny, pairs, tmp_path / "run", 2), "ckpt_path=last")
