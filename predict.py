@@ -1,5 +1,6 @@
 """Edit pictures with a trained LoRA: `python predict.py --help` tells how."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,22 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from train import CONF, place_trainer, shorten
 
+FREE_TEXT = ("prompt", "negative_prompt", "image", "prompts_file")
+
 OmegaConf.register_new_resolver(
     "prediction_folder",
     lambda: time.strftime("outputs/prediction_%Y-%m-%d_%H-%M-%S"),
     use_cache=True,
     replace=True,
 )
+
+
+def quote_text(argument: str) -> str:
+    """`prompt=snow, please` -> `prompt="snow, please"`; what is quoted, a list or null stays as it is."""
+    key, _, value = argument.partition("=")
+    if key not in FREE_TEXT or value in ("", "null") or value[0] in "'\"[":
+        return argument
+    return f'{key}="' + value.replace('"', '\\"') + '"'
 
 
 def as_list(value: Any) -> list[Any]:
@@ -95,7 +106,7 @@ def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> list[Pat
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
-def main(cfg: DictConfig) -> None:
+def run(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from callbacks.console import configure_logging, log, one_line_errors
@@ -109,6 +120,12 @@ def main(cfg: DictConfig) -> None:
     finally:
         if output_dir.is_dir() and not any(output_dir.iterdir()):
             output_dir.rmdir()
+
+
+def main() -> None:
+    """The command line: prompts and paths may hold commas, quotes and brackets, which Hydra would read as its own."""
+    sys.argv[1:] = map(quote_text, sys.argv[1:])
+    run()
 
 
 if __name__ == "__main__":

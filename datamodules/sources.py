@@ -1,6 +1,7 @@
 """Where samples come from: folders of pairs, or a table of file names."""
 
 import csv
+import io
 import json
 import re
 from collections.abc import Iterable
@@ -153,14 +154,17 @@ def _read_text(path: Path) -> str:
 def _rows(table: Path) -> list[dict[str, Any]]:
     text = _read_text(table)
     if table.suffix == ".csv":
-        return list(csv.DictReader(text.splitlines()))
+        return list(csv.DictReader(io.StringIO(text, newline="")))
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(f"{table} line {number} is not JSON: {error.msg}") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{table} line {number} is not an object of columns")
+            rows.append(row)
     return rows
 
 

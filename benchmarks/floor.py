@@ -1,0 +1,86 @@
+"""The floor: the same training as a plain loop over diffusers and peft, no framework, nothing logged.
+
+Run by training_speed.py as `python benchmarks/floor.py MODEL DATA STEPS BATCH RANK OUT`; writes a line to OUT after
+each step, as train.py does with metrics.csv.
+"""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, FluxKontextPipeline, FluxTransformer2DModel
+from peft import LoraConfig
+from PIL import Image
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+
+def load(path: Path) -> torch.Tensor:
+    """(3, H, W) in [-1, 1]."""
+    return torch.from_numpy(np.asarray(Image.open(path).convert("RGB"), dtype=np.float32)).permute(2, 0, 1) / 127.5 - 1
+
+
+def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -> None:
+    torch.manual_seed(0)
+    vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
+    clip = CLIPTextModel.from_pretrained(model, subfolder="text_encoder").requires_grad_(False)
+    t5 = T5EncoderModel.from_pretrained(model, subfolder="text_encoder_2").requires_grad_(False)
+    clip_tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer")
+    t5_tokenizer = T5TokenizerFast.from_pretrained(model, subfolder="tokenizer_2")
+    transformer = FluxTransformer2DModel.from_pretrained(model, subfolder="transformer").requires_grad_(False)
+    transformer.add_adapter(
+        LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"])
+    )
+    parameters = [p for p in transformer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    names = sorted(path.stem for path in (data / "training_images").glob("*.png"))
+    pack, ids = FluxKontextPipeline._pack_latents, FluxKontextPipeline._prepare_latent_image_ids
+
+    with out.open("w", buffering=1) as file:
+        file.write("step,seconds\n")
+        start = time.perf_counter()
+        for step in range(1, steps + 1):
+            chosen = random.choices(names, k=batch)
+            target = torch.stack([load(data / "training_images" / f"{name}.png") for name in chosen])
+            control = torch.stack([load(data / "control_images" / f"{name}.png") for name in chosen])
+            prompts = [(data / "training_images" / f"{name}.txt").read_text() for name in chosen]
+            with torch.no_grad():
+                x0 = vae.encode(target).latent_dist.sample()
+                source = vae.encode(control).latent_dist.mode()
+                x0, source = ((z - vae.config.shift_factor) * vae.config.scaling_factor for z in (x0, source))
+                tokens = clip_tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
+                pooled = clip(tokens.input_ids).pooler_output
+                tokens = t5_tokenizer(
+                    prompts, padding="max_length", max_length=64, truncation=True, return_tensors="pt"
+                )
+                embeds = t5(tokens.input_ids)[0]
+            _, channels, height, width = x0.shape
+            eps, t = torch.randn_like(x0), torch.sigmoid(torch.randn(batch))
+            x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * eps
+            packed = [pack(z, batch, channels, height, width) for z in (x_t, source)]
+            image_ids = [ids(batch, height // 2, width // 2, "cpu", torch.float32) for _ in range(2)]
+            image_ids[1][:, 0] = 1
+            predicted = transformer(
+                hidden_states=torch.cat(packed, 1),
+                timestep=t,
+                guidance=torch.ones(batch),
+                pooled_projections=pooled,
+                encoder_hidden_states=embeds,
+                txt_ids=torch.zeros(embeds.shape[1], 3),
+                img_ids=torch.cat(image_ids),
+            ).sample[:, : packed[0].shape[1]]
+            loss = (predicted - pack(eps - x0, batch, channels, height, width)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            file.write(f"{step},{time.perf_counter() - start:.6f}\n")
+
+
+if __name__ == "__main__":
+    model, data, steps, batch, rank, out = sys.argv[1:]
+    main(model, Path(data), int(steps), int(batch), int(rank), Path(out))

@@ -1,0 +1,102 @@
+"""train.py against the floor: steps/s, seconds from start to the first step, peak memory.
+
+    python benchmarks/training_speed.py            # all sizes, three rounds
+    python benchmarks/training_speed.py --size 128 --rounds 1
+
+Both train the embedded model in float32 on the same eight photographs at one size, with the same batch and rank. A
+round runs one after the other; the figures are medians over the rounds, the ratios are taken within a round.
+"""
+
+import argparse
+import csv
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WARM_UP = 20
+
+
+def make_data(folder: Path, size: int) -> Path:
+    """The photographs of assets/ at size x size."""
+    from PIL import Image
+
+    for path in sorted((ROOT / "assets" / "photographs").rglob("*.*")):
+        copy = folder / path.parent.name / path.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".png":
+            Image.open(path).resize((size, size)).save(copy)
+        else:
+            shutil.copy(path, copy)
+    return folder
+
+
+def measure(command: list[str], metrics: Path) -> tuple[float, float, float]:
+    """(steps/s after the warm-up, seconds to the first step, peak memory in MB) of a process that writes `metrics`."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+        if process.poll() is not None:
+            raise SystemExit(process.stderr.read().decode() if process.stderr else "")
+        time.sleep(0.005)
+    first = time.perf_counter() - start
+    process.stderr.close() if process.stderr else None
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{command[0]} failed")
+    with metrics.open() as file:
+        seconds = [float(row["seconds"]) for row in csv.DictReader(file)]
+    return (len(seconds) - WARM_UP) / (seconds[-1] - seconds[WARM_UP - 1]), first, usage.ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("overrides", nargs="*", help="more overrides for train.py")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from lightning_modules.embedded import embedded_model
+
+    model = embedded_model()
+    print(f"batch {arguments.batch}, rank {arguments.rank}, {arguments.steps} steps, {os.cpu_count()} cores")
+    print(f"{'size':>5} {'':9} {'steps/s':>8} {'ratio':>6} {'first step':>11} {'memory':>9}")
+    for size in arguments.size:
+        floors, ours = [], []
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            data = make_data(folder / "data", size)
+            for number in range(arguments.rounds):
+                out = folder / f"floor-{number}.csv"
+                common = [str(arguments.steps), str(arguments.batch), str(arguments.rank)]
+                floors.append(measure(["benchmarks/floor.py", str(model), str(data), *common, str(out)], out))
+                run = folder / f"run-{number}"
+                command = [
+                    "train.py",
+                    f"data.root={data}",
+                    f"output_dir={run}",
+                    f"trainer.max_steps={arguments.steps}",
+                    f"data.batch_size={arguments.batch}",
+                    f"adapter.rank={arguments.rank}",
+                    "data.num_workers=0",
+                    "callbacks.sample_images=null",
+                    *arguments.overrides,
+                ]
+                ours.append(measure(command, run / "metrics.csv"))
+        ratio = statistics.median(own[0] / floor[0] for own, floor in zip(ours, floors, strict=True))
+        for name, rounds in (("floor", floors), ("train.py", ours)):
+            speed, first, memory = (statistics.median(values) for values in zip(*rounds, strict=True))
+            shown = f"{ratio:6.3f}" if name == "train.py" else " " * 6
+            print(f"{size:5} {name:9} {speed:8.2f} {shown} {first:9.2f} s {memory:6.0f} MB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

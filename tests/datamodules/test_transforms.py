@@ -1,0 +1,118 @@
+"""A file becomes the tensor that the diffusers pipelines would make of it."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from datamodules.errors import UserError
+from datamodules.transforms import fit_area, floor_size, image_size, load_image, load_mask, open_image, verify_image
+from tests.conftest import photograph
+
+SIZE = (48, 32)
+
+
+@pytest.fixture
+def image():
+    return photograph("coffee", *SIZE)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".bmp", ".tiff"])
+def test_tensor_equals_diffusers_preprocessing(image, tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    image.save(path)
+    expected = VaeImageProcessor(vae_scale_factor=16).preprocess(Image.open(path))[0]
+    assert torch.equal(load_image(path), expected)
+
+
+def test_range_is_minus_one_to_one(tmp_path):
+    Image.fromarray(np.array([[[0, 128, 255]] * 16] * 16, dtype=np.uint8)).save(tmp_path / "x.png")
+    torch.testing.assert_close(load_image(tmp_path / "x.png")[:, 0, 0], torch.tensor([-1, 2 * 128 / 255 - 1, 1]))
+
+
+@pytest.mark.parametrize(("size", "floored"), [((47, 33), (32, 32)), ((100, 64), (96, 64))])
+def test_sides_are_floored_to_16_by_resizing_as_diffusers_does(tmp_path, size, floored):
+    photograph("coffee", *size).save(tmp_path / "x.png")
+    expected = VaeImageProcessor(vae_scale_factor=16).preprocess(Image.open(tmp_path / "x.png"))[0]
+    own = load_image(tmp_path / "x.png")
+    assert own.shape == (3, floored[1], floored[0])
+    assert torch.equal(own, expected)
+
+
+def test_exif_rotation_is_applied_to_pixels_and_size(image, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it rotated by 90 degrees
+    image.save(tmp_path / "x.png", exif=exif)
+    assert image_size(tmp_path / "x.png") == (32, 48)
+    assert np.array_equal(open_image(tmp_path / "x.png"), image.transpose(Image.Transpose.ROTATE_270))
+
+
+def test_palette(image, tmp_path):
+    quantized = image.quantize(16)
+    quantized.save(tmp_path / "x.png")
+    assert np.array_equal(open_image(tmp_path / "x.png"), quantized.convert("RGB"))
+
+
+def test_alpha_is_laid_on_white(image, tmp_path):
+    alpha = Image.new("L", SIZE, 255)
+    alpha.paste(0, (0, 0, 24, 32))
+    alpha.paste(128, (24, 0, 30, 32))
+    image.putalpha(alpha)
+    image.save(tmp_path / "x.png")
+    own = np.asarray(open_image(tmp_path / "x.png")).astype(float)
+    pixels, weight = np.asarray(image)[..., :3].astype(float), np.asarray(alpha)[..., None] / 255
+    assert np.abs(own - (pixels * weight + 255 * (1 - weight))).max() <= 1
+
+
+def test_transparent_palette_entry_becomes_white(tmp_path):
+    image = Image.new("P", SIZE, 0)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.paste(1, (0, 0, 24, 32))
+    image.save(tmp_path / "x.png", transparency=0)
+    opened = open_image(tmp_path / "x.png")
+    assert opened.getpixel((0, 0)) == (200, 100, 50)
+    assert opened.getpixel((47, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
+    ramp = np.tile(np.linspace(0, 65535, 48).astype(np.uint16), (32, 1))
+    Image.fromarray(ramp).save(tmp_path / "x.png")
+    assert np.array_equal(np.asarray(open_image(tmp_path / "x.png"))[..., 0], ramp >> 8)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "CMYK", "LA"])
+def test_other_modes_become_rgb(image, tmp_path, mode):
+    path = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
+    image.convert(mode).save(path)
+    opened = open_image(path)
+    assert opened.mode == "RGB"
+    assert opened.size == SIZE
+
+
+def test_mask_is_brightness_at_the_targets_size(tmp_path):
+    mask = Image.new("L", (96, 64), 0)
+    mask.paste(255, (0, 0, 48, 64))
+    mask.save(tmp_path / "m.png")
+    loaded = load_mask(tmp_path / "m.png", SIZE)
+    assert loaded.shape == (1, 32, 48)
+    assert loaded[..., :20].min() == 1
+    assert loaded[..., 28:].max() == 0
+
+
+def test_sizes():
+    assert floor_size(47, 33) == (32, 32)
+    assert fit_area(640, 480, 10**6) == (640, 480)
+    width, height = fit_area(4000, 3000, 2**20)
+    assert (width, height) == (1168, 880)
+    assert width * height <= 2**20
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
+def test_truncated_file_is_found_without_a_full_decode(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    photograph("coffee", 256, 256).save(path)
+    verify_image(path)
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(UserError, match=f"cannot read the image {path}"):
+        verify_image(path)

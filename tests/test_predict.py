@@ -1,0 +1,202 @@
+"""predict.py by its real command line, against the stock pipeline."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import make_pairs, photograph, short
+
+STAGES = {"load", "encode_prompt", "encode_image", "denoise", "decode"}
+
+
+@pytest.fixture(scope="session")
+def trained(tiny, pairs, tmp_path_factory):
+    """A run whose LoRA visibly changes pictures, alpha different from rank."""
+    from tests.conftest import start
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    arguments = short(tiny, pairs, folder, 8)
+    process = start("train", *arguments, "adapter.alpha=8", "optimizer.lr=3e-2", "scheduler=constant")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    return folder
+
+
+@pytest.fixture
+def photo(tmp_path):
+    photograph("coffee", 48, 32).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def pixels(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+
+
+def stock_picture(stock, photo, prompt="mirror picture 1", seed=42, **arguments):
+    defaults = {"width": 48, "height": 32, "num_inference_steps": 4, "guidance_scale": 2.5}
+    arguments = {**defaults, **arguments}
+    image = stock(
+        image=Image.open(photo),
+        prompt=prompt,
+        max_area=arguments["width"] * arguments["height"],
+        max_sequence_length=64,
+        _auto_resize=False,
+        generator=torch.Generator().manual_seed(seed),
+        **arguments,
+    ).images[0]
+    return np.asarray(image).astype(int)
+
+
+@pytest.mark.parametrize("cfg", [{}, {"true_cfg_scale": 3.0, "negative_prompt": "blurry"}])
+def test_trained_lora_gives_predicts_picture_in_the_stock_pipeline(run, stock, trained, photo, tmp_path, cfg):
+    out = tmp_path / "out"
+    arguments = [f"{key}={value}" for key, value in cfg.items()]
+    run(
+        "predict", f"lora={trained}", f"image={photo}", "prompt=mirror picture 1", "num_inference_steps=4",
+        f"output_dir={out}", *arguments,
+    )  # fmt: skip
+    unadapted = stock_picture(stock, photo, **cfg)
+    stock.load_lora_weights(trained / "lora" / "last")
+    expected = stock_picture(stock, photo, **cfg)
+    assert np.abs(pixels(out / "photo.png") - expected).max() <= 1, "equal before rounding to 8 bits"
+    assert (pixels(out / "photo.png") != expected).mean() < 0.01
+    assert np.abs(expected - unadapted).max() > 10
+    (record,) = records(out)
+    assert record["seconds"].keys() == STAGES
+    assert record["prompt"] == "mirror picture 1"
+    assert (record["width"], record["height"], record["seed"]) == (48, 32, 42)
+
+
+def test_scales_seeds_and_prompts_multiply(run, stock, trained, photo, tmp_path):
+    (tmp_path / "prompts.txt").write_text("mirror picture 1\n\nmake it snow\n")
+    out = tmp_path / "out"
+    run(
+        "predict", f"lora={trained}", f"image={photo}", f"prompts_file={tmp_path / 'prompts.txt'}", "seed=[1,9]",
+        "num_images_per_prompt=2", "lora_scale=[0,1]", "num_inference_steps=2", f"output_dir={out}",
+    )  # fmt: skip
+    made = {path.name for path in out.glob("*.png")}
+    assert made == {
+        f"photo_prompt{p}_seed{seed}_scale{scale}.png" for p in (1, 2) for seed in (1, 2, 9, 10) for scale in (0, 1)
+    }
+    assert len(records(out)) == 16
+    unadapted = stock_picture(stock, photo, "make it snow", seed=10, num_inference_steps=2)
+    assert np.abs(pixels(out / "photo_prompt2_seed10_scale0.png") - unadapted).max() <= 1
+    with_lora = pixels(out / "photo_prompt2_seed10_scale1.png")
+    assert np.abs(with_lora - unadapted).max() > 5
+
+
+def test_folder_glob_and_further_controls(run, trained, tmp_path):
+    folder = make_pairs(tmp_path / "in", [(32, 32), (48, 32), (40, 36)]) / "control_images"
+    photograph("rocket", 32, 64).save(folder / "00_control_1.png")
+    common = [f"lora={trained}", "prompt=x", "num_inference_steps=1"]
+    run("predict", *common, f"image={folder}", f"output_dir={tmp_path / 'a'}")
+    sizes = {path.name: Image.open(path).size for path in (tmp_path / "a").glob("*.png")}
+    assert sizes == {"00.png": (32, 32), "01.png": (48, 32), "02.png": (32, 32)}
+    run("predict", *common, f"image={folder}/0[12].*", f"output_dir={tmp_path / 'b'}")
+    assert {path.name for path in (tmp_path / "b").glob("*.png")} == {"01.png", "02.png"}
+    for name in ("01.png", "02.png"):
+        assert np.array_equal(pixels(tmp_path / "a" / name), pixels(tmp_path / "b" / name))
+
+
+def test_size_and_prompt_alone(run, stock, trained, tmp_path):
+    common = [f"lora={trained}", "prompt=x", "num_inference_steps=2", "width=48", "height=64"]
+    run("predict", *common, f"output_dir={tmp_path / 'a'}")
+    stock.load_lora_weights(trained / "lora" / "last")
+    expected = stock(
+        prompt="x", width=48, height=64, max_area=48 * 64, num_inference_steps=2, guidance_scale=2.5,
+        max_sequence_length=64, generator=torch.Generator().manual_seed(42),
+    ).images[0]  # fmt: skip
+    assert np.abs(pixels(tmp_path / "a" / "picture.png") - np.asarray(expected).astype(int)).max() <= 1
+
+
+def test_large_image_is_shrunk_to_max_area(run, trained, tmp_path):
+    photograph("coffee", 320, 160).save(tmp_path / "large.png")
+    run(
+        "predict", f"lora={trained}", f"image={tmp_path / 'large.png'}", "prompt=x", "num_inference_steps=1",
+        "max_area=5000", f"output_dir={tmp_path / 'out'}",
+    )  # fmt: skip
+    assert Image.open(tmp_path / "out" / "large.png").size == (96, 48)
+
+
+def test_several_loras_add_up_as_in_diffusers(run, stock, trained, photo, tmp_path):
+    file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
+    out = tmp_path / "out"
+    run(
+        "predict", f"lora=[{trained},{file}]", f"image={photo}", "prompt=x", "num_inference_steps=2", "lora_scale=0.5",
+        f"output_dir={out}",
+    )  # fmt: skip
+    stock.load_lora_weights(trained / "lora" / "last")
+    expected = stock_picture(stock, photo, "x", num_inference_steps=2)  # twice a half of the same
+    assert np.abs(pixels(out / "photo.png") - expected).max() <= 1
+
+
+def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(run, trained, tiny, photo, tmp_path):
+    import shutil
+
+    moved = shutil.copy(
+        trained / "lora" / "last" / "pytorch_lora_weights.safetensors", tmp_path / "elsewhere.safetensors"
+    )
+    common = [f"lora={moved}", f"image={photo}", "prompt=x", "num_inference_steps=2"]
+    run("predict", *common, f"output_dir={tmp_path / 'a'}")
+    outcome = run("predict", *common, "model.dtype=bfloat16", f"output_dir={tmp_path / 'b'}")
+    assert "was trained on base_precision float32, this is bfloat16" in outcome.text
+    assert not np.array_equal(pixels(tmp_path / "a" / "photo.png"), pixels(tmp_path / "b" / "photo.png"))
+    same = run("predict", f"lora={trained}", *common[1:], f"output_dir={tmp_path / 'c'}")
+    assert "note:" not in same.text
+    assert np.array_equal(pixels(tmp_path / "a" / "photo.png"), pixels(tmp_path / "c" / "photo.png"))
+
+
+def test_components_may_be_placed_one_by_one(run, trained, photo, tmp_path):
+    devices = [f"model.devices.{name}=cpu" for name in ("transformer", "text_encoder", "vae")]
+    run("predict", f"lora={trained}", f"image={photo}", "prompt=x", "num_inference_steps=1", *devices, f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
+
+
+def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp_path):
+    """Nobody should see better samples in training than pictures later."""
+    arguments = [a for a in short(tiny, pairs, tmp_path / "run", 4) if "sample_images" not in a]
+    run("train", *arguments, "optimizer.lr=3e-2", "callbacks.sample_images.num_inference_steps=3")
+    image = pairs / "control_images" / "02.png"
+    run(
+        "predict", f"lora={tmp_path / 'run'}", f"image={image}", "prompt=mirror picture 2", "num_inference_steps=3",
+        f"output_dir={tmp_path / 'out'}",
+    )  # fmt: skip
+    strip = pixels(tmp_path / "run" / "samples" / "step-000004" / "02.png")
+    assert np.array_equal(strip[:, :32], pixels(image))
+    assert np.array_equal(strip[:, 64:], pixels(pairs / "training_images" / "02.png"))
+    assert np.abs(strip[:, 32:64] - pixels(tmp_path / "out" / "02.png")).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["image=/nowhere.png", "prompt=x"], "image=/nowhere.png: no such file"),
+        (["image=null"], "say what to do: prompt="),
+        (["prompt=x", "height=100"], "height=100: must be a multiple of 16"),
+        (["prompt=x", "lora_scale=0.5"], "lora_scale needs lora="),
+        (["prompts_file=/nowhere.txt"], "prompts_file=/nowhere.txt"),
+        (["prompt=x", "model.devices.vae=cuda:3"], "this machine has cpu"),
+    ],
+)
+def test_bad_request_is_one_line(run, tmp_path, overrides, words):
+    assert words in run("predict", *overrides, f"output_dir={tmp_path / 'out'}", ok=False).error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("prompt", ["snow, please", "it's (very) {cold}: 50%", 'a sign "STOP" = red', "[draft] x"])
+def test_prompt_needs_no_quoting_of_its_own(run, tmp_path, prompt):
+    arguments = ["width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path}"]
+    given = prompt if not prompt.startswith("[") else f"'{prompt}'"
+    run("predict", f"prompt={given}", *arguments)
+    assert records(tmp_path)[0]["prompt"] == prompt
+
+
+def test_missing_negative_prompt_is_said(run, tmp_path):
+    arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", "true_cfg_scale=2"]
+    assert 'using ""' in run("predict", *arguments, f"output_dir={tmp_path / 'out'}").text
