@@ -30,9 +30,7 @@ def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -
     clip_tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer")
     t5_tokenizer = T5TokenizerFast.from_pretrained(model, subfolder="tokenizer_2")
     transformer = FluxTransformer2DModel.from_pretrained(model, subfolder="transformer").requires_grad_(False)
-    transformer.add_adapter(
-        LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"])
-    )
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
     parameters = [p for p in transformer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -1,15 +1,16 @@
-"""What a run reports, once a step: metrics.csv, the loggers, and the numbers that the progress bar shows."""
+"""What a run reports: metrics.csv after every step, the loggers, and the numbers that the progress bar shows."""
 
 import csv
 import resource
+import statistics
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torchmetrics.aggregation import RunningMean
 
 from lightning_modules.base import EditModule
 
@@ -39,8 +40,7 @@ class Metrics(L.Callback):
 
     def __init__(self, output_dir: str, window: int) -> None:
         self.path = Path(output_dir) / "metrics.csv"
-        self.running = RunningMean(window=window, nan_strategy="ignore")
-        self.window = window
+        self.running: deque[float] = deque(maxlen=window)
         self.latest: dict[str, float] = {}
         self.best_loss = float("inf")
         self._losses: list[torch.Tensor] = []
@@ -59,8 +59,7 @@ class Metrics(L.Callback):
             self._writer = csv.DictWriter(self._file, COLUMNS)
             self._writer.writeheader()
             self._writer.writerows(earlier)
-            for row in earlier[-self.window :]:
-                self.running.update(float(row["loss"]))
+            self.running.extend(float(row["loss"]) for row in earlier)
         self._start = self._run_start = time.perf_counter()
 
     def _rows_until(self, step: int) -> list[dict[str, str]]:
@@ -94,11 +93,11 @@ class Metrics(L.Callback):
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         self._losses, self._samples, self._tokens = [], 0, 0
-        self.running.update(loss)
+        self.running.append(loss)
         self.best_loss = min(self.best_loss, loss)
         self.latest = {
             "loss": loss,
-            "loss_avg": self.running.compute().item(),
+            "loss_avg": statistics.fmean(self.running),
             "grad_norm": float(pl_module.grad_norm),
             "lr": self._lr,
             "samples_per_second": samples / seconds,
@@ -108,8 +107,9 @@ class Metrics(L.Callback):
         }
         if trainer.is_global_zero:
             self._writer.writerow({"step": self._step, **{k: f"{v:.6g}" for k, v in self.latest.items()}})
-            for logger in trainer.loggers:
-                logger.log_metrics(self.latest, self._step)
+            if self._step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+                for logger in trainer.loggers:
+                    logger.log_metrics(self.latest, self._step)
 
     def _counts(self, device: torch.device) -> list[torch.Tensor]:
         return [torch.tensor(float(n), device=device) for n in (self._samples, self._tokens)]

@@ -20,6 +20,9 @@ from datamodules.errors import UserError, listing
 from lightning_modules import flow, loading
 from lightning_modules.lora import LoRA, check_fits, trainable
 
+# Embeddings in memory while training from raw pairs: 4 MB each for T5-XXL at 512 tokens.
+PROMPTS_KEPT = 64
+
 log = logging.getLogger("retouch")
 
 
@@ -112,6 +115,7 @@ class EditModule(L.LightningModule, ABC):
         self.batch_loss = torch.zeros(())
         self._components: dict[str, Any] = {}
         self._prompts: dict[str, dict[str, Tensor]] = {}
+        self._prompts_kept = PROMPTS_KEPT
         self._prompt_seconds: dict[str, float] = {}
         self._window: list[tuple[str, Tensor]] = []
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
@@ -251,14 +255,16 @@ class EditModule(L.LightningModule, ABC):
         """The frozen models beside the transformer that are in memory now."""
         return {name: part for name, part in self._components.items() if isinstance(part, nn.Module)}
 
+    def place_of(self, name: str) -> torch.device:
+        """The device of a component other than the transformer."""
+        return self.placement["vae" if name == "vae" else "text_encoder"] or self.main_device
+
     def component(self, name: str) -> Any:
         """A component of the repository, loaded on first use."""
         if name not in self._components:
-            part = "vae" if name == "vae" else "text_encoder"
-            device = self.placement.get(part) or self.main_device
             with self.stage("load"):
                 self._components[name] = loading.load_component(
-                    self.repository, name, revision=self.revision, dtype=self.base_dtype, device=device
+                    self.repository, name, revision=self.revision, dtype=self.base_dtype, device=self.place_of(name)
                 )
         return self._components[name]
 
@@ -301,13 +307,21 @@ class EditModule(L.LightningModule, ABC):
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
 
     def _encode_prompts_once(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Encode, but take the empty prompt and what was encoded ahead from memory."""
-        if "" in prompts and "" not in self._prompts:
-            self._prompts[""] = self.encode_prompts([""])
-        if all(prompt in self._prompts for prompt in prompts):
-            known = [self._prompts[prompt] for prompt in prompts]
-            return {name: torch.cat([one[name] for one in known]).to(self.main_device) for name in known[0]}
-        return {name: tensor.to(self.main_device) for name, tensor in self.encode_prompts(prompts).items()}
+        """Encode what was not encoded lately: data sets for an edit repeat their instructions.
+
+        Each prompt goes alone, so that its embedding does not depend on its neighbours in the batch.
+        """
+        known = []
+        for prompt in prompts:
+            encoded = self._prompts.pop(prompt, None) or self._encode_prompt(prompt)
+            known.append(encoded)
+            self._prompts[prompt] = encoded
+        while len(self._prompts) > self._prompts_kept:
+            del self._prompts[next(iter(self._prompts))]
+        return {name: torch.cat([one[name] for one in known]).to(self.main_device) for name in known[0]}
+
+    def _encode_prompt(self, prompt: str) -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in self.encode_prompts([prompt]).items()}
 
     @torch.no_grad()
     def _encode_prompts_ahead(self, prompts: list[str]) -> None:
@@ -315,8 +329,10 @@ class EditModule(L.LightningModule, ABC):
         for prompt in prompts:
             before = self.seconds.get("encode_prompt", 0.0)
             with self.stage("encode_prompt"):
-                self._prompts[prompt] = {name: tensor.cpu() for name, tensor in self.encode_prompts([prompt]).items()}
-            self._prompt_seconds[prompt] = self.seconds["encode_prompt"] - before
+                self._prompts[prompt] = self._encode_prompt(prompt)
+            self._prompts_kept = PROMPTS_KEPT
+        self._prompt_seconds[prompt] = self.seconds["encode_prompt"] - before
+        self._prompts_kept = len(prompts)
         self.release(*self.text_components)
 
     # Training

@@ -77,13 +77,13 @@ class FluxKontext(EditModule):
         """CLIP's pooled output, (B, D)."""
         tokenizer, encoder = self.component("tokenizer"), self.component("text_encoder")
         ids = self._tokenize(tokenizer, prompts, tokenizer.model_max_length)
-        return encoder(ids.to(encoder.device)).pooler_output.to(encoder.dtype)
+        return encoder(ids.to(self.place_of("text_encoder"))).pooler_output.to(self.base_dtype)
 
     def get_t5_prompt_embeds(self, prompts: list[str]) -> Tensor:
         """T5's last hidden states, (B, max_sequence_length, D); padding is encoded like text."""
         tokenizer, encoder = self.component("tokenizer_2"), self.component("text_encoder_2")
         ids = self._tokenize(tokenizer, prompts, self.max_sequence_length)
-        return encoder(ids.to(encoder.device)).last_hidden_state.to(encoder.dtype)
+        return encoder(ids.to(self.place_of("text_encoder_2"))).last_hidden_state.to(self.base_dtype)
 
     def encode_prompt(self, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         """prompt_embeds (B, L, D), pooled_prompt_embeds (B, P) and text_ids (L, 3), as the pipeline's own."""
@@ -103,8 +103,8 @@ class FluxKontext(EditModule):
     # Images
 
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        vae = self.component("vae")
-        latent = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
+        # Asking the model for its device and dtype would walk all of its modules, twice in each step.
+        latent = self.component("vae").encode(pixels.to(self.place_of("vae"), self.base_dtype)).latent_dist
         return latent.mode().to(self.main_device), latent.std.to(self.main_device)
 
     @property
@@ -120,7 +120,7 @@ class FluxKontext(EditModule):
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.component("vae")
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(latents.to(vae.device, vae.dtype)).sample.float().cpu()
+        return vae.decode(latents.to(self.place_of("vae"), self.base_dtype)).sample.float().cpu()
 
     # The transformer
 
