@@ -67,7 +67,7 @@ def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> list[Pat
     from callbacks.image_writer import ImageWriter
     from datamodules.edits import EditsDataModule
     from datamodules.errors import UserError
-    from lightning_modules.base import Sampling
+    from lightning_modules.family import Sampling
     from lightning_modules.lora import find_weights, read_header
 
     files = [find_weights(lora) for lora in as_list(cfg.lora)] if cfg.lora is not None else []

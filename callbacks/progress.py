@@ -106,7 +106,7 @@ class TrainingProgress(ProgressBar):
     def _memory(module: EditModule, count: int) -> str:
         """What stays for the whole run; activations come on top and are measured from step 1 on."""
 
-        models: dict[str, Any] = {"transformer": module.transformer, **module.loaded_models()}
+        models: dict[str, Any] = {"transformer": module.transformer, **module.components.models()}
         parts = {name: sum(p.numel() * p.element_size() for p in part.parameters()) for name, part in models.items()}
         parts["training state"] = count * 16  # weight, gradient and two moments, float32 each
         return " + ".join(f"{name} {decimal(size)}" for name, size in parts.items()) + " + activations"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from callbacks.image_writer import save_png, to_image
 from datamodules.batch import LatentBatch, RawBatch
-from lightning_modules.base import EditModule, Sampling
+from lightning_modules.base import EditModule
+from lightning_modules.family import Sampling
 
 
 class SampleImages(L.Callback):

@@ -2,13 +2,10 @@
 
 import itertools
 import logging
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -18,29 +15,14 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
 from datamodules.errors import UserError, listing
 from lightning_modules import flow, loading
+from lightning_modules.components import Components, PromptMemory, Stopwatch
+from lightning_modules.family import Family, Sampling
 from lightning_modules.lora import LoRA, check_fits, trainable
-
-# Embeddings in memory while training from raw pairs: 4 MB each for T5-XXL at 512 tokens.
-PROMPTS_KEPT = 64
 
 log = logging.getLogger("retouch")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a picture is made; names and meanings are those of the diffusers pipelines."""
-
-    num_inference_steps: int
-    guidance_scale: float
-    true_cfg_scale: float = 1.0
-    negative_prompt: str = ""
-
-    @property
-    def uses_negative(self) -> bool:
-        return self.true_cfg_scale > 1
-
-
-class EditModule(L.LightningModule, ABC):
+class EditModule(L.LightningModule, Family):
     """A frozen pipeline with a trainable adapter in its transformer.
 
     Nothing is loaded before `setup`; the transformer comes in `configure_model`, each other component when
@@ -63,9 +45,6 @@ class EditModule(L.LightningModule, ABC):
         optimizer: called with the trainable parameters.
         scheduler: called with the optimizer; counts optimizer steps.
     """
-
-    transformer_class: ClassVar[str]
-    text_components: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -109,70 +88,23 @@ class EditModule(L.LightningModule, ABC):
         self.transformer: nn.Module | None = None
         self.grad_norm: Tensor | None = None
         self.nonfinite_steps = 0
-        self.seconds: dict[str, float] = {}
-        self._inner_seconds = 0.0
         self.batch_tokens = 0
         self.batch_loss = torch.zeros(())
-        self._components: dict[str, Any] = {}
-        self._prompts: dict[str, dict[str, Tensor]] = {}
-        self._prompts_kept = PROMPTS_KEPT
-        self._prompt_seconds: dict[str, float] = {}
+        self.stopwatch = Stopwatch()
+        self.components = Components(
+            pretrained_model_name_or_path,
+            revision,
+            self.base_dtype,
+            self.placement,
+            lambda: self.main_device,
+            self.stopwatch,
+        )
+        self.prompts = PromptMemory(self.encode_prompts, self.stopwatch)
         self._window: list[tuple[str, Tensor]] = []
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
 
-    # What a family implements
-
-    @abstractmethod
-    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """The text conditioning by diffusers' argument names, each (B, ...), on the text encoders' device."""
-
-    @abstractmethod
-    def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) in [-1, 1] -> mean and std (B, C, h, w) of the latent, before shift and scale."""
-
-    @abstractmethod
-    def normalize(self, latents: Tensor) -> Tensor:
-        """The autoencoder's latents -> what the transformer sees (shift and scale)."""
-
-    @abstractmethod
-    def velocity(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
-        """The transformer's prediction (B, C, h, w) at t (B,) in [0, 1]; controls are normalized latents."""
-
-    @abstractmethod
-    def denoise(
-        self,
-        controls: list[Tensor],
-        prompt: Mapping[str, Tensor],
-        negative: Mapping[str, Tensor] | None,
-        size: tuple[int, int],
-        sampling: Sampling,
-        generator: torch.Generator,
-    ) -> Tensor:
-        """One picture of `size` (width, height) by the family's pipeline: normalized latents (1, C, h, w)."""
-
-    @abstractmethod
-    def decode(self, latents: Tensor) -> Tensor:
-        """Normalized latents (B, C, h, w) -> pixels (B, 3, H, W), about [-1, 1], on the CPU in float32."""
-
-    @abstractmethod
-    def pipeline(self) -> Any:
-        """The family's diffusers pipeline around the transformer that is loaded."""
-
-    @abstractmethod
-    def dynamic_shift(self, shape: torch.Size) -> float:
-        """The pipeline's timestep shift for a latent of shape (C, h, w)."""
-
-    @abstractmethod
-    def token_count(self, batch: LatentBatch) -> int:
-        """Tokens that the transformer sees for the batch: text, target and controls."""
-
     # Loading
-
-    @property
-    def repository(self) -> str:
-        """The folder or hub id that components come from."""
-        return loading.resolve_repository(self.repository_name)
 
     def setup(self, stage: str) -> None:
         """Find what would go wrong before any weights are read: repository, target modules, LoRA shapes."""
@@ -182,7 +114,7 @@ class EditModule(L.LightningModule, ABC):
             self.caption_dropout_rate = data.caption_dropout_rate
         import diffusers
 
-        loading.read_index(self.repository, self.revision)
+        loading.read_index(self.components.repository, self.revision)
         cls = getattr(diffusers, self.transformer_class)
         meta = loading.meta_transformer(cls, loading.resolve_repository(self.transformer_name), self.revision)
         files = [*self.loras, *([self.adapter.init_from] if self.adapter and self.adapter.init_from else [])]
@@ -191,7 +123,10 @@ class EditModule(L.LightningModule, ABC):
         if self.adapter is not None:
             self.adapter.resolve_targets(meta)
         if stage == "predict":
-            self._encode_prompts_ahead(data.all_prompts())
+            self.stopwatch.synchronize = self.main_device
+            with torch.no_grad():
+                self.prompts.keep(data.all_prompts())
+            self.components.release(*self.text_components)
 
     def _check_precision(self) -> None:
         needed = "32-true" if self.base_dtype == torch.float32 else "bf16-mixed"
@@ -206,7 +141,7 @@ class EditModule(L.LightningModule, ABC):
             return
         import diffusers
 
-        with self.stage("load"):
+        with self.stopwatch.stage("load"):
             transformer = loading.load_transformer(
                 getattr(diffusers, self.transformer_class),
                 loading.resolve_repository(self.transformer_name),
@@ -249,46 +184,7 @@ class EditModule(L.LightningModule, ABC):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if data.needs_encoders:
             for name in (*self.text_components, "vae"):
-                self.component(name)
-
-    def loaded_models(self) -> dict[str, nn.Module]:
-        """The frozen models beside the transformer that are in memory now."""
-        return {name: part for name, part in self._components.items() if isinstance(part, nn.Module)}
-
-    def place_of(self, name: str) -> torch.device:
-        """The device of a component other than the transformer."""
-        return self.placement["vae" if name == "vae" else "text_encoder"] or self.main_device
-
-    def component(self, name: str) -> Any:
-        """A component of the repository, loaded on first use."""
-        if name not in self._components:
-            with self.stage("load"):
-                self._components[name] = loading.load_component(
-                    self.repository, name, revision=self.revision, dtype=self.base_dtype, device=self.place_of(name)
-                )
-        return self._components[name]
-
-    def release(self, *names: str) -> None:
-        """Forget components and give their memory back."""
-        for name in names:
-            self._components.pop(name, None)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside, less those of stages within, to `seconds[name]`."""
-        start, outer, self._inner_seconds = self._clock(), self._inner_seconds, 0.0
-        yield
-        elapsed = self._clock() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner_seconds
-        self._inner_seconds = outer + elapsed
-
-    def _clock(self) -> float:
-        # Waiting for the device would slow training down, where nobody reads these times.
-        if torch.cuda.is_available() and self._trainer is not None and self.trainer.predicting:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+                self.components[name]
 
     # Encoding: the one way from pixels and prompts to what the transformer sees
 
@@ -297,43 +193,15 @@ class EditModule(L.LightningModule, ABC):
         """Run the frozen encoders; deterministic, so the result may be cached."""
         target_mean = target_std = None
         with torch.autocast(self.main_device.type, enabled=False):
-            with self.stage("encode_image"):
+            with self.stopwatch.stage("encode_image"):
                 if batch.target is not None:
                     target_mean, target_std = self.encode_pixels(batch.target)
                 controls = [self.encode_pixels(control)[0] for control in batch.controls]
-            with self.stage("encode_prompt"):
-                prompt = self._encode_prompts_once(batch.prompts)
-                empty = self._encode_prompts_once([""] * len(batch.prompts)) if self.caption_dropout_rate > 0 else {}
+            prompt = self.prompts(batch.prompts, self.main_device)
+            empty = {}
+            if self.caption_dropout_rate > 0:
+                empty = self.prompts([""] * len(batch.prompts), self.main_device)
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
-
-    def _encode_prompts_once(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Encode what was not encoded lately: data sets for an edit repeat their instructions.
-
-        Each prompt goes alone, so that its embedding does not depend on its neighbours in the batch.
-        """
-        known = []
-        for prompt in prompts:
-            encoded = self._prompts.pop(prompt, None) or self._encode_prompt(prompt)
-            known.append(encoded)
-            self._prompts[prompt] = encoded
-        while len(self._prompts) > self._prompts_kept:
-            del self._prompts[next(iter(self._prompts))]
-        return {name: torch.cat([one[name] for one in known]).to(self.main_device) for name in known[0]}
-
-    def _encode_prompt(self, prompt: str) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in self.encode_prompts([prompt]).items()}
-
-    @torch.no_grad()
-    def _encode_prompts_ahead(self, prompts: list[str]) -> None:
-        """In prediction the prompts are known: encode them before the transformer needs the memory."""
-        for prompt in prompts:
-            before = self.seconds.get("encode_prompt", 0.0)
-            with self.stage("encode_prompt"):
-                self._prompts[prompt] = self._encode_prompt(prompt)
-            self._prompts_kept = PROMPTS_KEPT
-        self._prompt_seconds[prompt] = self.seconds["encode_prompt"] - before
-        self._prompts_kept = len(prompts)
-        self.release(*self.text_components)
 
     # Training
 
@@ -444,16 +312,17 @@ class EditModule(L.LightningModule, ABC):
     def predict_step(self, batch: EditRequest, batch_idx: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """The request's pictures, each (1, 3, H, W) about [-1, 1], with the facts of how it was made."""
         assert self.sampling is not None
-        self.seconds["encode_image"] = 0.0
+        seconds = self.stopwatch.seconds
+        seconds["encode_image"] = 0.0
         latents = self.encode(batch.raw)
         prompt = batch.raw.prompts[0]
         for scale, seed in itertools.product(batch.lora_scales, batch.seeds):
             self.set_lora_scale(scale)
-            self.seconds["denoise"] = self.seconds["decode"] = 0.0
+            seconds["denoise"] = seconds["decode"] = 0.0
             pixels = self.edit(latents, self.sampling, batch.size, seed)
             marks = [f"_seed{seed}"] if len(batch.seeds) > 1 else []
             marks += [f"_scale{scale:g}"] if len(batch.lora_scales) > 1 else []
-            seconds = {**self.seconds, "encode_prompt": self._prompt_seconds[prompt]}
+            taken = {**seconds, "encode_prompt": self.prompts.seconds[prompt]}
             yield (
                 pixels,
                 {
@@ -466,7 +335,7 @@ class EditModule(L.LightningModule, ABC):
                     "seed": seed,
                     "lora": [str(lora) for lora in self.loras],
                     "lora_scale": scale,
-                    "seconds": {name: round(value, 4) for name, value in seconds.items()},
+                    "seconds": {name: round(value, 4) for name, value in taken.items()},
                 },
             )
 
@@ -474,11 +343,11 @@ class EditModule(L.LightningModule, ABC):
     def edit(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seed: int) -> Tensor:
         """One picture (1, 3, H, W), about [-1, 1], from a batch of one: what the stock pipeline gives for the seed."""
         controls = [self.normalize(control) for control in batch.controls]
-        negative = self._encode_prompts_once([sampling.negative_prompt]) if sampling.uses_negative else None
+        negative = self.prompts([sampling.negative_prompt], self.main_device) if sampling.uses_negative else None
         generator = torch.Generator().manual_seed(seed)
-        with self.stage("denoise"):
+        with self.stopwatch.stage("denoise"):
             latents = self.denoise(controls, batch.prompt, negative, size, sampling, generator)
-        with self.stage("decode"):
+        with self.stopwatch.stage("decode"):
             return self.decode(latents)
 
     def provenance(self) -> dict[str, Any]:

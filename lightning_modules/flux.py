@@ -1,6 +1,7 @@
 """FLUX.1 Kontext: an MMDiT over text, target and control tokens (arXiv 2506.15742)."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from diffusers import FluxKontextPipeline
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
-from lightning_modules.base import EditModule, Sampling
+from lightning_modules.base import EditModule
+from lightning_modules.family import Sampling
 from lightning_modules.flow import dynamic_shift
 from lightning_modules.loading import load_component, vae_config
 
@@ -75,15 +77,15 @@ class FluxKontext(EditModule):
 
     def get_clip_prompt_embeds(self, prompts: list[str]) -> Tensor:
         """CLIP's pooled output, (B, D)."""
-        tokenizer, encoder = self.component("tokenizer"), self.component("text_encoder")
+        tokenizer, encoder = self.components["tokenizer"], self.components["text_encoder"]
         ids = self._tokenize(tokenizer, prompts, tokenizer.model_max_length)
-        return encoder(ids.to(self.place_of("text_encoder"))).pooler_output.to(self.base_dtype)
+        return encoder(ids.to(self.components.device("text_encoder"))).pooler_output.to(self.base_dtype)
 
     def get_t5_prompt_embeds(self, prompts: list[str]) -> Tensor:
         """T5's last hidden states, (B, max_sequence_length, D); padding is encoded like text."""
-        tokenizer, encoder = self.component("tokenizer_2"), self.component("text_encoder_2")
+        tokenizer, encoder = self.components["tokenizer_2"], self.components["text_encoder_2"]
         ids = self._tokenize(tokenizer, prompts, self.max_sequence_length)
-        return encoder(ids.to(self.place_of("text_encoder_2"))).last_hidden_state.to(self.base_dtype)
+        return encoder(ids.to(self.components.device("text_encoder_2"))).last_hidden_state.to(self.base_dtype)
 
     def encode_prompt(self, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         """prompt_embeds (B, L, D), pooled_prompt_embeds (B, P) and text_ids (L, 3), as the pipeline's own."""
@@ -104,23 +106,22 @@ class FluxKontext(EditModule):
 
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         # Asking the model for its device and dtype would walk all of its modules, twice in each step.
-        latent = self.component("vae").encode(pixels.to(self.place_of("vae"), self.base_dtype)).latent_dist
+        latent = self.components["vae"].encode(pixels.to(self.components.device("vae"), self.base_dtype)).latent_dist
         return latent.mode().to(self.main_device), latent.std.to(self.main_device)
 
-    @property
+    @cached_property
     def vae_config(self) -> dict[str, Any]:
-        if "vae_config" not in self._components:
-            self._components["vae_config"] = vae_config(self.repository, self.revision)
-        return self._components["vae_config"]
+        """Known without loading the autoencoder: training from cached latents never needs its weights."""
+        return vae_config(self.components.repository, self.revision)
 
     def normalize(self, latents: Tensor) -> Tensor:
         return (latents - self.vae_config["shift_factor"]) * self.vae_config["scaling_factor"]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        vae = self.component("vae")
+        vae = self.components["vae"]
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(latents.to(self.place_of("vae"), self.base_dtype)).sample.float().cpu()
+        return vae.decode(latents.to(self.components.device("vae"), self.base_dtype)).sample.float().cpu()
 
     # The transformer
 
@@ -148,7 +149,7 @@ class FluxKontext(EditModule):
 
     def dynamic_shift(self, shape: torch.Size) -> float:
         _, height, width = shape
-        config = self.component("scheduler").config
+        config = self.components["scheduler"].config
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         return dynamic_shift(height * width // 4, **{name: config[name] for name in names if name in config})
 
@@ -162,8 +163,8 @@ class FluxKontext(EditModule):
     def pipeline(self) -> LatentKontextPipeline:
         if self._pipeline is None:
             self._pipeline = LatentKontextPipeline(
-                scheduler=load_component(self.repository, "scheduler", revision=self.revision),
-                vae=self.component("vae"),
+                scheduler=load_component(self.components.repository, "scheduler", revision=self.revision),
+                vae=self.components["vae"],
                 text_encoder=None,
                 tokenizer=None,
                 text_encoder_2=None,

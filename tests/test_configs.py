@@ -38,7 +38,7 @@ def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
 def test_model_loads_nothing_before_it_is_asked_to(name):
     module = instantiate(compose("train", f"model={name}").model)
     assert module.transformer is None
-    assert module.loaded_models() == {}
+    assert module.components.models() == {}
 
 
 def test_defaults_stand_in_yaml_once():

@@ -1,0 +1,135 @@
+"""The frozen parts of a pipeline beside its transformer: loaded when first used, timed, and let go."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.loading import load_component, resolve_repository
+
+
+class Stopwatch:
+    """Seconds by stage; a stage within another is not counted twice.
+
+    `synchronize`, where set, is a CUDA device to wait for at the borders of a stage.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.synchronize: torch.device | None = None
+        self._inner = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside, less those of stages within, to `seconds[name]`."""
+        start, outer, self._inner = self._now(), self._inner, 0.0
+        yield
+        elapsed = self._now() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
+        self._inner = outer + elapsed
+
+    def _now(self) -> float:
+        if self.synchronize is not None and self.synchronize.type == "cuda":
+            torch.cuda.synchronize(self.synchronize)
+        return time.perf_counter()
+
+
+class Components:
+    """Components of one repository by name, each loaded on first use.
+
+    Args:
+        repository_name: folder or hub id in diffusers' layout, or `embedded`.
+        revision: of a hub repository.
+        dtype: of the models.
+        placement: the device of `vae`, and of `text_encoder` for everything else.
+        main_device: says where a component without a place of its own goes.
+    """
+
+    def __init__(
+        self,
+        repository_name: str,
+        revision: str | None,
+        dtype: torch.dtype,
+        placement: Mapping[str, torch.device | None],
+        main_device: Callable[[], torch.device],
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.repository_name = repository_name
+        self.revision = revision
+        self.dtype = dtype
+        self.placement = placement
+        self.main_device = main_device
+        self.stopwatch = stopwatch
+        self._loaded: dict[str, Any] = {}
+
+    @property
+    def repository(self) -> str:
+        """The folder or hub id that components come from."""
+        return resolve_repository(self.repository_name)
+
+    def device(self, name: str) -> torch.device:
+        """Where a component is or will be."""
+        return self.placement["vae" if name == "vae" else "text_encoder"] or self.main_device()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            with self.stopwatch.stage("load"):
+                self._loaded[name] = load_component(
+                    self.repository, name, revision=self.revision, dtype=self.dtype, device=self.device(name)
+                )
+        return self._loaded[name]
+
+    def models(self) -> dict[str, nn.Module]:
+        """The models that are in memory now."""
+        return {name: part for name, part in self._loaded.items() if isinstance(part, nn.Module)}
+
+    def release(self, *names: str) -> None:
+        """Forget components and give their memory back."""
+        for name in names:
+            self._loaded.pop(name, None)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class PromptMemory:
+    """Prompt embeddings in CPU memory: data sets for an edit repeat their instructions.
+
+    Each prompt is encoded alone, so that its embedding does not depend on its neighbours in a batch.
+
+    Args:
+        encode: prompts -> the text conditioning, each tensor (B, ...).
+        kept: how many are kept, the ones used last; 4 MB each for T5-XXL at 512 tokens.
+    """
+
+    def __init__(self, encode: Callable[[list[str]], dict[str, Tensor]], stopwatch: Stopwatch, kept: int = 64) -> None:
+        self.encode = encode
+        self.stopwatch = stopwatch
+        self.kept = kept
+        self.seconds: dict[str, float] = {}
+        self._encoded: dict[str, dict[str, Tensor]] = {}
+
+    def __call__(self, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """The conditioning of a batch, each tensor (B, ...), on `device`."""
+        encoded = []
+        for prompt in prompts:
+            encoded.append(self._encoded.pop(prompt) if prompt in self._encoded else self._encode(prompt))
+            self._encoded[prompt] = encoded[-1]
+        while len(self._encoded) > self.kept:
+            del self._encoded[next(iter(self._encoded))]
+        return {name: torch.cat([one[name] for one in encoded]).to(device) for name in encoded[0]}
+
+    def _encode(self, prompt: str) -> dict[str, Tensor]:
+        before = self.stopwatch.seconds.get("encode_prompt", 0.0)
+        with self.stopwatch.stage("encode_prompt"):
+            encoded = {name: tensor.cpu() for name, tensor in self.encode([prompt]).items()}
+        self.seconds[prompt] = self.stopwatch.seconds["encode_prompt"] - before
+        return encoded
+
+    def keep(self, prompts: list[str]) -> None:
+        """Encode these now and keep them all: their encoders are about to go."""
+        self.kept = max(self.kept, len(prompts))
+        for prompt in prompts:
+            self([prompt], torch.device("cpu"))
