@@ -116,7 +116,7 @@ def run(cfg: DictConfig) -> None:
     try:
         with one_line_errors():
             written = predict(cfg, list(HydraConfig.get().overrides.task), output_dir)
-            log.info(f"{len(written)} pictures in {output_dir}: {', '.join(path.name for path in written[:4])}")
+            log.info(f"{len(written)} pictures and predictions.jsonl in {output_dir}")
     finally:
         if output_dir.is_dir() and not any(output_dir.iterdir()):
             output_dir.rmdir()

@@ -16,11 +16,16 @@ def configure_logging() -> None:
     """Retouch's lines go to stderr as they are."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers = [handler]
+    log.handlers = [_StderrHandler()]
     log.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.WARNING)
     log.propagate = False
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what sys.stderr is now: a progress bar puts itself there, to keep lines above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
 
 
 def silence_libraries() -> None:

@@ -1,6 +1,7 @@
 """Predicted pictures to PNG files and a line each in predictions.jsonl."""
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.files import replacing
+
+
+log = logging.getLogger("retouch")
 
 
 def to_image(pixels: Tensor) -> Image.Image:
@@ -53,5 +57,6 @@ class ImageWriter(BasePredictionWriter):
             path = self.folder / f"{record['name']}.png"
             save_png(to_image(pixels), path)
             self.written.append(path)
+            log.info(f"{path}  {sum(record['seconds'][name] for name in ('denoise', 'decode')):.2f} s")
             with (self.folder / f"predictions{suffix}.jsonl").open("a") as file:
                 file.write(json.dumps({"file": path.name, **record}, ensure_ascii=False) + "\n")

@@ -88,7 +88,7 @@ class TrainingProgress(ProgressBar):
             "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}) on {module.main_device}",
             "trains": f"LoRA rank {adapter.rank}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
             "on": f"{len(data.samples)} pairs of {', '.join(map(str, data.roots))}",
-            "sizes": ", ".join(sizes) + (f" and {more} more sizes" if more > 0 else ""),
+            "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
             "steps": f"{trainer.max_steps} of {window} samples: {epochs:.3g} epochs",
             "memory": self._memory(module, count),
             "results": str(self.output_dir),

@@ -2,12 +2,15 @@
 
 import importlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from datamodules.errors import UserError
+
+log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -171,6 +174,7 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Any:
+    log.info(f"loading {subfolder or 'transformer'} of {repository}")
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
     # transformers 5 and diffusers 0.42 name the same argument differently.
     dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"
