@@ -13,7 +13,6 @@ from torch import Tensor
 
 from datamodules.files import replacing
 
-
 log = logging.getLogger("retouch")
 
 

@@ -1,15 +1,14 @@
 """What a run reports: metrics.csv after every step, the loggers, and the numbers that the progress bar shows."""
 
 import csv
-import resource
 import statistics
-import sys
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import psutil
 import torch
 
 from lightning_modules.base import EditModule
@@ -42,7 +41,7 @@ class Metrics(L.Callback):
         self.path = Path(output_dir) / "metrics.csv"
         self.running: deque[float] = deque(maxlen=window)
         self.latest: dict[str, float] = {}
-        self.best_loss = float("inf")
+        self.peak_memory = 0
         self._losses: list[torch.Tensor] = []
         self._samples = 0
         self._tokens = 0
@@ -94,7 +93,7 @@ class Metrics(L.Callback):
         seconds, self._start = now - self._start, now
         self._losses, self._samples, self._tokens = [], 0, 0
         self.running.append(loss)
-        self.best_loss = min(self.best_loss, loss)
+        self.peak_memory = peak_memory(pl_module.device, self.peak_memory)
         self.latest = {
             "loss": loss,
             "loss_avg": statistics.fmean(self.running),
@@ -102,7 +101,7 @@ class Metrics(L.Callback):
             "lr": self._lr,
             "samples_per_second": samples / seconds,
             "tokens_per_second": tokens / seconds,
-            "peak_memory_gb": peak_memory(pl_module.device) / 1e9,
+            "peak_memory_gb": self.peak_memory / 1e9,
             "seconds": now - self._run_start,
         }
         if trainer.is_global_zero:
@@ -119,9 +118,8 @@ class Metrics(L.Callback):
             self._file.close()
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest: allocated on the device, or resident in the process."""
+def peak_memory(device: torch.device, earlier: int) -> int:
+    """Bytes at the highest: allocated on the device, or resident in the process at the end of a step."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
+    return max(earlier, psutil.Process().memory_info().rss)

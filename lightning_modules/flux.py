@@ -1,5 +1,6 @@
 """FLUX.1 Kontext: an MMDiT over text, target and control tokens (arXiv 2506.15742)."""
 
+import logging
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,8 @@ from lightning_modules.base import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.flow import dynamic_shift
 from lightning_modules.loading import load_component, vae_config
+
+log = logging.getLogger("retouch")
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -85,6 +88,12 @@ class FluxKontext(EditModule):
         """T5's last hidden states, (B, max_sequence_length, D); padding is encoded like text."""
         tokenizer, encoder = self.components["tokenizer_2"], self.components["text_encoder_2"]
         ids = self._tokenize(tokenizer, prompts, self.max_sequence_length)
+        for prompt, whole in zip(prompts, tokenizer(prompts).input_ids, strict=True):
+            if len(whole) > self.max_sequence_length:
+                log.warning(
+                    f"note: {len(whole)} tokens are cut to {self.max_sequence_length} (model.max_sequence_length): "
+                    f'"{prompt[:60]}..."'
+                )
         return encoder(ids.to(self.components.device("text_encoder_2"))).last_hidden_state.to(self.base_dtype)
 
     def encode_prompt(self, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:

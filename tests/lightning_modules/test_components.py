@@ -1,0 +1,57 @@
+"""What is loaded, remembered and timed."""
+
+import torch
+
+from lightning_modules.components import Components, PromptMemory, Stopwatch
+
+CPU = torch.device("cpu")
+
+
+def components(tiny):
+    return Components(str(tiny), None, torch.float32, {"vae": None, "text_encoder": None}, lambda: CPU, Stopwatch())
+
+
+def test_only_what_is_asked_for_is_loaded_and_it_can_be_let_go(tiny):
+    parts = components(tiny)
+    vae = parts["vae"]
+    assert parts["vae"] is vae
+    assert parts.models() == {"vae": vae}
+    parts.release("vae", "text_encoder")
+    assert parts.models() == {}
+    assert parts.stopwatch.seconds["load"] > 0
+
+
+def test_a_stage_within_another_is_not_counted_twice(monkeypatch):
+    watch = Stopwatch()
+    monkeypatch.setattr(watch, "_now", iter([0.0, 1.0, 6.0, 10.0]).__next__)
+    with watch.stage("outer"), watch.stage("inner"):
+        pass
+    assert watch.seconds == {"inner": 5.0, "outer": 5.0}
+
+
+def test_prompts_are_encoded_once_and_alone_and_the_oldest_forgotten():
+    calls = []
+
+    def encode(prompts):
+        calls.extend(prompts)
+        assert len(prompts) == 1
+        return {"prompt_embeds": torch.tensor([[float(len(prompts[0]))]])}
+
+    memory = PromptMemory(encode, Stopwatch(), kept=2)
+    batch = memory(["a", "bb", "a"], CPU)
+    assert batch["prompt_embeds"].tolist() == [[1.0], [2.0], [1.0]]
+    assert calls == ["a", "bb"]
+    memory(["ccc"], CPU)  # "bb" was used longest ago
+    memory(["a"], CPU)
+    assert calls == ["a", "bb", "ccc"]
+    memory(["bb"], CPU)
+    assert calls == ["a", "bb", "ccc", "bb"]
+
+
+def test_prompts_of_a_prediction_are_all_kept():
+    memory = PromptMemory(lambda prompts: {"x": torch.zeros(1, 1)}, Stopwatch(), kept=2)
+    prompts = [str(i) for i in range(10)]
+    memory.keep(prompts)
+    memory.encode = None  # the encoders are gone
+    assert memory(prompts, CPU)["x"].shape == (10, 1)
+    assert memory.seconds.keys() == set(prompts)
