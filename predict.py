@@ -1,5 +1,6 @@
 """Edit pictures with a trained LoRA: `python predict.py --help` tells how."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from callbacks.console import configure_logging, log, one_line_errors, quote_values, silence_libraries
+from datamodules.errors import UserError
 from train import CONF, place_trainer, shorten
-
-FREE_TEXT = ("prompt", "negative_prompt", "image", "prompts_file")
 
 OmegaConf.register_new_resolver(
     "prediction_folder",
@@ -20,34 +21,40 @@ OmegaConf.register_new_resolver(
 )
 
 
-def quote_text(argument: str) -> str:
-    """`prompt=snow, please` -> `prompt="snow, please"`; what is quoted, a list or null stays as it is."""
-    key, _, value = argument.partition("=")
-    if key not in FREE_TEXT or value in ("", "null") or value[0] in "'\"[":
-        return argument
-    return f'{key}="' + value.replace('"', '\\"') + '"'
-
-
 def as_list(value: Any) -> list[Any]:
     """A setting that may be one value or several."""
     return list(value) if isinstance(value, ListConfig | list) else [value]
+
+
+def numbers(cfg: DictConfig, key: str, kind: type[int] | type[float]) -> list[Any]:
+    """A setting of one or several numbers."""
+    try:
+        return [kind(value) for value in as_list(cfg[key])]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}={cfg[key]}: must be a number, or a list of them") from error
 
 
 def model_settings(cfg: DictConfig, headers: list[dict[str, Any] | None], overrides: list[str]) -> DictConfig:
     """The model that the LoRA was trained on; what the command line says of the model goes before it."""
     if any(override.startswith("model=") for override in overrides) or not headers or headers[0] is None:
         return cfg.model
-    trained = dict(headers[0]["model"])
+    trained = headers[0]["model"]
     own = [override for override in overrides if override.startswith("model.")]
-    composed = hydra.compose("predict", overrides=[f"model={trained.pop('name')}", *own])
-    given = OmegaConf.from_dotlist(own)
-    return OmegaConf.merge(composed.model, trained, given.get("model", {}))  # type: ignore[return-value]
+    name = str(trained.get("name"))
+    if not (CONF / "model" / f"{name}.yaml").is_file() or "/" in name:
+        raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
+    model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
+    given = {override.split("=")[0].removeprefix("model.") for override in own}
+    for key, value in trained.items():
+        # A file from elsewhere may set values, never what is called or looked up.
+        plain = value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
+        if key in model and key not in given and plain and not key.startswith("_"):
+            model[key] = value
+    return model
 
 
 def warn_of_other_base(cfg: DictConfig, files: list[Path], headers: list[dict[str, Any] | None]) -> None:
     """A LoRA fits the base that it was trained on, and the base's precision too."""
-    from callbacks.console import log
-
     here = {
         "base": cfg.model.pretrained_model_name_or_path,
         "base_precision": cfg.model.dtype,
@@ -58,35 +65,41 @@ def warn_of_other_base(cfg: DictConfig, files: list[Path], headers: list[dict[st
                 log.warning(f"note: {file} was trained on {key} {header[key]}, this is {value}")
 
 
-def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> list[Path]:
-    """Run the composed task; returns the files written."""
+def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
+    """Run the composed task."""
     import lightning.pytorch as L
     from hydra.utils import instantiate
 
-    from callbacks.console import log, silence_libraries
     from callbacks.image_writer import ImageWriter
     from datamodules.edits import EditsDataModule
-    from datamodules.errors import UserError
     from lightning_modules.family import Sampling
     from lightning_modules.lora import find_weights, read_header
 
+    if (output_dir / "predictions.jsonl").exists():
+        raise UserError(f"output_dir={output_dir} holds predictions: choose another folder")
+    if cfg.lora is None:
+        log.info(f"no lora=: the model alone ({cfg.model.pretrained_model_name_or_path})")
     files = [find_weights(lora) for lora in as_list(cfg.lora)] if cfg.lora is not None else []
     headers = [read_header(file) for file in files]
     cfg.model = model_settings(cfg, headers, overrides)
     warn_of_other_base(cfg, files, headers)
-    scales = [float(scale) for scale in as_list(cfg.lora_scale)]
+    scales = numbers(cfg, "lora_scale", float)
     if not files and scales != [1.0]:
         raise UserError("lora_scale needs lora=: name the weights that it scales")
     negative = cfg.negative_prompt
     if cfg.true_cfg_scale > 1 and negative is None:
         negative = ""
         log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
+    for key in ("num_inference_steps", "num_images_per_prompt"):
+        if not isinstance(cfg[key], int) or cfg[key] < 1:
+            raise UserError(f"{key}={cfg[key]}: must be a whole number from 1 on")
+    count = cfg.num_images_per_prompt
     data = EditsDataModule(
         image=cfg.image,
         prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg.prompt)],
         prompts_file=cfg.prompts_file,
         negative_prompt=negative if cfg.true_cfg_scale > 1 else None,
-        seeds=[int(s) + i for s in as_list(cfg.seed) for i in range(cfg.num_images_per_prompt)],
+        seeds=list(dict.fromkeys(seed + i for seed in numbers(cfg, "seed", int) for i in range(count))),
         lora_scales=scales,
         height=cfg.height,
         width=cfg.width,
@@ -99,32 +112,32 @@ def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> list[Pat
     )
     silence_libraries()
     place_trainer(cfg)
-    writer = ImageWriter(str(output_dir))
-    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=[writer], logger=False)
-    trainer.predict(module, datamodule=data, return_predictions=False, weights_only=False)
-    return writer.written
+    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=[ImageWriter(str(output_dir))], logger=False)
+    try:
+        trainer.predict(module, datamodule=data, return_predictions=False, weights_only=False)
+    finally:
+        if trainer.interrupted:
+            log.info(f"interrupted; finished pictures are in {output_dir}")
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
 def run(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    from callbacks.console import configure_logging, log, one_line_errors
-
     configure_logging()
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     try:
         with one_line_errors():
-            written = predict(cfg, list(HydraConfig.get().overrides.task), output_dir)
-            log.info(f"{len(written)} pictures and predictions.jsonl in {output_dir}")
+            predict(cfg, list(HydraConfig.get().overrides.task), output_dir)
+            log.info(f"done: {output_dir}")
     finally:
-        if output_dir.is_dir() and not any(output_dir.iterdir()):
+        with contextlib.suppress(OSError):  # not there, or not empty
             output_dir.rmdir()
 
 
 def main() -> None:
-    """The command line: prompts and paths may hold commas, quotes and brackets, which Hydra would read as its own."""
-    sys.argv[1:] = map(quote_text, sys.argv[1:])
+    """The command line."""
+    sys.argv[1:] = quote_values(sys.argv[1:])
     run()
 
 

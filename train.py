@@ -1,14 +1,20 @@
 """Fine-tune a LoRA: `python train.py --help` tells how."""
 
 import gc
+import os
 import shutil
+import signal
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+
+from callbacks.console import configure_logging, log, one_line_errors, quote_values, silence_libraries
+from datamodules.errors import UserError
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -38,46 +44,73 @@ def shorten(folder: str) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
+def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
     """The checkpoint to go on from.
 
     Raises:
         UserError: it does not exist, or output_dir holds a run that this one would overwrite.
     """
-    from datamodules.errors import UserError
-
     last = output_dir / "checkpoints" / "last.ckpt"
-    if ckpt_path is None:
-        if last.is_file():
-            raise UserError(
-                f"output_dir={output_dir} holds a run: go on with it by ckpt_path=last, or choose another folder"
-            )
-        return None
-    path = last if ckpt_path == "last" else Path(ckpt_path).expanduser()
-    if not path.is_file():
+    path = None if ckpt_path is None else last if ckpt_path == "last" else Path(ckpt_path).expanduser()
+    if path is not None and not (path.is_file() and zipfile.is_zipfile(path)):
         raise UserError(f"ckpt_path={ckpt_path}: there is no checkpoint {path}")
-    return str(path)
+    # Other processes of a run may come here after the first has written its config.yaml.
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if first and (output_dir / "config.yaml").exists() and (path is None or not path.samefile(last)):
+        raise UserError(f"output_dir={output_dir} holds a run: go on by ckpt_path=last, or choose another folder")
+    return path
 
 
 def place_trainer(cfg: DictConfig) -> None:
     """model.devices.transformer decides where the trainer computes."""
+    from lightning_modules.loading import resolve_device
+
     device = cfg.model.devices.transformer
-    if device is None:
+    if resolve_device(device, "model.devices.transformer") is None:
         return
+    if cfg.trainer.devices != 1:
+        raise UserError(f"model.devices.transformer={device} and trainer.devices={cfg.trainer.devices}: choose one")
     kind, _, index = device.partition(":")
     cfg.trainer.accelerator = {"cuda": "gpu"}.get(kind, kind)
     cfg.trainer.devices = [int(index or 0)] if kind == "cuda" else 1
 
 
-def save_config(cfg: DictConfig, output_dir: Path, trainer: "L.Trainer") -> None:
-    """config.yaml, from which a run can be repeated: `python train.py -cp RUN -cn config output_dir=...`."""
-    if not trainer.is_global_zero:
-        return
+def run_settings(cfg: DictConfig) -> dict[str, Any]:
+    """What config.yaml holds: the composed config as a primary config, its interpolations kept.
+
+    A run is repeated from it by `python train.py -cp RUN -cn config output_dir=NEW`.
+    """
     primary: Any = OmegaConf.load(CONF / "train.yaml")
+    del primary.hydra.help
     hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
     settings: Any = OmegaConf.to_container(cfg)
-    whole = OmegaConf.create({"defaults": ["_self_", *hydra_defaults], **settings, "hydra": primary.hydra})
-    OmegaConf.save(whole, output_dir / "config.yaml")
+    hydra_settings = OmegaConf.to_container(primary.hydra)
+    settings["ckpt_path"] = None
+    return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": hydra_settings}
+
+
+def check_goes_on(settings: dict[str, Any], checkpoint: Path) -> None:
+    """Compare with the run that wrote the checkpoint.
+
+    Raises:
+        UserError: adapter, optimizer or schedule differ. These go on from their saved state, which would hide a
+            new setting.
+    """
+    config = checkpoint.parent.parent / "config.yaml"
+    if not config.is_file():
+        return
+    earlier: Any = OmegaConf.to_container(OmegaConf.load(config))
+    for group in ("adapter", "optimizer", "scheduler", "model", "data"):
+        before, now = earlier[group], settings[group]
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                what = f"{group}.{key} was {before.get(key)} in {config.parent} and is {now.get(key)} now"
+                if group in ("adapter", "optimizer", "scheduler"):
+                    raise UserError(
+                        f"{what}: a run goes on with its own settings. To start a new one from its weights, pass "
+                        f"adapter.init_from={config.parent} instead of ckpt_path"
+                    )
+                log.warning(f"note: {what}")
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
@@ -85,60 +118,83 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     import lightning.pytorch as L
     from hydra.utils import instantiate
     from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    from callbacks.console import silence_libraries
-
+    if not isinstance(cfg.trainer.max_steps, int) or cfg.trainer.max_steps < 1:
+        raise UserError(f"trainer.max_steps={cfg.trainer.max_steps}: must be a whole number from 1 on")
     checkpoint = find_checkpoint(cfg.ckpt_path, output_dir)
+    settings = run_settings(cfg)  # before Hydra's instantiate, which resolves interpolations in place
+    if checkpoint is not None:
+        check_goes_on(settings, checkpoint)
+
+    def save_config(trainer: L.Trainer) -> None:
+        if trainer.is_global_zero:
+            OmegaConf.save(OmegaConf.create(settings), output_dir / "config.yaml")
+
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
-    data = instantiate(cfg.data)
-    module = instantiate(cfg.model)
+    # Plain lists and dicts: what goes into a checkpoint must load without this project's libraries.
+    data = instantiate(cfg.data, _convert_="all")
+    module = instantiate(cfg.model, _convert_="all")
     silence_libraries()
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
-    callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: save_config(cfg, output_dir, trainer)))
+    callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: save_config(trainer)))
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=output_dir)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except SIGTERMException:  # before the first batch, where there is nothing to save
+        sys.exit(128 + signal.SIGTERM)
     return trainer
 
 
 def report(trainer: "L.Trainer", output_dir: Path) -> float:
     """Say where things are; the running mean of the loss is what a sweep compares."""
-    from callbacks.console import log
     from callbacks.lora_checkpoint import LoRACheckpoint
     from callbacks.metrics import Metrics
 
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     stopped = next((c.signal for c in callbacks if isinstance(c, LoRACheckpoint)), None)
     if stopped is not None:
-        log.info(f"stopped by {stopped.name} after step {trainer.global_step}, saved in {output_dir}")
-        log.info(f"go on with the same command and output_dir={output_dir} ckpt_path=last")
-        sys.exit(128 + stopped)
+        if (output_dir / "checkpoints" / "last.ckpt").is_file():
+            log.info(f"stopped by {stopped.name} after step {trainer.global_step}, saved in {output_dir}")
+            log.info(f"go on with the same command and output_dir={output_dir} ckpt_path=last")
+        else:
+            log.info(f"stopped by {stopped.name} before the first step: nothing to save")
+        # With several processes Lightning kills the first when another leaves with an error.
+        sys.exit(128 + stopped if trainer.is_global_zero else 0)
+    metrics = next((c for c in callbacks if isinstance(c, Metrics)), None)
+    if metrics is not None and not metrics.latest:
+        log.info(f"nothing to do: {output_dir} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
     log.info(f"done: {output_dir / 'lora' / 'last'}")
     log.info(f'try it: python predict.py lora={output_dir} image=PHOTO prompt="..."')
-    return next(c.latest.get("loss_avg", float("nan")) for c in callbacks if isinstance(c, Metrics))
+    return metrics.latest.get("loss_avg", float("nan")) if metrics is not None else float("nan")
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def main(cfg: DictConfig) -> float:
+def run(cfg: DictConfig) -> float:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-
-    from callbacks.console import configure_logging, one_line_errors
 
     configure_logging()
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
-    fresh = not any(output_dir.iterdir())
+    fresh = os.environ.get("LOCAL_RANK", "0") == "0" and not any(output_dir.iterdir())
     try:
         with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
             return report(fit(cfg, output_dir), output_dir)
     finally:
         if fresh and not (output_dir / "config.yaml").exists():  # the run did not start: leave no traces
-            shutil.rmtree(output_dir)
+            shutil.rmtree(output_dir, ignore_errors=True)
         # A sweep's next job loads its own model: let this one's go first.
         gc.collect()
+
+
+def main() -> None:
+    """The command line."""
+    sys.argv[1:] = quote_values(sys.argv[1:])
+    run()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,30 @@
 """What the terminal shows: Retouch's own lines, a person's mistakes in one line, and nothing from the libraries."""
 
+import errno
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from datamodules.errors import UserError
 
 log = logging.getLogger("retouch")
+
+TEXTS = {"prompt", "negative_prompt"}
+PATHS = {
+    "image",
+    "prompts_file",
+    "lora",
+    "output_dir",
+    "ckpt_path",
+    "data.root",
+    "adapter.init_from",
+    "model.pretrained_model_name_or_path",
+    "model.transformer_name_or_path",
+}
 
 
 def configure_logging() -> None:
@@ -44,6 +59,26 @@ def silence_libraries() -> None:
         library.set_verbosity_error()
 
 
+def quote_values(arguments: list[str]) -> list[str]:
+    """Protect prompts and paths from Hydra, to which commas, brackets, quotes and letters beyond ASCII mean something.
+
+    `prompt=snow, please` becomes `prompt="snow, please"`. What is quoted, a list or null stays as it is; so does a
+    path with a comma that does not exist, which may be a sweep over two.
+    """
+
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    def quote(argument: str) -> str:
+        key, _, value = argument.partition("=")
+        path = key in PATHS and ("," not in value or Path(value).exists())
+        quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
+        if not (path or key in TEXTS) or value in ("", "null") or quoted:
+            return argument
+        return f"{key}=" + QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
+
+    return [quote(argument) for argument in arguments]
+
+
 @contextmanager
 def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     """Turn a person's mistake into one line and exit status 1; HYDRA_FULL_ERROR=1 shows the traceback.
@@ -51,34 +86,46 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     In a sweep it becomes an exception that Hydra keeps until the other jobs are done, and then prints in a line.
     It carries neither cause nor traceback: these would keep the failed job's model in memory.
     """
-    import torch
-    from hydra.errors import CompactHydraException, InstantiationException
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
     try:
         yield
         return
-    except (UserError, MisconfigurationException, InstantiationException, torch.OutOfMemoryError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except Exception as error:
         line = _one_line(error)
+        if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
     rank = os.environ.get("LOCAL_RANK", "0")
     print(f"error: {line}" if rank == "0" else f"error in process {rank}: {line}", file=sys.stderr)
     if in_sweep:
+        from hydra.errors import CompactHydraException
+
         raise CompactHydraException(line)
     raise SystemExit(1)
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str | None:
+    """What to tell the person; None where it is no mistake of theirs but of ours."""
     import torch
     from hydra.errors import InstantiationException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+    where = ""
+    while isinstance(error, InstantiationException):
+        where = where or str(error).rpartition("full_key: ")[2]
+        if error.__cause__ is None:
+            return str(error).splitlines()[0]
         error = error.__cause__
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "out of GPU memory: lower data.batch_size (and raise trainer.accumulate_grad_batches), set "
             "model.gradient_checkpointing=true or model.devices.text_encoder=cpu, or use smaller pictures"
         )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES):
+        return f"{error.strerror}: {error.filename or 'while writing'}"
     # A data worker's error arrives with the worker's traceback before it.
-    return str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ")
+    line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
+    if isinstance(error, UserError | MisconfigurationException):
+        return line
+    return f"{where}: {line}" if where else None

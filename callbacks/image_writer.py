@@ -38,7 +38,6 @@ class ImageWriter(BasePredictionWriter):
     def __init__(self, output_dir: str) -> None:
         super().__init__(write_interval="batch")
         self.folder = Path(output_dir)
-        self.written: list[Path] = []
 
     def write_on_batch_end(
         self,
@@ -50,12 +49,10 @@ class ImageWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        # Each process has a file of its own, so that no two write into one.
-        suffix = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
         for pixels, record in prediction:
             path = self.folder / f"{record['name']}.png"
             save_png(to_image(pixels), path)
-            self.written.append(path)
             log.info(f"{path}  {sum(record['seconds'][name] for name in ('denoise', 'decode')):.2f} s")
-            with (self.folder / f"predictions{suffix}.jsonl").open("a") as file:
+            # One short write at the end of the file: several processes may share it.
+            with (self.folder / "predictions.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"file": path.name, **record}, ensure_ascii=False) + "\n")

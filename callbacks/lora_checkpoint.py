@@ -1,5 +1,6 @@
 """LoRA weights for the world, checkpoints to go on from, and leaving cleanly when asked to."""
 
+import contextlib
 import logging
 import shutil
 import signal
@@ -9,9 +10,12 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 
+from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules.base import EditModule
+from lightning_modules.components import ASIDE
 from lightning_modules.lora import WEIGHTS_NAME, save_lora
 
 log = logging.getLogger("retouch")
@@ -30,6 +34,8 @@ class LoRACheckpoint(L.Callback):
     """
 
     def __init__(self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any]) -> None:
+        if save_every < 0:
+            raise UserError(f"save_every={save_every}: must be a number of steps, or 0 to save at the end only")
         self.output_dir = Path(output_dir)
         self.save_every = save_every
         # Plain values only: a file from elsewhere must not be able to name what is called.
@@ -51,49 +57,57 @@ class LoRACheckpoint(L.Callback):
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+        log.info(f"{self.signal.name}: stopping after this batch (Ctrl-C again: at once, without saving)")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        step = trainer.global_step
-        stop = self.signal is not None
-        if trainer.world_size > 1:
-            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
-        if stop:
+        if trainer.world_size > 1:  # one process may have been told to stop and the others not
+            mine = torch.tensor(float(self.signal or 0), device=pl_module.device)
+            number = int(trainer.strategy.reduce(mine, reduce_op="max"))
+            self.signal = signal.Signals(number) if number else None
+        if self.signal is not None:
             trainer.should_stop = True
-        due = self.save_every > 0 and step % self.save_every == 0
-        if (due or stop or step == trainer.max_steps) and step != self.saved_step:
+        due = self.save_every > 0 and trainer.global_step % self.save_every == 0
+        if due or trainer.global_step == trainer.max_steps:
             self.save(trainer, pl_module)
-
-    def save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write all three; the older files stay where writing fails."""
-        assert isinstance(pl_module, EditModule)
-        assert pl_module.adapter is not None
-        assert pl_module.transformer is not None
-        step = self.saved_step = trainer.global_step
-        if trainer.is_global_zero:
-            header = {
-                "adapter": pl_module.adapter.metadata(),
-                "model": self.model,
-                "step": step,
-                **pl_module.provenance(),
-            }
-            file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME
-            save_lora(pl_module.transformer, file, pl_module.adapter.alpha, header)
-            with replacing(self.output_dir / "lora" / "last" / WEIGHTS_NAME) as temporary:
-                shutil.copyfile(file, temporary)
-        if trainer.is_global_zero:
-            with replacing(self.output_dir / "checkpoints" / "last.ckpt") as temporary:
-                trainer.save_checkpoint(temporary)
-        else:
-            trainer.save_checkpoint(self.output_dir / "checkpoints" / "last.ckpt")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restore_handlers()
+        self.save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """What has been learned is kept; several processes cannot agree on saving when one of them has failed."""
         self._restore_handlers()
+        if trainer.world_size == 1 and isinstance(exception, UserError | torch.OutOfMemoryError):
+            with contextlib.suppress(UserError):  # the disk may be what failed
+                self.save(trainer, pl_module)
+
+    def save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write all three, if steps were made since; the older files stay where writing fails."""
+        assert isinstance(pl_module, EditModule)
+        if trainer.global_step == self.saved_step or pl_module.transformer is None:
+            return
+        with pl_module.stopwatch.stage(ASIDE):
+            self._save(trainer, pl_module)
 
     def _restore_handlers(self) -> None:
         """Before Lightning restores its own: a handler left behind would keep the model in memory."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
+
+    def _save(self, trainer: L.Trainer, module: EditModule) -> None:
+        assert module.adapter is not None
+        assert module.transformer is not None
+        step = self.saved_step = trainer.global_step
+        last = self.output_dir / "checkpoints" / "last.ckpt"
+        if trainer.is_global_zero:
+            header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
+            file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME
+            save_lora(module.transformer, file, module.adapter.alpha, header)
+            with replacing(self.output_dir / "lora" / "last" / WEIGHTS_NAME) as temporary:
+                shutil.copyfile(file, temporary)
+            with replacing(last) as temporary:
+                trainer.save_checkpoint(temporary)
+        else:
+            trainer.save_checkpoint(last)  # takes part; the first process writes
+        trainer.strategy.barrier()  # nobody leaves before the files have their names

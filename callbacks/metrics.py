@@ -1,6 +1,7 @@
 """What a run reports: metrics.csv after every step, the loggers, and the numbers that the progress bar shows."""
 
 import csv
+import math
 import statistics
 import time
 from collections import deque
@@ -12,6 +13,7 @@ import psutil
 import torch
 
 from lightning_modules.base import EditModule
+from lightning_modules.components import ASIDE
 
 COLUMNS = (
     "step",
@@ -48,6 +50,7 @@ class Metrics(L.Callback):
         self._step = 0
         self._start = 0.0
         self._lr = 0.0
+        self._aside = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
@@ -89,14 +92,16 @@ class Metrics(L.Callback):
             totals = trainer.strategy.reduce(totals, reduce_op="mean") * trainer.world_size
             totals[0] /= trainer.world_size
         loss, samples, tokens = totals.tolist()
-        now = time.perf_counter()
-        seconds, self._start = now - self._start, now
+        now, aside = time.perf_counter(), pl_module.stopwatch.seconds.get(ASIDE, 0.0)
+        seconds = now - self._start - (aside - self._aside)
+        self._start, self._aside = now, aside
         self._losses, self._samples, self._tokens = [], 0, 0
-        self.running.append(loss)
+        if math.isfinite(loss):
+            self.running.append(loss)
         self.peak_memory = peak_memory(pl_module.device, self.peak_memory)
         self.latest = {
             "loss": loss,
-            "loss_avg": statistics.fmean(self.running),
+            "loss_avg": statistics.fmean(self.running or [loss]),
             "grad_norm": float(pl_module.grad_norm),
             "lr": self._lr,
             "samples_per_second": samples / seconds,

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -21,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 from callbacks.metrics import Metrics
+from datamodules.errors import UserError
 from lightning_modules.base import EditModule
 from lightning_modules.lora import trainable
 
@@ -51,7 +54,10 @@ class TrainingProgress(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._metrics = next(c for c in trainer.callbacks if isinstance(c, Metrics))  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._metrics = next((c for c in callbacks if isinstance(c, Metrics)), None)
+        if self._metrics is None:
+            raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
         self._step = self._first_step = trainer.global_step
         self._start = self._last_line = time.monotonic()
         if not (self.enabled and trainer.is_global_zero):
@@ -89,7 +95,7 @@ class TrainingProgress(ProgressBar):
             "trains": f"LoRA rank {adapter.rank}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
             "on": f"{len(data.samples)} pairs of {', '.join(map(str, data.roots))}",
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
-            "steps": f"{trainer.max_steps} of {window} samples: {epochs:.3g} epochs",
+            "steps": f"{trainer.max_steps:,}, batch {window}: {epochs:,.1f} epochs",
             "memory": self._memory(module, count),
             "results": str(self.output_dir),
         }
@@ -97,9 +103,9 @@ class TrainingProgress(ProgressBar):
             rows["goes on"] = f"after step {self._step}"
         table = Table.grid(padding=(0, 2))
         for name, value in rows.items():
-            table.add_row(f"[bold]{name}[/bold]", value)
+            table.add_row(f"[bold]{name}[/bold]", escape(value))
         for note in data.notes:
-            table.add_row("[bold yellow]note[/bold yellow]", note)
+            table.add_row("[bold yellow]note[/bold yellow]", escape(note))
         return table
 
     @staticmethod
@@ -122,14 +128,21 @@ class TrainingProgress(ProgressBar):
         elif time.monotonic() - self._last_line >= self.line_every or self._step in (1, trainer.max_steps):
             self._last_line = time.monotonic()
             each = (self._last_line - self._start) / (self._step - self._first_step)
-            left = time.strftime("%H:%M:%S", time.gmtime(each * (trainer.max_steps - self._step)))
+            left = timedelta(seconds=round(each * (trainer.max_steps - self._step)))
             log.info(f"step {self._step}/{trainer.max_steps}  {self._numbers()}  left {left}")
 
     def _numbers(self) -> str:
+        assert self._metrics is not None
         now = self._metrics.latest
         return f"loss {now['loss_avg']:.4f}  lr {now['lr']:.2g}  {now['samples_per_second']:.3g} samples/s"
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from callbacks.image_writer import save_png, to_image
 from datamodules.batch import LatentBatch, RawBatch
+from datamodules.errors import UserError
 from lightning_modules.base import EditModule
+from lightning_modules.components import ASIDE
 from lightning_modules.family import Sampling
+from lightning_modules.lora import in_dtype
 
 
 class SampleImages(L.Callback):
@@ -36,6 +39,8 @@ class SampleImages(L.Callback):
         guidance_scale: float,
         seed: int,
     ) -> None:
+        if sample_every < 0:
+            raise UserError(f"sample_every={sample_every}: must be a number of steps, or 0 for the end only")
         self.folder = Path(output_dir) / "samples"
         self.sample_every = sample_every
         self.count = count
@@ -52,7 +57,8 @@ class SampleImages(L.Callback):
         due = self.sample_every > 0 and step % self.sample_every == 0
         if step != self._step and (due or step == trainer.max_steps) and trainer.is_global_zero:
             assert isinstance(pl_module, EditModule)
-            self.sample(trainer, pl_module)
+            with pl_module.stopwatch.stage(ASIDE):
+                self.sample(trainer, pl_module)
         self._step = step
 
     def sample(self, trainer: L.Trainer, module: EditModule) -> None:
@@ -60,11 +66,13 @@ class SampleImages(L.Callback):
         if not self._examples:
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             self._examples = [(raw, module.encode(raw)) for raw in data.examples(self.count)]
+        assert module.transformer is not None
         module.eval()
         for raw, latents in self._examples:
             assert raw.target is not None
             height, width = raw.target.shape[-2:]
-            result = module.edit(latents, self.sampling, (width, height), self.seed)
+            with in_dtype(module.transformer, module.base_dtype):
+                result = module.edit(latents, self.sampling, (width, height), self.seed)
             strip = _side_by_side([*raw.controls, result, raw.target])
             name = raw.keys[0].replace("/", "_")
             save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")

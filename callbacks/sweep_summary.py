@@ -17,6 +17,7 @@ class SweepSummary(Callback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.jobs: list[list[str]] = []
         self.folder: Path | None = None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -29,10 +30,11 @@ class SweepSummary(Callback):
         curve = _read_curve(run / "metrics.csv")
         lora = run / "lora" / "last"
         failed = job_return.status is not JobStatus.COMPLETED
+        self.jobs.append(list(job_return.overrides or []))
         self.rows.append(
             {
                 "job": run.name,
-                "overrides": " ".join(job_return.overrides or []),
+                "overrides": "",
                 "final_loss": curve[-1]["loss_avg"] if curve else "",
                 "best_loss": min((float(row["loss_avg"]) for row in curve), default=""),
                 "seconds": curve[-1]["seconds"] if curve else "",
@@ -40,6 +42,10 @@ class SweepSummary(Callback):
                 "error": str(job_return._return_value) if failed else "",
             }
         )
+        # Only what tells the jobs apart, which is known from the second job on.
+        common = set.intersection(*map(set, self.jobs))
+        for row, overrides in zip(self.rows, self.jobs, strict=True):
+            row["overrides"] = " ".join(override for override in overrides if override not in common) or row["job"]
         text = io.StringIO()
         writer = csv.DictWriter(text, list(self.rows[0]))
         writer.writeheader()
@@ -54,13 +60,11 @@ class SweepSummary(Callback):
         matplotlib.use("agg")
         from matplotlib import pyplot
 
-        jobs = [row["overrides"].split(" ") for row in self.rows]
-        common = set.intersection(*map(set, jobs))
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-        for row, overrides in zip(self.rows, jobs, strict=True):
+        for row in self.rows:
             curve = _read_curve(folder / row["job"] / "metrics.csv")
-            label = " ".join(override for override in overrides if override not in common)
-            axes.plot([int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve], label=label or row["job"])
+            steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
+            axes.plot(steps, losses, label=row["overrides"])
         axes.set(xlabel="step", ylabel="loss (running mean)")
         axes.grid(alpha=0.3)
         axes.legend()

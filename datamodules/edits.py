@@ -1,17 +1,18 @@
 """What to predict: each image with each prompt, under each seed and LoRA scale."""
 
 import glob
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as L
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from datamodules.batch import RawBatch
 from datamodules.errors import UserError
-from datamodules.sources import IMAGE_SUFFIXES, further_controls, primary_images
-from datamodules.transforms import fit_area, floor_size, image_size, load_image, verify_image
+from datamodules.sources import IMAGE_SUFFIXES, belongs_to_another, further_controls
+from datamodules.transforms import fit_area, image_size, load_image, verify_image
 
 
 @dataclass
@@ -33,8 +34,8 @@ class EditsDataModule(L.LightningDataModule):
     """Every image with every prompt.
 
     Args:
-        image: a file, a folder or a glob; None makes pictures from the prompt alone. `X_control_1.*`, ... beside
-            `X.*` are its further control images, as in training.
+        image: a file, a folder or a glob; None makes pictures from the prompt alone, at height and width.
+            `X_control_1.*`, ... beside `X.*` are its further control images, as in training.
         prompt: one instruction, or several.
         prompts_file: a UTF-8 file with one instruction a line, instead of `prompt`.
         negative_prompt: encoded too where it is needed.
@@ -56,6 +57,8 @@ class EditsDataModule(L.LightningDataModule):
         max_area: int,
     ) -> None:
         super().__init__()
+        if image is None and (height is None or width is None):
+            raise UserError("no image= to edit; for a picture from the prompt alone give width= and height=")
         self.images = find_images(image) if image is not None else [()]
         self.prompts = _read_prompts(prompt, prompts_file)
         self.negative_prompt = negative_prompt
@@ -64,6 +67,8 @@ class EditsDataModule(L.LightningDataModule):
         self.height = height
         self.width = width
         self.max_area = max_area
+        if not isinstance(max_area, int) or max_area < 256:
+            raise UserError(f"max_area={max_area}: must be a number of pixels from 256 on")
         for name, side in (("height", height), ("width", width)):
             if side is not None and (side < 16 or side % 16):
                 raise UserError(f"{name}={side}: must be a multiple of 16")
@@ -78,14 +83,22 @@ class EditsDataModule(L.LightningDataModule):
         return list(dict.fromkeys([*self.prompts, *negative]))
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
-        return DataLoader(dataset=_Requests(self), batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
+        """This process's share of the requests, one by one."""
+        requests = _Requests(self)
+        trainer = self.trainer
+        assert trainer is not None
+        mine = Subset(requests, range(trainer.global_rank, len(requests), trainer.world_size))
+        return DataLoader(dataset=mine, batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
 
 
 class _Requests(Dataset[EditRequest]):
     def __init__(self, data: EditsDataModule) -> None:
         self.data = data
-        stems = [paths[0].stem if paths else "picture" for paths in data.images]
-        self.names = [stem if stems.count(stem) == 1 else f"{stem}-{i}" for i, stem in enumerate(stems, 1)]
+        self.names: list[str] = []
+        for paths in data.images:
+            stem = paths[0].stem if paths else "picture"
+            numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+            self.names.append(next(name for name in numbered if name not in self.names))
 
     def __len__(self) -> int:
         return len(self.data.images) * len(self.data.prompts)
@@ -95,7 +108,7 @@ class _Requests(Dataset[EditRequest]):
         image, prompt = divmod(index, len(data.prompts))
         paths = data.images[image]
         controls = [load_image(path, fit_area(*image_size(path), data.max_area)) for path in paths]
-        own = (controls[0].shape[2], controls[0].shape[1]) if controls else _square(data.max_area)
+        own = (controls[0].shape[2], controls[0].shape[1]) if controls else (0, 0)
         name = self.names[image] + (f"_prompt{prompt + 1}" if len(data.prompts) > 1 else "")
         return EditRequest(
             raw=RawBatch(
@@ -113,11 +126,6 @@ class _Requests(Dataset[EditRequest]):
         )
 
 
-def _square(area: int) -> tuple[int, int]:
-    side = int(area**0.5)
-    return floor_size(side, side)
-
-
 def find_images(image: str) -> list[tuple[Path, ...]]:
     """The control images that a file, a folder or a glob names, each with its further controls.
 
@@ -125,29 +133,33 @@ def find_images(image: str) -> list[tuple[Path, ...]]:
         UserError: there is none.
     """
     path = Path(image).expanduser()
-    if path.is_dir():
-        paths = list(primary_images(path).values())
-    elif path.is_file():
-        paths = [path]
-    else:
-        paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-        paths = [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
+    pattern = str(path / "*") if path.is_dir() else str(path)
+    found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
+    paths = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES)
+    beside: dict[Path, dict[str, Path]] = {}
+    for folder in {path.parent for path in paths}:
+        beside[folder] = {p.stem: p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES}
+    if not path.is_file():
+        paths = [path for path in paths if not belongs_to_another(path.stem, beside[path.parent])]
     if not paths:
         raise UserError(f"image={image}: no such file, and no image in a folder or glob of that name")
-    beside = {folder: {p.stem: p for p in folder.iterdir()} for folder in {path.parent for path in paths}}
     return [(path, *further_controls(beside[path.parent], path.stem)) for path in paths]
 
 
 def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) -> list[str]:
-    if (prompt is None) == (prompts_file is None):
+    if prompt is None and prompts_file is None:
         raise UserError('say what to do: prompt="make it snow", or prompts_file=FILE with one prompt a line')
+    if prompt is not None and prompts_file is not None:
+        raise UserError("both prompt= and prompts_file= are given: choose one")
     if prompt is not None:
         return [prompt] if isinstance(prompt, str) else list(prompt)
     path = Path(str(prompts_file)).expanduser()
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"prompts_file={path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"prompts_file={path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompts_file={path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"prompts_file={path}: the file is empty")

@@ -1,6 +1,7 @@
 """Raw image pairs, decoded on the fly."""
 
 import logging
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +128,8 @@ class PairsDataModule(L.LightningDataModule):
             raise UserError(f"data.root={listing([str(root) for root in self.roots])}: no usable pair is left")
         self.samples = [sample for sample, _ in usable]
         self.sizes = [floored for _, (floored, _) in usable]
+        if empty := sum(not sample.prompt for sample in self.samples):
+            self.notes.append(f"{empty} captions are empty")
         if rounded := sum(changed for _, (_, changed) in usable):
             self.notes.append(f"{rounded} pairs have sides rounded down to a multiple of 16")
 
@@ -157,6 +160,7 @@ class PairsDataModule(L.LightningDataModule):
             batch_sampler=self.sampler(),
             collate_fn=collate,
             num_workers=self.num_workers,
+            worker_init_fn=_leave_signals_to_the_trainer,
         )
 
     def examples(self, count: int) -> list[RawBatch]:
@@ -167,6 +171,11 @@ class PairsDataModule(L.LightningDataModule):
     def size_counts(self) -> Counter[tuple[int, int]]:
         """How many targets there are of each (width, height)."""
         return Counter(images[0] for images, _ in self.sizes)
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """A cluster's SIGTERM reaches every process of a job; a worker that died of it would take the run along."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _check(sample: Sample) -> tuple[Size, bool] | UserError:

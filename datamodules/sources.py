@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ def find_samples(roots: Iterable[str | Path]) -> Found:
 def _scan(root: Path) -> Found:
     if not root.exists():
         raise UserError(f"data.root={root}: no such folder (looked for {root.absolute()})")
+    if root.is_file() and root.suffix not in (".csv", ".jsonl"):
+        raise UserError(f"data.root={root}: neither a folder nor a .csv or .jsonl table")
     tables = [root] if root.is_file() else [root / name for name in TABLES if (root / name).is_file()]
     if tables:
         return _from_table(tables[0])
@@ -106,9 +108,15 @@ def further_controls(images: dict[str, Path], stem: str) -> list[Path]:
 def primary_images(folder: Path) -> dict[str, Path]:
     """The images that stand for a sample of their own: neither a further control nor a mask of another one."""
     images = _images(folder)
-    extra = {stem for stem in images if (match := FURTHER_CONTROL.match(stem)) and match["stem"] in images}
-    extra |= {f"{stem}_mask" for stem in images}
-    return {stem: path for stem, path in images.items() if stem not in extra}
+    return {stem: path for stem, path in images.items() if not belongs_to_another(stem, images)}
+
+
+def belongs_to_another(stem: str, stems: Container[str]) -> bool:
+    """Whether an image is a further control or the mask of one of `stems`."""
+    match = FURTHER_CONTROL.match(stem)
+    return (match is not None and match["stem"] in stems) or (
+        stem.endswith("_mask") and stem.removesuffix("_mask") in stems
+    )
 
 
 def _from_folders(target_folder: Path, control_folder: Path) -> Found:
@@ -156,7 +164,7 @@ def _rows(table: Path) -> list[dict[str, Any]]:
     if table.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text, newline="")))
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -183,6 +191,9 @@ def _from_table(table: Path) -> Found:
             raise UserError(
                 f"{table} row {number} has no {listing(missing)}; its columns are {', '.join(map(str, row))}"
             )
+        strange = [n for n in ("file_name", "prompt", "mask_file_name") if not isinstance(row.get(n) or "", str)]
+        if strange:
+            raise UserError(f"{table} row {number}: {listing(strange)} must be text")
         paths = [table.parent / name for name in (row["file_name"], *_names(row["control_file_name"]))]
         mask = table.parent / row["mask_file_name"] if row.get("mask_file_name") else None
         absent = [path for path in (*paths, mask) if path is not None and not path.is_file()]
@@ -198,8 +209,13 @@ def _from_table(table: Path) -> Found:
     return Found(samples, incomplete)
 
 
-def _names(value: str | list[str]) -> list[str]:
+def _names(value: Any) -> list[str]:
     """One file name, or several as a list (in CSV: a JSON list)."""
     if isinstance(value, str):
-        value = json.loads(value) if value.startswith("[") else [value]
+        try:
+            value = json.loads(value) if value.startswith("[") else [value]
+        except json.JSONDecodeError as error:
+            raise UserError(f'control_file_name={value}: several are written as ["a.png", "b.png"]') from error
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"control_file_name={value}: must be a file name or a list of them")
     return [name for name in value if name]

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as L
 import torch
@@ -17,7 +17,7 @@ from datamodules.errors import UserError, listing
 from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family, Sampling
-from lightning_modules.lora import LoRA, check_fits, trainable
+from lightning_modules.lora import LoRA, check_fits, read_header, trainable
 
 log = logging.getLogger("retouch")
 
@@ -31,7 +31,7 @@ class EditModule(L.LightningModule, Family):
     Args:
         pretrained_model_name_or_path: folder or hub id in diffusers' layout, or `embedded`.
         transformer_name_or_path: where the transformer comes from; None for the same repository.
-        revision: branch, tag or commit of a hub repository.
+        revision: branch, tag or commit of pretrained_model_name_or_path on the hub.
         dtype: of the frozen weights, `float32` or `bfloat16`.
         devices: for `text_encoder` and `vae`, where they live; None for beside the transformer. For
             `transformer`, train.py and predict.py set the trainer to it.
@@ -100,6 +100,7 @@ class EditModule(L.LightningModule, Family):
             self.stopwatch,
         )
         self.prompts = PromptMemory(self.encode_prompts, self.stopwatch)
+        self._pipeline: Any = None
         self._window: list[tuple[str, Tensor]] = []
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
@@ -116,8 +117,10 @@ class EditModule(L.LightningModule, Family):
 
         loading.read_index(self.components.repository, self.revision)
         cls = getattr(diffusers, self.transformer_class)
-        meta = loading.meta_transformer(cls, loading.resolve_repository(self.transformer_name), self.revision)
-        files = [*self.loras, *([self.adapter.init_from] if self.adapter and self.adapter.init_from else [])]
+        meta = loading.meta_transformer(cls, *self._transformer_source())
+        # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
+        files = [file for file in self.loras if read_header(file) is not None]
+        files += [self.adapter.init_from] if self.adapter and self.adapter.init_from else []
         for file in files:
             check_fits(file, meta, self.repository_name)
         if self.adapter is not None:
@@ -127,6 +130,11 @@ class EditModule(L.LightningModule, Family):
             with torch.no_grad():
                 self.prompts.keep(data.all_prompts())
             self.components.release(*self.text_components)
+
+    def _transformer_source(self) -> tuple[str, str | None]:
+        """The transformer's repository and revision; `revision` is that of the pipeline's repository alone."""
+        same = self.transformer_name == self.repository_name
+        return loading.resolve_repository(self.transformer_name), self.revision if same else None
 
     def _check_precision(self) -> None:
         needed = "32-true" if self.base_dtype == torch.float32 else "bf16-mixed"
@@ -142,10 +150,11 @@ class EditModule(L.LightningModule, Family):
         import diffusers
 
         with self.stopwatch.stage("load"):
+            repository, revision = self._transformer_source()
             transformer = loading.load_transformer(
                 getattr(diffusers, self.transformer_class),
-                loading.resolve_repository(self.transformer_name),
-                revision=self.revision,
+                repository,
+                revision=revision,
                 dtype=self.base_dtype,
                 device=self.main_device,
             )
@@ -185,6 +194,12 @@ class EditModule(L.LightningModule, Family):
         if data.needs_encoders:
             for name in (*self.text_components, "vae"):
                 self.components[name]
+
+    def cpu(self) -> Self:
+        """Lightning's last call in every run: let the weights go, instead of copying them to the host's memory."""
+        self.transformer = self._pipeline = None
+        self.components.release(*self.components.models())
+        return super().cpu()
 
     # Encoding: the one way from pixels and prompts to what the transformer sees
 
@@ -244,7 +259,10 @@ class EditModule(L.LightningModule, Family):
     def configure_optimizers(self) -> Any:
         assert self.optimizer is not None
         assert self.transformer is not None
-        optimizer = self.optimizer(list(trainable(self.transformer).values()))
+        try:
+            optimizer = self.optimizer(list(trainable(self.transformer).values()))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"optimizer: {error}") from error
         if self.scheduler is None:
             return optimizer
         return {

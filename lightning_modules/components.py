@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from lightning_modules.loading import load_component, resolve_repository
 
+# The stage of what a run does beside its steps: sample pictures and savings. Speeds leave it out.
+ASIDE = "aside"
+
 
 class Stopwatch:
     """Seconds by stage; a stage within another is not counted twice.

@@ -5,7 +5,6 @@ model that has learned something replaces it here: let `embedded_model` return t
 """
 
 import hashlib
-import inspect
 import os
 import shutil
 import string
@@ -21,7 +20,7 @@ CHARACTERS = string.ascii_letters + string.digits + ".,;:!?'\"()-+/&%#"
 def embedded_model() -> Path:
     """The folder of the embedded model; built on first use in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retouch"
-    recipe = hashlib.sha256(inspect.getsource(build_pipeline).encode()).hexdigest()[:12]
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     folder = cache / f"embedded-{recipe}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,6 @@ class FluxKontext(EditModule):
         super().__init__(**settings)
         self.max_sequence_length = max_sequence_length
         self.training_guidance_scale = training_guidance_scale
-        self._pipeline: LatentKontextPipeline | None = None
 
     # Text
 

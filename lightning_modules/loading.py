@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,14 @@ def repository_file(repository: str, filename: str, revision: str | None = None)
     if Path(repository).is_dir():
         path = Path(repository, filename)
         return path if path.is_file() else None
+    return _hub_file(repository, filename, revision)
+
+
+@lru_cache(maxsize=64)
+def _hub_file(repository: str, filename: str, revision: str | None) -> Path | None:
     from huggingface_hub import errors, hf_hub_download
 
+    log.info(f"looking for {filename} of {repository} on huggingface.co")
     try:
         return Path(hf_hub_download(repository, filename, revision=revision))
     except errors.GatedRepoError as error:
@@ -174,7 +181,7 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Any:
-    log.info(f"loading {subfolder or 'transformer'} of {repository}")
+    log.info(f"loading {subfolder or 'transformer'}")
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
     # transformers 5 and diffusers 0.42 name the same argument differently.
     dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"

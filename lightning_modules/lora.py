@@ -1,7 +1,9 @@
 """The LoRA adapter: inject with peft, read and write the files that diffusers and ComfyUI read."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from datamodules.files import replacing
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 # Where Retouch's own facts stand in a file's header. diffusers reads other keys and leaves this one alone.
 HEADER_KEY = "retouch"
+# Where diffusers' own trainers keep the adapter's settings.
+DIFFUSERS_KEY = "lora_adapter_metadata"
 ADAPTER = "default"
 PREFIX = "transformer."
 
@@ -40,8 +44,8 @@ class LoRA:
         init_from: str | None,
         seed: int,
     ) -> None:
-        if rank < 1:
-            raise UserError(f"adapter.rank={rank}: must be at least 1")
+        if not isinstance(rank, int) or rank < 1:
+            raise UserError(f"adapter.rank={rank}: must be a whole number from 1 on")
         self.rank = rank
         self.alpha = rank if alpha is None else alpha
         self.target_modules = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -81,14 +85,20 @@ class LoRA:
         from peft import LoraConfig
         from peft.tuners.tuners_utils import check_target_module_exists
 
-        config = LoraConfig(target_modules=self.target_modules)
-        if not any(check_target_module_exists(config, name) for name in linear):
-            endings = sorted({_ending(name) for name in linear})
-            raise UserError(
-                f"adapter.target_modules={self.target_modules} matches no linear layer of "
-                f"{type(transformer).__name__}; it has layers that end with {', '.join(endings)}"
-            )
-        return self.target_modules
+        modules = self.target_modules
+        for one in [modules] if isinstance(modules, str) else [[name] for name in modules]:
+            config = LoraConfig(target_modules=one)
+            try:
+                found = any(check_target_module_exists(config, name) for name in linear)
+            except re.error as error:
+                raise UserError(f"adapter.target_modules={modules} is no regular expression: {error}") from error
+            if not found:
+                endings = sorted({_ending(name) for name in linear})
+                raise UserError(
+                    f"adapter.target_modules: {one if isinstance(one, str) else one[0]} matches no linear layer of "
+                    f"{type(transformer).__name__}; it has layers that end with {', '.join(endings)}"
+                )
+        return modules
 
     def metadata(self) -> dict[str, Any]:
         """What a file's header says of the adapter."""
@@ -144,6 +154,8 @@ def find_weights(lora: str | Path) -> Path:
             return candidate
     if not path.exists():
         raise UserError(f"LoRA weights {path}: no such file or folder")
+    if (path / "sweep.csv").is_file():
+        raise UserError(f"LoRA weights {path}: this is a sweep; name one of its jobs, such as {path / '0'}")
     others = sorted(path.glob("*.safetensors"))
     if len(others) == 1:
         return others[0]
@@ -172,6 +184,7 @@ def check_fits(path: Path, transformer: nn.Module, base: str) -> None:
     """
     layers = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     wrong = []
+    header = read_header(path) or {}
     with safetensors.safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
             layer, _, half = key.removeprefix(PREFIX).rpartition(".lora_")
@@ -186,7 +199,7 @@ def check_fits(path: Path, transformer: nn.Module, base: str) -> None:
             ):
                 wrong.append(f"{layer} has another shape")
     if wrong:
-        made_for = (read_header(path) or {}).get("base")
+        made_for = header.get("base")
         hint = f"; it was made for {made_for}" if made_for else ""
         raise UserError(f"the LoRA {path} does not fit {base}: {listing(wrong)}{hint}")
 
@@ -194,10 +207,15 @@ def check_fits(path: Path, transformer: nn.Module, base: str) -> None:
 def load_adapter(transformer: nn.Module, path: Path, rank: int, alpha: float) -> None:
     """Copy a file's weights into an injected adapter of the same rank; a file of another alpha is rescaled.
 
+    Alpha stands beside the weights, or in the header that diffusers writes, or is the rank.
+
     Raises:
         UserError: layers, rank or shapes differ.
     """
     stored = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        diffusers_header = json.loads((file.metadata() or {}).get(DIFFUSERS_KEY, "{}"))
+    default_alpha = diffusers_header.get(f"{PREFIX}lora_alpha", rank)
     alphas = {key.removesuffix(".alpha"): float(stored.pop(key)) for key in list(stored) if key.endswith(".alpha")}
     own = adapter_state(transformer)
     if stored.keys() != own.keys():
@@ -212,5 +230,18 @@ def load_adapter(transformer: nn.Module, path: Path, rank: int, alpha: float) ->
                 f"(adapter.rank={rank})"
             )
         layer, _, half = key.rpartition(".lora_")
-        scale = alphas.get(layer, float(rank)) / alpha if half == "B.weight" else 1.0
+        scale = alphas.get(layer, float(default_alpha)) / alpha if half == "B.weight" else 1.0
         parameter.copy_(stored[key] * scale)
+
+
+@contextmanager
+def in_dtype(transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the adapter's weights are as a loader casts them to a base of this dtype; the originals come back."""
+    originals = {parameter: parameter.data for parameter in trainable(transformer).values()}
+    for parameter in originals:
+        parameter.data = parameter.data.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in originals.items():
+            parameter.data = data

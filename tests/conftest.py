@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
 os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores
 
 import hydra
@@ -127,6 +128,7 @@ def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen:
         text=True,
         env={**os.environ, **environment},
         cwd=ROOT,
+        start_new_session=True,
     )
 
 

@@ -30,6 +30,22 @@ def test_no_such_root(fails):
     assert "data.root=/nowhere: no such folder" in fails(root="/nowhere")
 
 
+def test_root_that_is_a_picture(fails, folder):
+    line = fails(root=folder / "control_images" / "00.png")
+    assert "00.png: neither a folder nor a .csv or .jsonl table" in line
+
+
+def test_root_may_have_any_name(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "my päirs, [old] (снег) = 雪", [(32, 32)] * 2)
+    assert "2 pairs" in run("train", *short(tiny, root, tmp_path / "выход", 1)).text
+    assert (tmp_path / "выход" / "lora" / "last").is_dir()
+
+
+def test_empty_captions_are_counted(run, tiny, folder, tmp_path):
+    (folder / "training_images" / "00.txt").write_text("\n")
+    assert "1 captions are empty" in run("train", *short(tiny, folder, tmp_path / "run", 1)).text
+
+
 def test_root_without_pairs_says_what_was_looked_for(fails, tmp_path):
     (tmp_path / "empty").mkdir()
     line = fails(root=tmp_path / "empty")
@@ -104,7 +120,7 @@ def test_table_without_a_column(fails, tmp_path):
 
 def test_target_modules_that_match_nothing_list_what_could(fails):
     line = fails("adapter.target_modules=[to_z]")
-    assert "matches no linear layer of FluxTransformer2DModel" in line
+    assert "to_z matches no linear layer of FluxTransformer2DModel" in line
     assert "attn.to_q" in line
 
 
@@ -143,7 +159,16 @@ def test_unknown_override_and_group_give_hydras_own_message(run):
         ("trainer.accelerator=gpu", "No supported gpu backend found"),
         ("model.dtype=float8", "model.dtype=float8: choose float32 or bfloat16"),
         ("trainer.precision=bf16-true", "use 32-true"),
-        ("adapter.rank=0", "adapter.rank=0: must be at least 1"),
+        ("adapter.rank=0", "adapter.rank=0: must be a whole number from 1 on"),
+        ("adapter.rank=abc", "adapter.rank=abc: must be a whole number from 1 on"),
+        ("adapter.target_modules='*.to_q'", "is no regular expression"),
+        ("adapter.target_modules=[to_q,to_kk]", "to_kk matches no linear layer"),
+        ("optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
+        ("trainer.max_steps=0", "trainer.max_steps=0: must be a whole number from 1 on"),
+        ("trainer.max_steps=1.5", "trainer.max_steps=1.5: must be a whole number from 1 on"),
+        ("save_every=-1", "save_every=-1: must be a number of steps"),
+        ("model.devices.transformer=cpu trainer.devices=2", "choose one"),
+        ("callbacks.metrics=null", "callbacks.progress shows what callbacks.metrics measures"),
         ("data.batch_size=0", "data.batch_size=0: must be at least 1"),
         ("trainer.max_epochs=3", "pass trainer.max_steps=24"),
         ("ckpt_path=last", "there is no checkpoint"),
@@ -165,13 +190,16 @@ def test_run_is_not_overwritten(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 1))
     before = lora_bytes(tmp_path / "run")
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), ok=False)
-    assert "holds a run: go on with it by ckpt_path=last" in outcome.error
+    assert "holds a run: go on by ckpt_path=last" in outcome.error
     assert lora_bytes(tmp_path / "run") == before
 
 
 def test_checkpoint_of_another_adapter(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 1))
     more = ["ckpt_path=last", "adapter.target_modules=[to_q]"]
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more, ok=False)
+    assert "adapter.target_modules was" in outcome.error
+    (tmp_path / "run" / "config.yaml").unlink()
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more, ok=False)
     assert "the checkpoint's adapter is not this run's" in outcome.error
 

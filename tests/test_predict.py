@@ -177,11 +177,17 @@ def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp
     ("overrides", "words"),
     [
         (["image=/nowhere.png", "prompt=x"], "image=/nowhere.png: no such file"),
-        (["image=null"], "say what to do: prompt="),
-        (["prompt=x", "height=100"], "height=100: must be a multiple of 16"),
+        (["width=32", "height=32"], "say what to do: prompt="),
+        (["prompt=x"], "no image= to edit; for a picture from the prompt alone give width= and height="),
+        (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
+        (["prompt=x", "seed=abc"], "seed=abc: must be a number"),
+        (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a number of pixels from 256 on"),
+        (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
+        (["prompt=x", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number from 1 on"),
+        (["prompt=x", "height=100", "width=32"], "height=100: must be a multiple of 16"),
         (["prompt=x", "lora_scale=0.5"], "lora_scale needs lora="),
-        (["prompts_file=/nowhere.txt"], "prompts_file=/nowhere.txt"),
-        (["prompt=x", "model.devices.vae=cuda:3"], "this machine has cpu"),
+        (["width=32", "height=32", "prompts_file=/nowhere.txt"], "prompts_file=/nowhere.txt: No such file"),
+        (["prompt=x", "width=32", "height=32", "model.devices.vae=cuda:3"], "this machine has cpu"),
     ],
 )
 def test_bad_request_is_one_line(run, tmp_path, overrides, words):
@@ -189,12 +195,53 @@ def test_bad_request_is_one_line(run, tmp_path, overrides, words):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("prompt", ["snow, please", "it's (very) {cold}: 50%", 'a sign "STOP" = red', "[draft] x"])
+@pytest.mark.parametrize(
+    "prompt", ["snow, please", "it's (very) {cold}: 50%", '"STOP" on a sign = red', "[draft] ${x} \\"]
+)
 def test_prompt_needs_no_quoting_of_its_own(run, tmp_path, prompt):
     arguments = ["width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path}"]
-    given = prompt if not prompt.startswith("[") else f"'{prompt}'"
-    run("predict", f"prompt={given}", *arguments)
+    run("predict", f"prompt={prompt}", *arguments)
     assert records(tmp_path)[0]["prompt"] == prompt
+
+
+def test_earlier_predictions_are_not_overwritten(run, tmp_path):
+    arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
+    assert "no lora=: the model alone (embedded)" in run("predict", *arguments).text
+    before = pixels(tmp_path / "out" / "picture.png")
+    assert "holds predictions" in run("predict", *arguments, "seed=1", ok=False).error
+    assert np.array_equal(pixels(tmp_path / "out" / "picture.png"), before)
+
+
+def test_header_of_a_file_from_elsewhere_can_call_nothing(run, trained, photo, tmp_path):
+    """A downloaded LoRA says which model it was trained on; it must not say what is run here."""
+    import safetensors.torch
+
+    trap = tmp_path / "trap"
+    file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
+    with safetensors.safe_open(file, "pt") as source:
+        header = json.loads(source.metadata()["retouch"])
+    header["model"]["revision"] = {"_target_": "builtins.open", "_args_": [str(trap), "w"]}
+    header["model"]["_target_"] = "os.system"
+    header["model"]["max_sequence_length"] = "${oc.env:HOME}"
+    header["model"]["unheard_of"] = 1
+    safetensors.torch.save_file(
+        safetensors.torch.load_file(file), tmp_path / "x.safetensors", {"retouch": json.dumps(header)}
+    )
+    common = [f"image={photo}", "prompt=x", "num_inference_steps=1"]
+    run("predict", f"lora={tmp_path / 'x.safetensors'}", *common, f"output_dir={tmp_path / 'out'}")
+    assert not trap.exists()
+
+
+def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
+    """Loaders cast the LoRA to the base's dtype; pictures made while training must not look better than that."""
+    arguments = [a for a in short(tiny, pairs, tmp_path / "run", 4) if "sample_images" not in a]
+    steps = "num_inference_steps=3"
+    run("train", *arguments, "model.dtype=bfloat16", "optimizer.lr=3e-2", f"callbacks.sample_images.{steps}")
+    out = tmp_path / "out"
+    image = pairs / "control_images" / "02.png"
+    run("predict", f"lora={tmp_path / 'run'}", f"image={image}", "prompt=mirror picture 2", steps, f"output_dir={out}")
+    strip = pixels(tmp_path / "run" / "samples" / "step-000004" / "02.png")
+    assert np.array_equal(strip[:, 32:64], pixels(out / "02.png"))
 
 
 def test_missing_negative_prompt_is_said(run, tmp_path):
