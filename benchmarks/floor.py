@@ -1,5 +1,7 @@
 """The floor: the same training as a plain loop over diffusers and peft, no framework, nothing logged.
 
+It takes the same liberties as train.py: a prompt is encoded once, AdamW is fused.
+
 Run by training_speed.py as `python benchmarks/floor.py MODEL DATA STEPS BATCH RANK OUT`; writes a line to OUT after
 each step, as train.py does with metrics.csv.
 """
@@ -32,11 +34,12 @@ def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -
     transformer = FluxTransformer2DModel.from_pretrained(model, subfolder="transformer").requires_grad_(False)
     transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
     parameters = [p for p in transformer.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     names = sorted(path.stem for path in (data / "training_images").glob("*.png"))
     pack, ids = FluxKontextPipeline._pack_latents, FluxKontextPipeline._prepare_latent_image_ids
 
+    encoded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with out.open("w", buffering=1) as file:
         file.write("step,seconds\n")
         start = time.perf_counter()
@@ -49,12 +52,13 @@ def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -
                 x0 = vae.encode(target).latent_dist.sample()
                 source = vae.encode(control).latent_dist.mode()
                 x0, source = ((z - vae.config.shift_factor) * vae.config.scaling_factor for z in (x0, source))
-                tokens = clip_tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
-                pooled = clip(tokens.input_ids).pooler_output
-                tokens = t5_tokenizer(
-                    prompts, padding="max_length", max_length=64, truncation=True, return_tensors="pt"
-                )
-                embeds = t5(tokens.input_ids)[0]
+                for prompt in prompts:
+                    if prompt not in encoded:
+                        arguments = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+                        ids_1 = clip_tokenizer([prompt], **arguments).input_ids
+                        ids_2 = t5_tokenizer([prompt], max_length=64, **arguments).input_ids
+                        encoded[prompt] = clip(ids_1).pooler_output, t5(ids_2)[0]
+                pooled, embeds = (torch.cat(parts) for parts in zip(*(encoded[p] for p in prompts), strict=True))
             _, channels, height, width = x0.shape
             eps, t = torch.randn_like(x0), torch.sigmoid(torch.randn(batch))
             x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * eps

@@ -39,16 +39,15 @@ def make_data(folder: Path, size: int) -> Path:
 def measure(command: list[str], metrics: Path) -> tuple[float, float, float]:
     """(steps/s after the warm-up, seconds to the first step, peak memory in MB) of a process that writes `metrics`."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
-        if process.poll() is not None:
-            raise SystemExit(process.stderr.read().decode() if process.stderr else "")
-        time.sleep(0.005)
-    first = time.perf_counter() - start
-    process.stderr.close() if process.stderr else None
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{command[0]} failed")
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, cwd=ROOT)
+        while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+            time.sleep(0.005)
+        first = time.perf_counter() - start
+        _, status, usage = os.wait4(process.pid, 0) if process.returncode is None else (0, process.returncode, None)
+        if status or usage is None:
+            log.seek(0)
+            raise SystemExit(log.read().decode())
     with metrics.open() as file:
         seconds = [float(row["seconds"]) for row in csv.DictReader(file)]
     return (len(seconds) - WARM_UP) / (seconds[-1] - seconds[WARM_UP - 1]), first, usage.ru_maxrss / 1024
@@ -88,6 +87,7 @@ def main() -> None:
                     f"adapter.rank={arguments.rank}",
                     "data.num_workers=0",
                     "callbacks.sample_images=null",
+                    "save_every=0",
                     *arguments.overrides,
                 ]
                 ours.append(measure(command, run / "metrics.csv"))

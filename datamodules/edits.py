@@ -87,6 +87,8 @@ class EditsDataModule(L.LightningDataModule):
         requests = _Requests(self)
         trainer = self.trainer
         assert trainer is not None
+        if trainer.world_size > len(requests):
+            raise UserError(f"{trainer.world_size} processes for {len(requests)} images and prompts: use fewer devices")
         mine = Subset(requests, range(trainer.global_rank, len(requests), trainer.world_size))
         return DataLoader(dataset=mine, batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
 

@@ -11,9 +11,10 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     """Yields this rank's batches for ever: lists of (index of the sample, number of the draw).
 
     The samples of an epoch come in an order that is a function of (seed, epoch). They gather by size, and a
-    batch leaves when batch_size * world_size samples of one size are together; each rank takes its slice, and
-    what is left at the end of the epoch leaves in smaller batches. So one process with batch N * B sees what
-    N processes with batch B see, and with one size in the data set the order does not depend on the batch size.
+    batch leaves when batch_size * world_size samples of one size are together; each rank takes its slice. What
+    is left at the end of the epoch leaves in smaller batches, filled up to a multiple of the ranks. So one
+    process with batch N * B sees what N processes with batch B see, where each size divides evenly, and with one
+    size in the data set the order does not depend on the batch size.
 
     Args:
         sizes: for each sample, what the samples of a batch must have in common.

@@ -17,7 +17,7 @@ class Sampling:
 
     num_inference_steps: int
     guidance_scale: float
-    true_cfg_scale: float = 1.0
+    true_cfg_scale: float = 1.0  # the pipelines' own default: none
     negative_prompt: str = ""
 
     @property

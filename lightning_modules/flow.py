@@ -61,11 +61,11 @@ class TimestepLaw:
         shift: None, a constant (3 moves towards noise), or `dynamic`, the pipelines' own for the size.
     """
 
-    law: Literal["uniform", "logit_normal", "mode"] = "uniform"
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    mode_scale: float = 1.29
-    shift: float | Literal["dynamic"] | None = None
+    law: Literal["uniform", "logit_normal", "mode"]
+    logit_mean: float
+    logit_std: float
+    mode_scale: float
+    shift: float | Literal["dynamic"] | None
 
     def __post_init__(self) -> None:
         if self.law not in ("uniform", "logit_normal", "mode"):

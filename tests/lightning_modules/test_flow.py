@@ -22,6 +22,10 @@ from lightning_modules.flow import (
 SHAPE = torch.Size([2, 4, 4])
 
 
+def timestep_law(law="uniform", **settings) -> TimestepLaw:
+    return TimestepLaw(law, **{"logit_mean": 0.0, "logit_std": 1.0, "mode_scale": 1.29, "shift": None, **settings})
+
+
 def drawn_times(law: TimestepLaw, count: int = 4000) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.stack([law.draw(generator, dynamic=2.0) for _ in range(count)])
@@ -56,7 +60,7 @@ def test_dynamic_shift_equals_the_pipelines(tokens):
 
 @pytest.mark.parametrize("scheme", ["logit_normal", "mode"])
 def test_timestep_law_has_diffusers_density(scheme):
-    law = TimestepLaw(scheme, logit_mean=0.0, logit_std=1.2, mode_scale=1.1)
+    law = timestep_law(scheme, logit_mean=0.0, logit_std=1.2, mode_scale=1.1)
     theirs = compute_density_for_timestep_sampling(
         scheme, 4000, 0.0, 1.2, 1.1, generator=torch.Generator().manual_seed(1)
     )
@@ -67,20 +71,20 @@ def test_timestep_law_has_diffusers_density(scheme):
 
 
 def test_shift_of_a_law_is_applied_after_it():
-    plain = drawn_times(TimestepLaw("uniform"), 100)
-    torch.testing.assert_close(drawn_times(TimestepLaw("uniform", shift=3.0), 100), 3 * plain / (1 + 2 * plain))
-    torch.testing.assert_close(drawn_times(TimestepLaw("uniform", shift="dynamic"), 100), 2 * plain / (1 + plain))
+    plain = drawn_times(timestep_law("uniform"), 100)
+    torch.testing.assert_close(drawn_times(timestep_law("uniform", shift=3.0), 100), 3 * plain / (1 + 2 * plain))
+    torch.testing.assert_close(drawn_times(timestep_law("uniform", shift="dynamic"), 100), 2 * plain / (1 + plain))
 
 
 def test_unknown_law_is_refused_in_a_line():
     with pytest.raises(UserError, match=r"model\.timesteps\.law=cosmap: choose uniform"):
-        TimestepLaw("cosmap")
+        timestep_law("cosmap")
     with pytest.raises(UserError, match=r"model\.timesteps\.shift=auto"):
-        TimestepLaw(shift="auto")
+        timestep_law(shift="auto")
 
 
 def test_draw_depends_on_seed_and_number_alone():
-    law = TimestepLaw("logit_normal")
+    law = timestep_law("logit_normal")
     together = draw(1, [7, 8], SHAPE, law, 1.0)
     alone = draw(1, [8], SHAPE, law, 1.0)
     for name in ("t", "eps", "latent_eps", "dropout"):
@@ -90,7 +94,7 @@ def test_draw_depends_on_seed_and_number_alone():
 
 
 def test_draws_of_neighbours_are_unrelated_and_normal():
-    drawn = draw(0, list(range(500)), torch.Size([1, 8, 8]), TimestepLaw("uniform"), 1.0)
+    drawn = draw(0, list(range(500)), torch.Size([1, 8, 8]), timestep_law("uniform"), 1.0)
     eps = drawn.eps.flatten(1)
     assert abs(eps.mean()) < 0.02
     assert abs(eps.std() - 1) < 0.02
