@@ -9,6 +9,7 @@ round runs one after the other; the figures are medians over the rounds, the rat
 
 import argparse
 import csv
+import itertools
 import os
 import shutil
 import statistics
@@ -37,7 +38,7 @@ def make_data(folder: Path, size: int) -> Path:
 
 
 def measure(command: list[str], metrics: Path) -> tuple[float, float, float]:
-    """(steps/s after the warm-up, seconds to the first step, peak memory in MB) of a process that writes `metrics`."""
+    """Run a process that writes `metrics`: steps/s by its median step, seconds to the first, peak memory in MB."""
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, cwd=ROOT)
@@ -50,7 +51,8 @@ def measure(command: list[str], metrics: Path) -> tuple[float, float, float]:
             raise SystemExit(log.read().decode())
     with metrics.open() as file:
         seconds = [float(row["seconds"]) for row in csv.DictReader(file)]
-    return (len(seconds) - WARM_UP) / (seconds[-1] - seconds[WARM_UP - 1]), first, usage.ru_maxrss / 1024
+    steps = [after - before for before, after in itertools.pairwise(seconds[WARM_UP - 1 :])]
+    return 1 / statistics.median(steps), first, usage.ru_maxrss / 1024
 
 
 def main() -> None:
