@@ -86,26 +86,24 @@ def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     scales = numbers(cfg, "lora_scale", float)
     if not files and scales != [1.0]:
         raise UserError("lora_scale needs lora=: name the weights that it scales")
-    negative = cfg.negative_prompt
-    if cfg.true_cfg_scale > 1 and negative is None:
-        negative = ""
-        log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
     for key in ("num_inference_steps", "num_images_per_prompt"):
         if not isinstance(cfg[key], int) or cfg[key] < 1:
             raise UserError(f"{key}={cfg[key]}: must be a whole number from 1 on")
     count = cfg.num_images_per_prompt
+    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt or "")
+    if sampling.uses_negative and cfg.negative_prompt is None:
+        log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
     data = EditsDataModule(
         image=cfg.image,
         prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg.prompt)],
         prompts_file=cfg.prompts_file,
-        negative_prompt=negative if cfg.true_cfg_scale > 1 else None,
+        negative_prompt=sampling.negative_prompt if sampling.uses_negative else None,
         seeds=list(dict.fromkeys(seed + i for seed in numbers(cfg, "seed", int) for i in range(count))),
         lora_scales=scales,
         height=cfg.height,
         width=cfg.width,
         max_area=cfg.max_area,
     )
-    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, negative or "")
     # Hydra would turn objects among its arguments into configs: finish the call without it.
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _partial_=True)(
         loras=files, sampling=sampling
@@ -114,7 +112,7 @@ def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     place_trainer(cfg)
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=[ImageWriter(str(output_dir))], logger=False)
     try:
-        trainer.predict(module, datamodule=data, return_predictions=False, weights_only=False)
+        trainer.predict(module, datamodule=data, return_predictions=False)
     finally:
         if trainer.interrupted:
             log.info(f"interrupted; finished pictures are in {output_dir}")

@@ -1,7 +1,6 @@
 """Fine-tune a LoRA: `python train.py --help` tells how."""
 
 import gc
-import os
 import shutil
 import signal
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.console import configure_logging, log, one_line_errors, quote_values, silence_libraries
+from callbacks.console import configure_logging, is_first_process, log, one_line_errors, quote_values, silence_libraries
 from datamodules.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
     if path is not None and not (path.is_file() and zipfile.is_zipfile(path)):
         raise UserError(f"ckpt_path={ckpt_path}: there is no checkpoint {path}")
     # Other processes of a run may come here after the first has written its config.yaml.
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if first and (output_dir / "config.yaml").exists() and (path is None or not path.samefile(last)):
+    if is_first_process() and (output_dir / "config.yaml").exists() and (path is None or not path.samefile(last)):
         raise UserError(f"output_dir={output_dir} holds a run: go on by ckpt_path=last, or choose another folder")
     return path
 
@@ -180,7 +178,7 @@ def run(cfg: DictConfig) -> float:
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
-    fresh = os.environ.get("LOCAL_RANK", "0") == "0" and not any(output_dir.iterdir())
+    fresh = is_first_process() and not any(output_dir.iterdir())
     try:
         with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
             return report(fit(cfg, output_dir), output_dir)

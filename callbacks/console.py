@@ -27,12 +27,17 @@ PATHS = {
 }
 
 
+def is_first_process() -> bool:
+    """Known from the environment, before Lightning knows of several processes."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def configure_logging() -> None:
     """Retouch's lines go to stderr as they are."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported
     log.handlers = [_StderrHandler()]
-    log.setLevel(logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.WARNING)
+    log.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     log.propagate = False
 
 
@@ -96,8 +101,8 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         line = _one_line(error)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-    rank = os.environ.get("LOCAL_RANK", "0")
-    print(f"error: {line}" if rank == "0" else f"error in process {rank}: {line}", file=sys.stderr)
+    where = "" if is_first_process() else f" in process {os.environ['LOCAL_RANK']}"
+    print(f"error{where}: {line}", file=sys.stderr)
     if in_sweep:
         from hydra.errors import CompactHydraException
 

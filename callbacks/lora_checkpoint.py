@@ -38,7 +38,7 @@ class LoRACheckpoint(L.Callback):
             raise UserError(f"save_every={save_every}: must be a number of steps, or 0 to save at the end only")
         self.output_dir = Path(output_dir)
         self.save_every = save_every
-        # Plain values only: a file from elsewhere must not be able to name what is called.
+        # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
         plain = {k: v for k, v in model.items() if v is None or isinstance(v, str | int | float)}
         self.model: dict[str, Any] = {"name": model_name} | {
             k: v for k, v in plain.items() if k not in ("_target_", "seed")

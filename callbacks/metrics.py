@@ -44,6 +44,7 @@ class Metrics(L.Callback):
         self.running: deque[float] = deque(maxlen=window)
         self.latest: dict[str, float] = {}
         self.peak_memory = 0
+        self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
         self._samples = 0
         self._tokens = 0
@@ -61,8 +62,14 @@ class Metrics(L.Callback):
             self._writer = csv.DictWriter(self._file, COLUMNS)
             self._writer.writeheader()
             self._writer.writerows(earlier)
-            self.running.extend(float(row["loss"]) for row in earlier)
+            for row in earlier:
+                self._remember(float(row["loss"]))
         self._start = self._run_start = time.perf_counter()
+
+    def _remember(self, loss: float) -> None:
+        """Count a loss in the running mean, unless its step was not applied."""
+        if math.isfinite(loss):
+            self.running.append(loss)
 
     def _rows_until(self, step: int) -> list[dict[str, str]]:
         """The rows of a run that goes on; what came after its checkpoint is about to be done again."""
@@ -96,9 +103,8 @@ class Metrics(L.Callback):
         seconds = now - self._start - (aside - self._aside)
         self._start, self._aside = now, aside
         self._losses, self._samples, self._tokens = [], 0, 0
-        if math.isfinite(loss):
-            self.running.append(loss)
-        self.peak_memory = peak_memory(pl_module.device, self.peak_memory)
+        self._remember(loss)
+        self.peak_memory = self._measure_memory(pl_module.device)
         self.latest = {
             "loss": loss,
             "loss_avg": statistics.fmean(self.running or [loss]),
@@ -118,13 +124,12 @@ class Metrics(L.Callback):
     def _counts(self, device: torch.device) -> list[torch.Tensor]:
         return [torch.tensor(float(n), device=device) for n in (self._samples, self._tokens)]
 
+    def _measure_memory(self, device: torch.device) -> int:
+        """Bytes at the highest: allocated on the device, or resident in the process at the end of a step."""
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return max(self.peak_memory, self._process.memory_info().rss)
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if hasattr(self, "_file"):
             self._file.close()
-
-
-def peak_memory(device: torch.device, earlier: int) -> int:
-    """Bytes at the highest: allocated on the device, or resident in the process at the end of a step."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return max(earlier, psutil.Process().memory_info().rss)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from datamodules.batch import RawBatch
 from datamodules.errors import UserError
-from datamodules.sources import IMAGE_SUFFIXES, belongs_to_another, further_controls
+from datamodules.sources import IMAGE_SUFFIXES, belongs_to_another, further_controls, read_text
 from datamodules.transforms import fit_area, image_size, load_image, verify_image
 
 
@@ -157,11 +157,9 @@ def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) 
         return [prompt] if isinstance(prompt, str) else list(prompt)
     path = Path(str(prompts_file)).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
     except OSError as error:
         raise UserError(f"prompts_file={path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompts_file={path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"prompts_file={path}: the file is empty")

@@ -144,7 +144,7 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
                     stem,
                     target,
                     (controls[stem], *more),
-                    _read_text(caption).strip(),
+                    read_text(caption).strip(),
                     masks.get(f"{stem}_mask"),
                 )
             )
@@ -152,7 +152,8 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
     return Found(samples, incomplete)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A UTF-8 file, with or without a byte order mark; raises UserError where it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -160,7 +161,7 @@ def _read_text(path: Path) -> str:
 
 
 def _rows(table: Path) -> list[dict[str, Any]]:
-    text = _read_text(table)
+    text = read_text(table)
     if table.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text, newline="")))
     rows = []
