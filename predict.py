@@ -1,17 +1,23 @@
 """Edit pictures with a trained LoRA: `python predict.py --help` tells how."""
 
 import contextlib
+import json
+import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from rich.filesize import decimal
 
 from callbacks.console import configure_logging, log, one_line_errors, quote_values, silence_libraries
 from datamodules.errors import UserError
-from train import CONF, place_trainer, shorten
+from train import CONF, build_cache, place_trainer, shorten
+
+if TYPE_CHECKING:
+    from datamodules.cached import CachedDataModule
 
 OmegaConf.register_new_resolver(
     "prediction_folder",
@@ -65,8 +71,8 @@ def warn_of_other_base(cfg: DictConfig, files: list[Path], headers: list[dict[st
                 log.warning(f"note: {file} was trained on {key} {header[key]}, this is {value}")
 
 
-def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
-    """Run the composed task."""
+def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
+    """Make the pictures."""
     import lightning.pytorch as L
     from hydra.utils import instantiate
 
@@ -118,6 +124,66 @@ def predict(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
             log.info(f"interrupted; finished pictures are in {output_dir}")
 
 
+def cached_data(cfg: DictConfig) -> "CachedDataModule":
+    """The data of a task that is about data.root."""
+    from hydra.utils import instantiate
+
+    from datamodules.cached import CachedDataModule
+
+    data = instantiate(cfg.data, _convert_="all")
+    silence_libraries()
+    if not isinstance(data, CachedDataModule) or data.shards is not None:
+        raise UserError(f"task={cfg.task} is about data.root: leave data=cached and data.shards as they are")
+    return data
+
+
+def cache(cfg: DictConfig) -> None:
+    """Encode data.root, as train.py does before it trains."""
+    place_trainer(cfg)
+    folder = build_cache(cfg, data := cached_data(cfg))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    log.info(f"done: {folder} holds {manifest['samples']} samples, {decimal(manifest['bytes'])}")
+    log.info(f"train on it: python train.py model={cfg.model_name} data.root={' '.join(data.roots)}")
+
+
+def preview(cfg: DictConfig, output_dir: Path) -> None:
+    """Show what would be trained on, without any model."""
+    from callbacks.contact_sheet import write_contact_sheet
+
+    data = cached_data(cfg)
+    data.scan()
+    write_contact_sheet(data, output_dir / "preview.png")
+    for note in data.notes:
+        log.info(f"note: {note}")
+    log.info(f"done: {output_dir / 'preview.png'}")
+
+
+def clean(cfg: DictConfig) -> None:
+    """Name the caches that the present settings do not use, and delete them if told to."""
+    from hydra.utils import instantiate
+
+    from datamodules.shards import Cache
+
+    data = cached_data(cfg)
+    used = data.cache(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)).folder
+    total = 0
+    for folder in sorted(used.parent.glob("?" * len(used.name))):
+        if folder == used or not (folder / ".lock").is_file():
+            continue
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        when = time.strftime("%Y-%m-%d", time.localtime((folder / ".lock").stat().st_mtime))
+        total += size
+        log.info(f"{folder}  {decimal(size)}, {Cache(folder, {}).describe()}, last used {when}")
+        if cfg.delete:
+            shutil.rmtree(folder)
+    if total == 0:
+        log.info(f"nothing to free in {used.parent}: only {used.name} is there, which these settings use")
+    elif cfg.delete:
+        log.info(f"freed {decimal(total)}; kept {used.name}, which these settings use")
+    else:
+        log.info(f"delete=true frees {decimal(total)}; {used.name}, which these settings use, stays")
+
+
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
 def run(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
@@ -126,8 +192,17 @@ def run(cfg: DictConfig) -> None:
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     try:
         with one_line_errors():
-            predict(cfg, list(HydraConfig.get().overrides.task), output_dir)
-            log.info(f"done: {output_dir}")
+            if cfg.task == "edit":
+                edit(cfg, list(HydraConfig.get().overrides.task), output_dir)
+                log.info(f"done: {output_dir}")
+            elif cfg.task == "cache":
+                cache(cfg)
+            elif cfg.task == "preview":
+                preview(cfg, output_dir)
+            elif cfg.task == "clean":
+                clean(cfg)
+            else:
+                raise UserError(f"task={cfg.task}: choose edit, cache, preview or clean")
     finally:
         with contextlib.suppress(OSError):  # not there, or not empty
             output_dir.rmdir()

@@ -1,5 +1,6 @@
 """Fine-tune a LoRA: `python train.py --help` tells how."""
 
+import contextlib
 import gc
 import shutil
 import signal
@@ -17,6 +18,8 @@ from datamodules.errors import UserError
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
+
+    from datamodules.cached import CachedDataModule
 
 CONF = Path(__file__).parent / "conf"
 PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
@@ -111,12 +114,46 @@ def check_goes_on(settings: dict[str, Any], checkpoint: Path) -> None:
                 log.warning(f"note: {what}")
 
 
+def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
+    """Encode what the cache lacks of data.root; gives its folder."""
+    from hydra.utils import instantiate
+
+    from callbacks.contact_sheet import write_contact_sheet
+    from callbacks.progress import EncodingProgress
+    from callbacks.shard_writer import ShardWriter
+    from datamodules.encoding import EncodingDataModule, lacking
+
+    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _convert_="all")
+    cache = data.cache(module)
+    writer = ShardWriter(cache, data.shard_size)
+    trainer: L.Trainer = instantiate(
+        cfg.trainer, callbacks=[writer, EncodingProgress(line_every=10)], logger=False, enable_progress_bar=True
+    )
+    with cache.lock() if trainer.is_global_zero else contextlib.nullcontext():
+        if trainer.world_size == 1:
+            cache.recover()
+            if not lacking(data.find(), cache) and not cache.unmerged():
+                return cache.folder
+        try:
+            trainer.predict(module, EncodingDataModule(data, cache), return_predictions=False)
+        finally:
+            if trainer.interrupted or trainer.received_sigterm:
+                log.info(f"stopped; what is encoded stays in {cache.folder}, the same command goes on from there")
+        if trainer.is_global_zero and writer.encoded:
+            data.open(cache)
+            write_contact_sheet(data, cache.folder / "preview.png")
+            log.info(f"encoded {writer.encoded} samples; look at them: {cache.folder / 'preview.png'}")
+    return cache.folder
+
+
 def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     """Build everything from the composed config and train."""
     import lightning.pytorch as L
     from hydra.utils import instantiate
     from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from datamodules.cached import CachedDataModule
 
     if not isinstance(cfg.trainer.max_steps, int) or cfg.trainer.max_steps < 1:
         raise UserError(f"trainer.max_steps={cfg.trainer.max_steps}: must be a whole number from 1 on")
@@ -135,6 +172,9 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     data = instantiate(cfg.data, _convert_="all")
     module = instantiate(cfg.model, _convert_="all")
     silence_libraries()
+    if isinstance(data, CachedDataModule) and data.shards is None:
+        module.preflight()
+        build_cache(cfg, data)
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
     callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: save_config(trainer)))

@@ -23,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 from callbacks.metrics import Metrics
+from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from lightning_modules.base import EditModule
 from lightning_modules.lora import trainable
@@ -30,17 +31,17 @@ from lightning_modules.lora import trainable
 log = logging.getLogger("retouch")
 
 
-class TrainingProgress(ProgressBar):
-    """Loss, speed and time left.
+class TerminalProgress(ProgressBar):
+    """A bar on a terminal, a line now and then elsewhere.
 
     Args:
-        output_dir: the run's folder, named in the summary.
+        unit: what is counted.
         line_every: seconds between two lines where the output is no terminal.
     """
 
-    def __init__(self, output_dir: str, line_every: float) -> None:
+    def __init__(self, unit: str, line_every: float) -> None:
         super().__init__()
-        self.output_dir = Path(output_dir)
+        self.unit = unit
         self.line_every = line_every
         self.console = Console(stderr=True)
         self.enabled = True
@@ -52,21 +53,13 @@ class TrainingProgress(ProgressBar):
     def enable(self) -> None:
         self.enabled = True
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._metrics = next((c for c in callbacks if isinstance(c, Metrics)), None)
-        if self._metrics is None:
-            raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
-        self._step = self._first_step = trainer.global_step
+    def begin(self, done: int, total: int) -> None:
+        """Start to count, at `done` of `total`."""
+        self._first, self._total = done, total
         self._start = self._last_line = time.monotonic()
-        if not (self.enabled and trainer.is_global_zero):
-            return
-        assert isinstance(pl_module, EditModule)
-        self.console.print(Panel(self._summary(trainer, pl_module), title="Retouch", title_align="left", expand=False))
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("step"),
+                TextColumn(self.unit),
                 MofNCompleteColumn(),
                 BarColumn(),
                 TextColumn("{task.fields[numbers]}"),
@@ -75,8 +68,81 @@ class TrainingProgress(ProgressBar):
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._task = self._bar.add_task("", total=trainer.max_steps, completed=self._step, numbers="")
+            self._task = self._bar.add_task("", total=total, completed=done, numbers="")
             self._bar.start()
+
+    def advance(self, done: int, numbers: str) -> None:
+        """Show where it is now."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, numbers=numbers)
+        elif time.monotonic() - self._last_line >= self.line_every or done in (1, self._total):
+            self._last_line = time.monotonic()
+            each = (self._last_line - self._start) / (done - self._first)
+            left = timedelta(seconds=round(each * (self._total - done)))
+            log.info(f"{self.unit} {done}/{self._total}  {numbers}  left {left}")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class EncodingProgress(TerminalProgress):
+    """Images a second and time left while a cache is built; with several processes, the first one's share."""
+
+    def __init__(self, line_every: float) -> None:
+        super().__init__("sample", line_every)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._images = 0
+        if self.enabled and trainer.is_global_zero:
+            self.begin(0, int(trainer.num_predict_batches[0]))
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: EncodeRequest,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._images += 1 + len(batch.raw.controls)
+        if self.enabled and trainer.is_global_zero:
+            rate = self._images / (time.monotonic() - self._start)
+            self.advance(batch_idx + 1, f"{rate:.3g} images/s")
+
+
+class TrainingProgress(TerminalProgress):
+    """A summary before step 1; then loss, speed and time left.
+
+    Args:
+        output_dir: the run's folder, named in the summary.
+        line_every: seconds between two lines where the output is no terminal.
+    """
+
+    def __init__(self, output_dir: str, line_every: float) -> None:
+        super().__init__("step", line_every)
+        self.output_dir = Path(output_dir)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._metrics = next((c for c in callbacks if isinstance(c, Metrics)), None)
+        if self._metrics is None:
+            raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
+        self._step = trainer.global_step
+        if not (self.enabled and trainer.is_global_zero):
+            return
+        assert isinstance(pl_module, EditModule)
+        self.console.print(Panel(self._summary(trainer, pl_module), title="Retouch", title_align="left", expand=False))
+        self.begin(self._step, trainer.max_steps)
 
     def _summary(self, trainer: L.Trainer, module: EditModule) -> Table:
         assert module.transformer is not None
@@ -88,14 +154,16 @@ class TrainingProgress(ProgressBar):
         sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
         more = len(data.size_counts()) - len(sizes)
         adapter = module.adapter
-        window = data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
-        epochs = trainer.max_steps * window / len(data.samples)
+        windows = trainer.accumulate_grad_batches * trainer.world_size
+        budget = data.max_tokens_per_batch
+        batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
+        epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
             "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}) on {module.main_device}",
             "trains": f"LoRA rank {adapter.rank}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
-            "on": f"{len(data.samples)} pairs of {', '.join(map(str, data.roots))}",
+            "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
-            "steps": f"{trainer.max_steps:,}, batch {window}: {epochs:,.1f} epochs",
+            "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
             "memory": self._memory(module, count),
             "results": str(self.output_dir),
         }
@@ -123,26 +191,9 @@ class TrainingProgress(ProgressBar):
         if trainer.global_step == self._step or not (self.enabled and trainer.is_global_zero):
             return
         self._step = trainer.global_step
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._step, numbers=self._numbers())
-        elif time.monotonic() - self._last_line >= self.line_every or self._step in (1, trainer.max_steps):
-            self._last_line = time.monotonic()
-            each = (self._last_line - self._start) / (self._step - self._first_step)
-            left = timedelta(seconds=round(each * (trainer.max_steps - self._step)))
-            log.info(f"step {self._step}/{trainer.max_steps}  {self._numbers()}  left {left}")
+        self.advance(self._step, self._numbers())
 
     def _numbers(self) -> str:
         assert self._metrics is not None
         now = self._metrics.latest
         return f"loss {now['loss_avg']:.4f}  lr {now['lr']:.2g}  {now['samples_per_second']:.3g} samples/s"
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None

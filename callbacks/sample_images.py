@@ -11,6 +11,7 @@ from torch import Tensor
 from callbacks.image_writer import save_png, to_image
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import UserError
+from datamodules.pairs import Example
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
 from lightning_modules.family import Sampling
@@ -46,7 +47,7 @@ class SampleImages(L.Callback):
         self.count = count
         self.sampling = Sampling(num_inference_steps, guidance_scale)
         self.seed = seed
-        self._examples: list[tuple[RawBatch, LatentBatch]] = []
+        self._examples: list[tuple[list[Tensor], LatentBatch]] = []
         self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -65,21 +66,29 @@ class SampleImages(L.Callback):
         """Write one strip for each of the first samples."""
         if not self._examples:
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            self._examples = [(raw, module.encode(raw)) for raw in data.examples(self.count)]
+            self._examples = [self._prepare(module, example) for example in data.examples(self.count)]
         assert module.transformer is not None
         module.eval()
-        for raw, latents in self._examples:
-            assert raw.target is not None
-            height, width = raw.target.shape[-2:]
+        for pictures, latents in self._examples:
+            height, width = pictures[-1].shape[-2:]
             with in_dtype(module.transformer, module.base_dtype):
                 result = module.edit(latents, self.sampling, (width, height), self.seed)
-            strip = _side_by_side([*raw.controls, result, raw.target])
-            name = raw.keys[0].replace("/", "_")
+            strip = _side_by_side([*pictures[:-1], result, pictures[-1]])
+            name = latents.keys[0].replace("/", "_")
             save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
         module.train()
+
+    @staticmethod
+    def _prepare(module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
+        """The pictures beside the result, and the latents; of shards without their files, what the latents show."""
+        if isinstance(example.batch, RawBatch):
+            return example.pictures, module.encode(example.batch)
+        latents = module.transfer_batch_to_device(example.batch, module.main_device, 0)
+        known = [image for image in (*latents.controls, latents.target_mean) if image is not None]
+        return example.pictures or [module.decode(module.normalize(image)) for image in known], latents
 
 
 def _side_by_side(images: list[Tensor]) -> Tensor:

@@ -1,7 +1,9 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and what is in them."""
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,3 +31,56 @@ def replacing(path: Path) -> Iterator[Path]:
         raise UserError(f"cannot write {path}: {error.strerror or error}{kept}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# A file's path, size, two times in ns, and the sha256 of its bytes.
+Hashed = tuple[str, int, int, int, str]
+
+
+def hash_file(path: Path) -> Hashed:
+    """Read the file for its checksum, and note by what a change would show."""
+    return (*_signature(path), sha256(path))
+
+
+def _signature(path: Path) -> tuple[str, int, int, int]:
+    stat = path.stat()
+    return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+class FileHashes:
+    """Checksums of files that need no reading again while their size and times stay.
+
+    Args:
+        paths: files of one JSON list a line, as `line` gives it; later lines go before earlier ones.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._known: dict[str, Hashed] = {}
+        for path in paths:
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                if line.endswith("\n"):  # else it was being written when the process died
+                    hashed: Hashed = tuple(json.loads(line))
+                    self._known[hashed[0]] = hashed
+
+    def get(self, path: Path) -> str | None:
+        """The checksum, if the file is as it was."""
+        try:
+            signature = _signature(path)
+        except FileNotFoundError:
+            return None
+        hashed = self._known.get(signature[0])
+        return hashed[4] if hashed is not None and hashed[:4] == signature else None
+
+    @staticmethod
+    def line(hashed: Hashed) -> str:
+        return json.dumps(hashed, ensure_ascii=False) + "\n"
+
+    def lines(self) -> str:
+        """All that is known, each file once."""
+        return "".join(map(self.line, self._known.values()))

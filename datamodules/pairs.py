@@ -3,16 +3,16 @@
 import logging
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.batch import RawBatch
+from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import UserError, listing
 from datamodules.sampler import SizeBatchSampler
 from datamodules.sources import Sample, find_samples
@@ -22,6 +22,18 @@ log = logging.getLogger("retouch")
 
 # (width, height) of the target, then of each control; and whether there is a mask
 Size = tuple[tuple[tuple[int, int], ...], bool]
+
+
+class Example(NamedTuple):
+    """A sample to look at: its pictures, controls first, each (1, 3, h, w), where they are at hand; and itself."""
+
+    pictures: list[Tensor]
+    batch: RawBatch | LatentBatch
+
+
+def pictures(raw: RawBatch) -> list[Tensor]:
+    """The controls and the target."""
+    return [image for image in (*raw.controls, raw.target) if image is not None]
 
 
 class PairDataset(Dataset[RawBatch]):
@@ -75,10 +87,12 @@ class PairsDataModule(L.LightningDataModule):
         on_missing: what to do about a target without control or caption, or a control without target.
         on_bad_image: what to do about an image that cannot be read or is smaller than 16 pixels.
         caption_dropout_rate: share of the samples that the model sees with the empty prompt.
+        preview_count: samples on the contact sheet.
         seed: decides the order.
     """
 
     needs_encoders = True
+    max_tokens_per_batch: int | None = None
 
     def __init__(
         self,
@@ -88,6 +102,7 @@ class PairsDataModule(L.LightningDataModule):
         on_missing: Literal["error", "skip"],
         on_bad_image: Literal["error", "skip"],
         caption_dropout_rate: float,
+        preview_count: int,
         seed: int,
     ) -> None:
         super().__init__()
@@ -102,12 +117,30 @@ class PairsDataModule(L.LightningDataModule):
         self.on_missing = on_missing
         self.on_bad_image = on_bad_image
         self.caption_dropout_rate = caption_dropout_rate
+        self.preview_count = preview_count
         self.seed = seed
         self.samples: list[Sample] = []
         self.sizes: list[Size] = []
         self.notes: list[str] = []
 
     def setup(self, stage: str) -> None:
+        self.scan()
+
+    def scan(self) -> None:
+        """Find and check all samples."""
+        checked = self.check(self.find())
+        if not checked:
+            raise UserError(f"data.root={listing([str(root) for root in self.roots])}: no usable pair is left")
+        self.samples = [sample for sample, _, _ in checked]
+        self.sizes = [size for _, size, _ in checked]
+        self.note_what_stands_out(sum(rounded for _, _, rounded in checked))
+
+    def find(self) -> list[Sample]:
+        """The complete samples; what is wrong with the others becomes a note.
+
+        Raises:
+            UserError: some are incomplete, unless on_missing is `skip`.
+        """
         found = find_samples(self.roots)
         self.notes = []
         if found.incomplete:
@@ -115,23 +148,34 @@ class PairsDataModule(L.LightningDataModule):
             if self.on_missing == "error":
                 raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
             self.notes.append(f"skipped {what}")
+        return found.samples
+
+    def check(self, samples: Sequence[Sample]) -> list[tuple[Sample, Size, bool]]:
+        """The usable samples, each with its size and whether a side was rounded down.
+
+        Raises:
+            UserError: some are unusable, unless on_bad_image is `skip`.
+        """
         with ThreadPoolExecutor() as pool:
-            checked = list(pool.map(_check, found.samples))
+            checked = list(pool.map(_check, samples))
         bad = [str(size) for size in checked if isinstance(size, UserError)]
         if bad:
             what = f"{len(bad)} unusable: {listing(bad)}"
             if self.on_bad_image == "error":
                 raise UserError(f"{what}. Mend or remove them, or pass data.on_bad_image=skip")
             self.notes.append(f"skipped {what}")
-        usable = [(s, size) for s, size in zip(found.samples, checked, strict=True) if not isinstance(size, UserError)]
-        if not usable:
-            raise UserError(f"data.root={listing([str(root) for root in self.roots])}: no usable pair is left")
-        self.samples = [sample for sample, _ in usable]
-        self.sizes = [floored for _, (floored, _) in usable]
+        return [(s, *size) for s, size in zip(samples, checked, strict=True) if not isinstance(size, UserError)]
+
+    def note_what_stands_out(self, rounded: int) -> None:
+        """Things that are allowed, but may not be meant."""
         if empty := sum(not sample.prompt for sample in self.samples):
             self.notes.append(f"{empty} captions are empty")
-        if rounded := sum(changed for _, (_, changed) in usable):
+        if rounded:
             self.notes.append(f"{rounded} pairs have sides rounded down to a multiple of 16")
+
+    def batch_limits(self) -> Mapping[Size, int] | int:
+        """How many samples of a size make a batch."""
+        return self.batch_size
 
     def sampler(self) -> SizeBatchSampler:
         """This process's order, from the position that the trainer has reached."""
@@ -139,7 +183,7 @@ class PairsDataModule(L.LightningDataModule):
         assert trainer is not None
         sampler = SizeBatchSampler(
             self.sizes,
-            self.batch_size,
+            self.batch_limits(),
             self.seed,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
@@ -154,26 +198,38 @@ class PairsDataModule(L.LightningDataModule):
             )
         return sampler
 
-    def train_dataloader(self) -> DataLoader[RawBatch]:
+    def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(
             dataset=PairDataset(self.samples),
             batch_sampler=self.sampler(),
             collate_fn=collate,
             num_workers=self.num_workers,
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=leave_signals_to_the_trainer,
         )
 
-    def examples(self, count: int) -> list[RawBatch]:
+    def pixels(self, count: int) -> list[RawBatch]:
         """The first few samples, each as a batch of one."""
         dataset = PairDataset(self.samples)
         return [dataset[(index, 0)] for index in range(min(count, len(dataset)))]
+
+    def examples(self, count: int) -> list[Example]:
+        """The first few samples, to make pictures of."""
+        return [Example(pictures(raw), raw) for raw in self.pixels(count)]
+
+    def describe(self) -> str:
+        """What there is to learn from, for the summary."""
+        return f"{len(self.sizes)} pairs of {', '.join(map(str, self.roots))}"
+
+    def batches_per_epoch(self) -> float:
+        """Of this process."""
+        return self.sampler().batches_per_epoch()
 
     def size_counts(self) -> Counter[tuple[int, int]]:
         """How many targets there are of each (width, height)."""
         return Counter(images[0] for images, _ in self.sizes)
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
+def leave_signals_to_the_trainer(worker: int) -> None:
     """A cluster's SIGTERM reaches every process of a job; a worker that died of it would take the run along."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

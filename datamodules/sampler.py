@@ -1,7 +1,8 @@
 """Batches of like size, without end; every position can be computed from its number."""
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -18,21 +19,22 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
 
     Args:
         sizes: for each sample, what the samples of a batch must have in common.
-        batch_size: samples a batch and rank.
+        batch_size: samples a batch and rank; or for each size its own.
         start: number of batches to pass over, to go on where a run stopped.
     """
 
     def __init__(
         self,
         sizes: Sequence[Hashable],
-        batch_size: int,
+        batch_size: Mapping[Any, int] | int,
         seed: int,
         rank: int = 0,
         world_size: int = 1,
         start: int = 0,
     ) -> None:
         self.sizes = sizes
-        self.batch_size = batch_size
+        limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
+        self._full = {size: limit * world_size for size, limit in limits.items()}
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
@@ -41,13 +43,12 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     def epoch(self, number: int) -> list[list[int]]:
         """All batches of one epoch, for all ranks together; each divides evenly among the ranks."""
         order = np.random.default_rng((self.seed, number)).permutation(len(self.sizes))
-        full = self.batch_size * self.world_size
         waiting: dict[Hashable, list[int]] = {}
         batches = []
         for index in order.tolist():
             group = waiting.setdefault(self.sizes[index], [])
             group.append(index)
-            if len(group) == full:
+            if len(group) == self._full[self.sizes[index]]:
                 batches.append(waiting.pop(self.sizes[index]))
         for group in waiting.values():
             short = -len(group) % self.world_size

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
+# Counts up when the same file would give other pixels: what is cached from them is then encoded again.
+PREPROCESSING = 1
 SIDE_MULTIPLE = 16
 ORIENTATION = 0x0112
 # What PIL raises for files that are no image or end too early.

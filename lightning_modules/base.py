@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
+from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError, listing
+from datamodules.transforms import PREPROCESSING
 from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family, Sampling
@@ -101,6 +104,7 @@ class EditModule(L.LightningModule, Family):
         )
         self.prompts = PromptMemory(self.encode_prompts, self.stopwatch)
         self._pipeline: Any = None
+        self._checked = False
         self._window: list[tuple[str, Tensor]] = []
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
@@ -108,11 +112,22 @@ class EditModule(L.LightningModule, Family):
     # Loading
 
     def setup(self, stage: str) -> None:
-        """Find what would go wrong before any weights are read: repository, target modules, LoRA shapes."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if stage == "fit":
             self._check_precision()
             self.caption_dropout_rate = data.caption_dropout_rate
+        self.preflight()
+        if stage == "predict":
+            self.stopwatch.synchronize = self.main_device
+            with torch.no_grad():
+                kept = self.prompts.keep(data.all_prompts())
+            if kept:
+                self.components.release(*self.text_components)
+
+    def preflight(self) -> None:
+        """Find what would go wrong before any weights are read: repository, target modules, LoRA shapes."""
+        if self._checked:
+            return
         import diffusers
 
         loading.read_index(self.components.repository, self.revision)
@@ -125,11 +140,7 @@ class EditModule(L.LightningModule, Family):
             check_fits(file, meta, self.repository_name)
         if self.adapter is not None:
             self.adapter.resolve_targets(meta)
-        if stage == "predict":
-            self.stopwatch.synchronize = self.main_device
-            with torch.no_grad():
-                self.prompts.keep(data.all_prompts())
-            self.components.release(*self.text_components)
+        self._checked = True
 
     def _transformer_source(self) -> tuple[str, str | None]:
         """The transformer's repository and revision; `revision` is that of the pipeline's repository alone."""
@@ -145,8 +156,8 @@ class EditModule(L.LightningModule, Family):
             )
 
     def configure_model(self) -> None:
-        if self.transformer is not None:
-            return
+        if self.transformer is not None or (self.adapter is None and self.sampling is None):
+            return  # to encode, no transformer is needed
         import diffusers
 
         with self.stopwatch.stage("load"):
@@ -203,9 +214,30 @@ class EditModule(L.LightningModule, Family):
 
     # Encoding: the one way from pixels and prompts to what the transformer sees
 
+    def encoding_parts(self, memo: Path) -> dict[str, Any]:
+        """All that `encode` depends on beside the samples: what a cache's fingerprint is made of.
+
+        Args:
+            memo: a file that remembers the checksums of a local model's files.
+        """
+        names = (*self.text_components, "vae")
+        return {
+            "family": type(self).__name__,
+            "model": loading.encoders_identity(self.components.repository, self.revision, names, memo),
+            "dtype": str(self.base_dtype).removeprefix("torch."),
+            "preprocessing": PREPROCESSING,
+            "vae_encode_mode": self.vae_encode_mode,
+            "prompts": self.prompt_settings(),
+            "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
+        }
+
     @torch.no_grad()
-    def encode(self, batch: RawBatch) -> LatentBatch:
-        """Run the frozen encoders; deterministic, so the result may be cached."""
+    def encode(self, batch: RawBatch, empty_prompt: bool = False) -> LatentBatch:
+        """Run the frozen encoders; deterministic, so the result may be cached.
+
+        Args:
+            empty_prompt: encode the empty prompt too, for caption dropout.
+        """
         target_mean = target_std = None
         with torch.autocast(self.main_device.type, enabled=False):
             with self.stopwatch.stage("encode_image"):
@@ -213,15 +245,13 @@ class EditModule(L.LightningModule, Family):
                     target_mean, target_std = self.encode_pixels(batch.target)
                 controls = [self.encode_pixels(control)[0] for control in batch.controls]
             prompt = self.prompts(batch.prompts, self.main_device)
-            empty = {}
-            if self.caption_dropout_rate > 0:
-                empty = self.prompts([""] * len(batch.prompts), self.main_device)
+            empty = self.prompts([""] * len(batch.prompts), self.main_device) if empty_prompt else {}
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
 
     # Training
 
     def training_step(self, batch: RawBatch | LatentBatch, batch_idx: int) -> Tensor:
-        latents = self.encode(batch) if isinstance(batch, RawBatch) else batch
+        latents = self.encode(batch, self.caption_dropout_rate > 0) if isinstance(batch, RawBatch) else batch
         losses = self.losses(latents)
         self._window += list(zip(latents.keys, losses.detach(), strict=True))
         self.batch_tokens = self.token_count(latents)
@@ -230,15 +260,15 @@ class EditModule(L.LightningModule, Family):
 
     def losses(self, batch: LatentBatch) -> Tensor:
         """Each sample's flow-matching loss (B,), its randomness drawn from (seed, draw number)."""
-        mean, std = batch.target_mean, batch.target_std
+        mean = batch.target_mean
         assert mean is not None
-        assert std is not None
         shape = mean.shape[1:]
         drawn = flow.draw(self.seed, batch.draws, shape, self.timesteps, self.dynamic_shift(shape))
         t, eps = drawn.t.to(mean.device), drawn.eps.to(mean.device)
         target = mean.float()
         if self.vae_encode_mode == "sample":
-            target = target + std.float() * drawn.latent_eps.to(mean.device)
+            assert batch.target_std is not None
+            target = target + batch.target_std.float() * drawn.latent_eps.to(mean.device)
         x0 = self.normalize(target)
         controls = [self.normalize(control.float()) for control in batch.controls]
         prompt = self._drop_captions(batch, drawn.dropout)
@@ -327,7 +357,13 @@ class EditModule(L.LightningModule, Family):
 
     # Prediction
 
-    def predict_step(self, batch: EditRequest, batch_idx: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def predict_step(self, batch: EditRequest | EncodeRequest, batch_idx: int) -> Any:
+        """The latents of a sample, or the pictures of an edit."""
+        if isinstance(batch, EncodeRequest):
+            return self.encode(batch.raw, empty_prompt=True) if batch.raw is not None else None
+        return self.pictures(batch)
+
+    def pictures(self, batch: EditRequest) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """The request's pictures, each (1, 3, H, W) about [-1, 1], with the facts of how it was made."""
         assert self.sampling is not None
         seconds = self.stopwatch.seconds

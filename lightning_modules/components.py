@@ -1,15 +1,21 @@
 """The frozen parts of a pipeline beside its transformer: loaded when first used, timed, and let go."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from lightning_modules.loading import load_component, resolve_repository
 
+log = logging.getLogger("retouch")
+
+SECONDS_BETWEEN_LINES = 10
 # The stage of what a run does beside its steps: sample pictures and savings. Speeds leave it out.
 ASIDE = "aside"
 
@@ -131,8 +137,18 @@ class PromptMemory:
         self.seconds[prompt] = self.stopwatch.seconds["encode_prompt"] - before
         return encoded
 
-    def keep(self, prompts: list[str]) -> None:
-        """Encode these now and keep them all: their encoders are about to go."""
-        self.kept = max(self.kept, len(prompts))
-        for prompt in prompts:
-            self([prompt], torch.device("cpu"))
+    def keep(self, prompts: list[str]) -> bool:
+        """Encode these now, and keep them all if they fit: their encoders may go then."""
+        start = last = time.monotonic()
+        for number, prompt in enumerate(prompts, 1):
+            first = self([prompt], torch.device("cpu"))
+            if number == 1:
+                size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
+                if size * len(prompts) > psutil.virtual_memory().available / 2:
+                    return False
+                self.kept = max(self.kept, len(prompts))
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                left = timedelta(seconds=round((last - start) / number * (len(prompts) - number)))
+                log.info(f"{number} of {len(prompts)} prompts encoded  left {left}")
+        return True

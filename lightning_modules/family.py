@@ -29,11 +29,17 @@ class Family(ABC):
     """A pipeline's own part of encoding, denoising and decoding.
 
     `transformer_class` is the name of its class in diffusers; `text_components` are the repository's components
-    that only text encoding needs.
+    that only text encoding needs; `prompts_see_images` says that a prompt's conditioning depends on the condition
+    images too.
     """
 
     transformer_class: ClassVar[str]
     text_components: ClassVar[tuple[str, ...]]
+    prompts_see_images: ClassVar[bool] = False
+
+    @abstractmethod
+    def prompt_settings(self) -> dict[str, Any]:
+        """All settings that the output of `encode_prompts` depends on."""
 
     @abstractmethod
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:

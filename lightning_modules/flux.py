@@ -77,6 +77,9 @@ class FluxKontext(EditModule):
 
     # Text
 
+    def prompt_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self.max_sequence_length}
+
     def get_clip_prompt_embeds(self, prompts: list[str]) -> Tensor:
         """CLIP's pooled output, (B, D)."""
         tokenizer, encoder = self.components["tokenizer"], self.components["text_encoder"]

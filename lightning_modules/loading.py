@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from datamodules.errors import UserError
+from datamodules.files import FileHashes, hash_file
 
 log = logging.getLogger("retouch")
 
@@ -135,6 +137,30 @@ def load_component(
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return _from_pretrained(cls, repository, revision=revision, subfolder=name)
     return _load_model(cls, repository, name, revision, dtype, device)
+
+
+def encoders_identity(repository: str, revision: str | None, names: Sequence[str], memo: Path) -> dict[str, str]:
+    """What the output of these components depends on: the commit of a hub repository, the files of a folder.
+
+    Args:
+        memo: remembers the checksums of a folder's files, which are read again only when they change.
+    """
+    index = repository_file(repository, "model_index.json", revision)
+    assert index is not None
+    if not Path(repository).is_dir():
+        return {"repository": repository, "commit": index.parent.name}
+    hashes = FileHashes([memo] if memo.is_file() else [])
+    files = {}
+    for path in sorted(path for name in names for path in Path(repository, name).rglob("*") if path.is_file()):
+        known = hashes.get(path)
+        if known is None:
+            hashed = hash_file(path)
+            known = hashed[4]
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            with memo.open("a", encoding="utf-8") as file:
+                file.write(FileHashes.line(hashed))
+        files[path.relative_to(repository).as_posix()] = known
+    return files
 
 
 def vae_config(repository: str, revision: str | None = None) -> dict[str, Any]:

@@ -137,6 +137,7 @@ def short(tiny: Path, pairs: Path, output: Path, steps: int) -> list[str]:
     return [
         f"model.pretrained_model_name_or_path={tiny}",
         f"data.root={pairs}",
+        f"data.cache_dir={output.parent / 'cache'}",
         f"output_dir={output}",
         f"trainer.max_steps={steps}",
         "trainer.accelerator=cpu",

@@ -98,7 +98,8 @@ def test_file_that_is_no_image(fails, folder):
 
 def test_image_that_breaks_during_training_is_named(run, tiny, folder, tmp_path):
     """A check at the start cannot see what happens to a file later: the worker's error is one line too."""
-    arguments = [*short(tiny, folder, tmp_path / "run", 2), "data.num_workers=1"]
+    arguments = [*short(tiny, folder, tmp_path / "run", 2), "data=pairs", "data.num_workers=1"]
+    arguments.remove(f"data.cache_dir={tmp_path / 'cache'}")
     arguments.append("+callbacks.vandal={_target_: tests.vandal.Vandal, path: " + f"{folder}/control_images" + "}")
     assert "cannot read the image" in run("train", *arguments, ok=False).error
 

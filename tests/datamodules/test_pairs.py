@@ -14,6 +14,7 @@ def data_module(root, **settings):
         "on_missing": "error",
         "on_bad_image": "error",
         "caption_dropout_rate": 0.0,
+        "preview_count": 4,
         "seed": 0,
     }
     data = PairsDataModule(root=root, **{**defaults, **settings})
@@ -27,7 +28,7 @@ def test_mixed_sizes_counts_of_controls_and_masks_never_meet_in_a_batch(tmp_path
     photograph("coffee", 32, 32).save(root / "control_images" / "02_mask.png")
     data = data_module(str(root))
     assert len(set(data.sizes)) == 4
-    dataset = data.examples(6)
+    dataset = data.pixels(6)
     batch = collate([dataset[0], dataset[3]])
     assert batch.target.shape == (2, 3, 32, 32)
     assert [control.shape for control in batch.controls] == [(2, 3, 32, 32)]
@@ -44,7 +45,7 @@ def test_rounding_is_reported_once(tmp_path):
 
 def test_batch_of_two_keeps_each_samples_own_control(pairs):
     """The existing system gave the first sample's condition image to all."""
-    one, two = data_module(str(pairs)).examples(2)
+    one, two = data_module(str(pairs)).pixels(2)
     batch = collate([one, two])
     assert torch.equal(batch.controls[0], torch.cat([one.controls[0], two.controls[0]]))
     assert not torch.equal(batch.controls[0][0], batch.controls[0][1])

@@ -186,12 +186,13 @@ def test_dropped_caption_is_the_empty_prompt(module):
     captioned = module.losses(module.encode(batch))
     uncaptioned = module.losses(module.encode(empty))
     module.caption_dropout_rate = 1.0
-    torch.testing.assert_close(module.losses(module.encode(batch)), uncaptioned)
+    encoded = module.encode(batch, empty_prompt=True)
+    torch.testing.assert_close(module.losses(encoded), uncaptioned)
     assert not torch.allclose(captioned, uncaptioned)
     drawn = flow.draw(module.seed, batch.draws, torch.Size([1, 2, 2]), module.timesteps, 1.0).dropout
     module.caption_dropout_rate = float(drawn.min() + drawn.max()) / 2  # one of the two
     expected = torch.where(drawn < module.caption_dropout_rate, uncaptioned, captioned)
-    torch.testing.assert_close(module.losses(module.encode(batch)), expected)
+    torch.testing.assert_close(module.losses(encoded), expected)
 
 
 def test_gradient_checkpointing_changes_no_gradient(module):

@@ -1,0 +1,93 @@
+"""Encoded samples to shards: building a cache is trainer.predict with this callback."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from datamodules.batch import LatentBatch
+from datamodules.encoding import EncodeRequest
+from datamodules.shards import Cache, OpenShard, prompt_id
+from lightning_modules.base import EditModule
+
+
+class ShardWriter(BasePredictionWriter):
+    """Appends each sample to this process's tar as soon as it is encoded; at the end the first process merges.
+
+    Args:
+        cache: where to.
+        shard_size: bytes at which a tar is full.
+    """
+
+    def __init__(self, cache: Cache, shard_size: int) -> None:
+        super().__init__(write_interval="batch")
+        self.cache = cache
+        self.shard_size = shard_size
+        self.encoded = 0
+        self._shard: OpenShard | None = None
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: EncodeRequest,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        assert isinstance(pl_module, EditModule)
+        self._write(trainer.global_rank, pl_module, batch, prediction)
+        self.encoded += 1
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    def _write(self, rank: int, module: EditModule, request: EncodeRequest, latents: LatentBatch) -> None:
+        if self._shard is None or self._shard.size >= self.shard_size:
+            if self._shard is not None:
+                self._shard.seal()
+            self._shard = self.cache.open_shard(rank, self.shard_size)
+        shard = self._shard
+        images = request.images if module.prompts_see_images else []
+        [caption], raw = request.raw.prompts, request.raw
+        members = {}
+        for kind, text, tensors in (("prompt", caption, latents.prompt), ("empty_prompt", "", latents.empty_prompt)):
+            members[kind] = id = prompt_id(kind, text, images)
+            if id not in shard.ids:
+                prefix = kind.removesuffix("prompt")
+                shard.add(id, {prefix + name: tensor[0].cpu() for name, tensor in tensors.items()}, {"caption": text})
+        pictures = [image for image in (raw.target, *raw.controls) if image is not None]
+        facts = {
+            "key": raw.keys[0],
+            "caption": caption,
+            **members,
+            "sizes": [[image.shape[-1], image.shape[-2]] for image in pictures],
+            "mask": raw.mask is not None,
+            "resized": request.resized,
+            "tokens": module.token_count(latents),
+        }
+        shard.add(request.id, dict(_tensors(latents, module.vae_encode_mode == "sample")), facts)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """After the last sample, in every process, whether it had any or not."""
+        if self._shard is not None:
+            self._shard.seal()
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            self.cache.merge()
+        trainer.strategy.barrier()
+
+
+def _tensors(latents: LatentBatch, with_std: bool) -> Iterator[tuple[str, Tensor]]:
+    """A sample's own members, without the batch dimension."""
+    assert latents.target_mean is not None
+    yield "target_mean", latents.target_mean[0].cpu()
+    if with_std and latents.target_std is not None:
+        yield "target_std", latents.target_std[0].cpu()
+    for number, control in enumerate(latents.controls):
+        yield f"control_{number}", control[0].cpu()
+    if latents.mask is not None:
+        yield "mask", (latents.mask[0] * 255).round().byte().cpu()

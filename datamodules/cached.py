@@ -1,0 +1,158 @@
+"""Cached latents: training without encoders."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from datamodules.encoding import content_id
+from datamodules.errors import UserError, listing
+from datamodules.latents import LatentDataset, ShardIndex, collate
+from datamodules.pairs import Example, PairsDataModule, Size, leave_signals_to_the_trainer, pictures
+from datamodules.shards import Cache, check_fit, fingerprint, fingerprint_parts
+from datamodules.streaming import StreamedDataModule
+
+
+def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "CachedDataModule | StreamedDataModule":
+    """The data module for `data=cached`.
+
+    Args:
+        shards: null for the samples of data.root; else the folder of a cache, or a URL of one (then they are streamed
+            through a buffer of shuffle_buffer samples).
+        settings: of `CachedDataModule`.
+    """
+    for name in ("max_tokens_per_batch", "shard_size"):
+        value = settings[name]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"data.{name}={value}: must be a whole number from 1 on")
+    if shards is None or Path(shards).expanduser().is_dir():
+        return CachedDataModule(shards=shards, **settings)
+    shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
+    return StreamedDataModule(
+        shards=shards,
+        shuffle_buffer=shuffle_buffer,
+        memo=memo(settings["cache_dir"]),
+        **{name: settings[name] for name in shared},
+    )
+
+
+def memo(cache_dir: str) -> Path:
+    """Where the checksums of a local model's files are remembered."""
+    return Path(cache_dir).expanduser() / "models.jsonl"
+
+
+class CachedDataModule(PairsDataModule):
+    """Encoded samples in shards on this machine: those of data.root, or all that a folder holds.
+
+    Args:
+        cache_dir: holds a folder for each fingerprint.
+        shards: the folder of a cache, instead of data.root.
+        max_tokens_per_batch: in place of batch_size, what the transformer may see at once: large pictures come in
+            small batches, small ones in large.
+        shard_size: bytes at which a tar is full.
+        settings: of `PairsDataModule`.
+    """
+
+    needs_encoders = False
+
+    def __init__(
+        self,
+        cache_dir: str,
+        shards: str | None,
+        max_tokens_per_batch: int | None,
+        shard_size: int,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.cache_dir = cache_dir
+        self.shards = shards
+        self.max_tokens_per_batch = max_tokens_per_batch
+        self.shard_size = shard_size
+        self.index = ShardIndex([])
+        self.numbers: list[int] = []
+        self.keys: list[str] = []
+        self.folder = Path()
+
+    def cache(self, module: Any) -> Cache:
+        """Where this model's encodings go."""
+        parts = fingerprint_parts(module, memo(self.cache_dir))
+        return Cache(Path(self.cache_dir).expanduser() / fingerprint(parts), parts)
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.open(self.cache(self.trainer.lightning_module))
+
+    def open(self, cache: Cache) -> None:
+        """Find the samples; a cache of data.root must be complete."""
+        if self.shards is None:
+            self._take_root(cache)
+        else:
+            self._take_folder(Path(self.shards).expanduser(), cache)
+        budget = self.max_tokens_per_batch
+        if budget and (above := sum(self.index.tokens[number] > budget for number in self.numbers)):
+            self.notes.append(f"{above} samples alone have more tokens than data.max_tokens_per_batch={budget}")
+
+    def _take_root(self, cache: Cache) -> None:
+        """The samples of data.root, wherever they stand in the cache."""
+        samples = self.find()
+        self.folder = cache.folder
+        self.index = ShardIndex(cache.rows())
+        hashes = cache.hashes()
+        places = [self.index.ids.get(content_id(sample, hashes) or "") for sample in samples]
+        present = [(sample, number) for sample, number in zip(samples, places, strict=True) if number is not None]
+        if usable := self.check([sample for sample, number in zip(samples, places, strict=True) if number is None]):
+            absent = listing([sample.key for sample, *_ in usable])
+            raise UserError(f"{absent} not in the cache {cache.folder}: did files change just now? Start again")
+        if not present:
+            raise UserError(f"data.root={listing([str(root) for root in self.roots])}: no usable pair is left")
+        self.samples = [sample for sample, _ in present]
+        self.keys = [sample.key for sample in self.samples]
+        self.numbers = [number for _, number in present]
+        self.sizes = [self.index.sizes[number] for number in self.numbers]
+        self.note_what_stands_out(sum(number in self.index.resized for number in self.numbers))
+
+    def _take_folder(self, folder: Path, wanted: Cache) -> None:
+        """All samples that a cache holds."""
+        self.folder = folder
+        given = Cache(folder, {})
+        if "parts" not in given.manifest():
+            raise UserError(f"data.shards={folder}: no manifest.json")
+        check_fit(given.manifest()["parts"], wanted.parts, f"data.shards={folder}")
+        self.index = ShardIndex(given.rows())
+        if not self.index.keys:
+            raise UserError(f"data.shards={folder}: no samples")
+        self.keys, self.sizes = self.index.keys, self.index.sizes
+        self.numbers = list(range(len(self.keys)))
+
+    def batch_limits(self) -> Mapping[Size, int] | int:
+        if self.max_tokens_per_batch is None:
+            return self.batch_size
+        tokens: dict[Size, int] = {}
+        for size, number in zip(self.sizes, self.numbers, strict=True):
+            tokens[size] = max(tokens.get(size, 1), self.index.tokens[number])
+        return {size: max(1, self.max_tokens_per_batch // count) for size, count in tokens.items()}
+
+    def dataset(self, empty_prompt: bool) -> LatentDataset:
+        return LatentDataset(self.folder, self.index, self.numbers, self.keys, empty_prompt)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(
+            dataset=self.dataset(self.caption_dropout_rate > 0),
+            batch_sampler=self.sampler(),
+            collate_fn=collate,
+            num_workers=self.num_workers,
+            worker_init_fn=leave_signals_to_the_trainer,
+        )
+
+    def examples(self, count: int) -> list[Example]:
+        dataset = self.dataset(empty_prompt=False)
+        batches = [collate([dataset[(index, 0)]]) for index in range(min(count, len(dataset)))]
+        if not self.samples:
+            return [Example([], batch) for batch in batches]
+        return [Example(pictures(raw), batch) for raw, batch in zip(self.pixels(count), batches, strict=True)]
+
+    def describe(self) -> str:
+        if self.shards is not None:
+            return f"{len(self.keys):,} samples of {self.folder}"
+        return f"{super().describe()}, encoded in {self.folder}"

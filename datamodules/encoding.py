@@ -1,0 +1,134 @@
+"""What a cache lacks: the samples that are still to be encoded."""
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as L
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.batch import RawBatch
+from datamodules.files import FileHashes, hash_file
+from datamodules.pairs import PairDataset, PairsDataModule
+from datamodules.shards import Cache, sample_id
+from datamodules.sources import Sample
+
+log = logging.getLogger("retouch")
+
+
+@dataclass
+class EncodeRequest:
+    """One sample, alone: what is cached must not depend on its neighbours in a batch.
+
+    Attributes:
+        raw: the sample as a batch of one.
+        id: its name in the cache, by its content.
+        images: the sha256 of every condition image.
+        resized: whether a side was rounded down.
+    """
+
+    raw: RawBatch
+    id: str
+    images: list[str]
+    resized: bool
+
+
+def roles(sample: Sample) -> list[tuple[str, Path]]:
+    """The sample's files, each with what it is for."""
+    files = [("target", sample.target), *(("control", path) for path in sample.controls)]
+    return [*files, ("mask", sample.mask)] if sample.mask else files
+
+
+def content_id(sample: Sample, hashes: FileHashes) -> str | None:
+    """The sample's name in a cache; None where a file is new or has changed."""
+    files = [(role, hashes.get(path)) for role, path in roles(sample)]
+    known = [(role, checksum) for role, checksum in files if checksum is not None]
+    return sample_id(sample.prompt, known) if len(known) == len(files) else None
+
+
+def lacking(samples: Iterable[Sample], cache: Cache) -> list[Sample]:
+    """The samples that the cache does not have, as far as can be said without reading their files."""
+    ids, hashes = cache.sample_ids(), cache.hashes()
+    return [sample for sample in samples if content_id(sample, hashes) not in ids]
+
+
+class EncodingDataModule(L.LightningDataModule):
+    """The part of a data set that its cache lacks, one sample a batch, shared among the processes.
+
+    Args:
+        source: the raw samples.
+        cache: where they are going.
+    """
+
+    def __init__(self, source: PairsDataModule, cache: Cache) -> None:
+        super().__init__()
+        self.source = source
+        self.cache = cache
+        self.prepare_data_per_node = False
+        self.total = 0
+        self.requests = _Requests([])
+
+    def prepare_data(self) -> None:
+        self.cache.recover()
+
+    def setup(self, stage: str) -> None:
+        trainer = self.trainer
+        assert trainer is not None
+        samples = self.source.find()
+        self.total = len(samples)
+        absent = {sample.key for sample in lacking(samples, self.cache)}
+        # By its place in the whole data set: after a stop each sample comes to the same process, in the same order.
+        mine = samples[trainer.global_rank :: trainer.world_size]
+        mine = [sample for sample in mine if sample.key in absent]
+        hashes, ids = self._hash(mine), self.cache.sample_ids()
+        new: dict[str, Sample] = {}
+        for sample in mine:
+            id = content_id(sample, hashes)
+            if id is not None and id not in ids:
+                new.setdefault(id, sample)
+        usable = {sample.key: rounded for sample, _, rounded in self.source.check(list(new.values()))}
+        self.requests = _Requests(
+            [
+                (sample, id, [hashes.get(path) or "" for path in sample.controls], usable[sample.key])
+                for id, sample in new.items()
+                if sample.key in usable
+            ]
+        )
+
+    def _hash(self, samples: Iterable[Sample]) -> FileHashes:
+        """Read the files that are not known or have changed."""
+        assert self.trainer is not None
+        hashes = self.cache.hashes()
+        paths = dict.fromkeys(path for sample in samples for _, path in roles(sample) if hashes.get(path) is None)
+        if paths:
+            with ThreadPoolExecutor() as pool:
+                self.cache.remember(self.trainer.global_rank, pool.map(hash_file, paths))
+        return self.cache.hashes()
+
+    def all_prompts(self) -> list[str]:
+        """Everything that the text encoders must see."""
+        prompts = [sample.prompt for sample, *_ in self.requests.items]
+        return list(dict.fromkeys([*prompts, ""])) if prompts else []
+
+    def predict_dataloader(self) -> DataLoader[EncodeRequest]:
+        return DataLoader(
+            dataset=self.requests,
+            batch_size=1,
+            collate_fn=lambda items: items[0],
+            num_workers=min(self.source.num_workers, len(self.requests)),
+        )
+
+
+class _Requests(Dataset[EncodeRequest]):
+    def __init__(self, items: list[tuple[Sample, str, list[str], bool]]) -> None:
+        self.items = items
+        self.pixels = PairDataset([sample for sample, *_ in items])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> EncodeRequest:
+        _, id, images, resized = self.items[index]
+        return EncodeRequest(self.pixels[(index, 0)], id, images, resized)
