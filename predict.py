@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.filesize import decimal
 
-from callbacks.console import configure_logging, log, one_line_errors, quote_values, silence_libraries
+from callbacks.console import configure_logging, end_workers, log, one_line_errors, quote_values, silence_libraries
 from datamodules.errors import UserError
 from train import CONF, build_cache, place_trainer, shorten
 
@@ -204,6 +204,7 @@ def run(cfg: DictConfig) -> None:
             else:
                 raise UserError(f"task={cfg.task}: choose edit, cache, preview or clean")
     finally:
+        end_workers()
         with contextlib.suppress(OSError):  # not there, or not empty
             output_dir.rmdir()
 

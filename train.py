@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.console import configure_logging, is_first_process, log, one_line_errors, quote_values, silence_libraries
+from callbacks.console import (
+    configure_logging,
+    end_workers,
+    is_first_process,
+    log,
+    one_line_errors,
+    quote_values,
+    silence_libraries,
+)
 from datamodules.errors import UserError
 
 if TYPE_CHECKING:
@@ -225,6 +233,7 @@ def run(cfg: DictConfig) -> float:
     finally:
         if fresh and not (output_dir / "config.yaml").exists():  # the run did not start: leave no traces
             shutil.rmtree(output_dir, ignore_errors=True)
+        end_workers()
         # A sweep's next job loads its own model: let this one's go first.
         gc.collect()
 

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
@@ -84,6 +85,12 @@ def quote_values(arguments: list[str]) -> list[str]:
         return f"{key}=" + QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
 
     return [quote(argument) for argument in arguments]
+
+
+def end_workers() -> None:
+    """Kill data workers that an error left behind: they pass over the SIGTERM by which Python would end them."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 @contextmanager

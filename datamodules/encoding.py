@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.batch import RawBatch
 from datamodules.files import FileHashes, hash_file
-from datamodules.pairs import PairDataset, PairsDataModule
+from datamodules.pairs import PairDataset, PairsDataModule, leave_signals_to_the_trainer
 from datamodules.shards import Cache, sample_id
 from datamodules.sources import Sample
 
@@ -118,6 +118,7 @@ class EncodingDataModule(L.LightningDataModule):
             batch_size=1,
             collate_fn=lambda items: items[0],
             num_workers=min(self.source.num_workers, len(self.requests)),
+            worker_init_fn=leave_signals_to_the_trainer,
         )
 
 
