@@ -132,12 +132,14 @@ def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen:
     )
 
 
-def short(tiny: Path, pairs: Path, output: Path, steps: int) -> list[str]:
+def short(tiny: Path, pairs: Path, output: Path, steps: int, data: str = "cached") -> list[str]:
     """Overrides of a short quiet run."""
+    cache = [f"data.cache_dir={output.parent / 'cache'}"] if data == "cached" else []
     return [
+        f"data={data}",
+        *cache,
         f"model.pretrained_model_name_or_path={tiny}",
         f"data.root={pairs}",
-        f"data.cache_dir={output.parent / 'cache'}",
         f"output_dir={output}",
         f"trainer.max_steps={steps}",
         "trainer.accelerator=cpu",

@@ -5,7 +5,7 @@ import resource
 import pytest
 from PIL import Image
 
-from tests.conftest import lora_bytes, make_pairs, photograph, short
+from tests.conftest import lora_bytes, make_pairs, photograph, short, start
 
 
 @pytest.fixture
@@ -97,9 +97,8 @@ def test_file_that_is_no_image(fails, folder):
 
 
 def test_image_that_breaks_during_training_is_named_and_the_process_ends(tiny, folder, tmp_path):
-    """A check at the start cannot see what happens to a file later; a data worker left behind must not hold the exit."""
-    arguments = [a for a in short(tiny, folder, tmp_path / "run", 2) if "cache_dir" not in a]
-    arguments += ["data=pairs", "data.num_workers=1"]
+    """A check at the start cannot see what happens to a file later; a worker left behind must not hold the exit."""
+    arguments = [*short(tiny, folder, tmp_path / "run", 2, "pairs"), "data.num_workers=1"]
     arguments.append("+callbacks.vandal={_target_: tests.vandal.Vandal, path: " + f"{folder}/control_images" + "}")
     process = start("train", *arguments)
     text, _ = process.communicate(timeout=60)

@@ -127,8 +127,8 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
     from tests.conftest import compose
 
     settings = ["adapter.rank=16", "adapter.target_modules=all-linear", "optimizer.lr=3e-3", "data.batch_size=4"]
-    settings += ["data=pairs", "data.caption_dropout_rate=0"]
-    overrides = [a for a in short(tiny, pairs, tmp_path / "run", 200) if "cache_dir" not in a] + settings
+    settings.append("data.caption_dropout_rate=0")
+    overrides = [*short(tiny, pairs, tmp_path / "run", 200, "pairs"), *settings]
     run("train", *overrides)
     losses = []
     for more in ([], [f"adapter.init_from={tmp_path / 'run'}"]):

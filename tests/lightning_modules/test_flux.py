@@ -60,7 +60,8 @@ def test_prompt_embeddings_equal_the_pipelines(module, stock):
 def test_prompt_that_is_cut_is_said(module, caplog, monkeypatch):
     import logging
 
-    monkeypatch.setattr(logging.getLogger("retouch"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("retouch"), "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.getLogger("retouch"), "propagate", False)
     module.get_t5_prompt_embeds(["short", "x" * 70])
     assert [record.getMessage() for record in caplog.records if "cut" in record.getMessage()] == [
         'note: 72 tokens are cut to 64 (model.max_sequence_length): "' + "x" * 60 + '..."'
