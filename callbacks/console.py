@@ -14,6 +14,17 @@ from datamodules.errors import UserError
 
 log = logging.getLogger("retouch")
 
+# What a person can do something about: no room, no permission, no folder there.
+DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+}
 TEXTS = {"prompt", "negative_prompt"}
 PATHS = {
     "image",
@@ -136,7 +147,7 @@ def _one_line(error: BaseException) -> str | None:
             "out of GPU memory: lower data.batch_size (and raise trainer.accumulate_grad_batches), set "
             "model.gradient_checkpointing=true or model.devices.text_encoder=cpu, or use smaller pictures"
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES):
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}"
     # A data worker's error arrives with the worker's traceback before it.
     line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""

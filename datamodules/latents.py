@@ -43,18 +43,18 @@ class ShardIndex:
         self.resized: set[int] = set()
         shards: dict[str, int] = {}
         sizes: dict[Size, Size] = {}
-        prompts: dict[tuple[int, str], int] = {}
+        prompts: dict[str, int] = {}
         for number, row in enumerate(rows):
             shard = shards.setdefault(row["shard"], len(shards))
             self.spans.extend((shard, row["offset"], row["bytes"]))
             if "key" not in row:
-                prompts[shard, row["id"]] = number
+                prompts.setdefault(row["id"], number)
                 continue
             self.ids[row["id"]] = len(self.keys)
             if row["resized"]:
                 self.resized.add(len(self.keys))
             self.keys.append(row["key"])
-            self.samples.extend((number, prompts[shard, row["prompt"]], prompts[shard, row["empty_prompt"]]))
+            self.samples.extend((number, prompts[row["prompt"]], prompts[row["empty_prompt"]]))
             self.tokens.append(row["tokens"])
             size = size_of(row)
             self.sizes.append(sizes.setdefault(size, size))

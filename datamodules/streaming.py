@@ -18,10 +18,10 @@ import fsspec
 import lightning.pytorch as L
 import safetensors.torch
 import webdataset as wds
-from braceexpand import braceexpand
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from webdataset.gopen import gopen
+from webdataset.shardlists import expand_urls
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from datamodules.batch import LatentBatch
@@ -55,7 +55,7 @@ def find_shards(pattern: str) -> tuple[list[Shard], dict[str, Any]]:
     Raises:
         UserError: there is no manifest, or it does not know one of the tars.
     """
-    urls = list(braceexpand(pattern))
+    urls = expand_urls(pattern)
     names = [TAR.findall(url) for url in urls]
     is_folder = not any(names) and not pattern.startswith("pipe:")
     if is_folder:
@@ -65,8 +65,11 @@ def find_shards(pattern: str) -> tuple[list[Shard], dict[str, Any]]:
         manifest_url = first + MANIFEST + last
     else:
         raise UserError(f"data.shards={pattern}: names no .tar")
-    manifest = json.loads(_fetch(manifest_url))
-    known = manifest["shards"]
+    try:
+        manifest = json.loads(_fetch(manifest_url))
+        known = manifest["shards"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"data.shards: {manifest_url} is no manifest of a cache") from error
     if is_folder:
         urls = [f"{pattern.rstrip('/')}/{name}" for name in known]
         names = [[name] for name in known]
@@ -106,10 +109,14 @@ class _DamagedError(Exception):
 
 def _after(error: Exception, url: str, attempt: int) -> None:
     """Wait before the next attempt, or say why there is none."""
+    while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec says so of whatever went wrong
     what = (str(error) or type(error).__name__).splitlines()[0]
-    if isinstance(error, FileNotFoundError | PermissionError):
-        reason = "is not there" if isinstance(error, FileNotFoundError) else "may not be read"
-        raise UserError(f"data.shards: {url} {reason} ({what})") from error
+    status = error.status if isinstance(error, aiohttp.ClientResponseError) else None
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        raise UserError(f"data.shards: {url} is not there") from error
+    if isinstance(error, PermissionError) or status in (401, 403):
+        raise UserError(f"data.shards: {url} may not be read ({what})") from error
     if attempt == ATTEMPTS:
         raise UserError(f"data.shards: {url} cannot be read: {what} ({attempt} attempts)") from error
     pause = PAUSE * 2 ** (attempt - 1)
@@ -299,10 +306,13 @@ class ShardStream(IterableDataset[LatentBatch]):
             if len(group) >= self.limit(row):
                 yield collate(waiting.pop(size_of(row)))
 
+    def order(self, epoch: int) -> list[Shard]:
+        """All shards, as this epoch deals them out."""
+        return random.Random(f"{self.seed} {self.start} {epoch}").sample(self.shards, len(self.shards))
+
     def _samples(self, place: int, places: int) -> Iterator[tuple[Row, Item]]:
         for epoch in itertools.count():
-            order = random.Random(f"{self.seed} {self.start} {epoch}").sample(self.shards, len(self.shards))
-            for shard in order[(place + epoch) % places :: places]:
+            for shard in self.order(epoch)[(place + epoch) % places :: places]:
                 yield from read_items(shard, self.empty_prompt)
 
 

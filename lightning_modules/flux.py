@@ -3,60 +3,22 @@
 import logging
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import FluxKontextPipeline
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from lightning_modules.base import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.flow import dynamic_shift
+from lightning_modules.flux_tokens import pack, position_ids, unpack
 from lightning_modules.loading import load_component, vae_config
 
+if TYPE_CHECKING:
+    from lightning_modules.kontext_pipeline import LatentKontextPipeline
+
 log = logging.getLogger("retouch")
-
-
-def pack(latents: Tensor) -> Tensor:
-    """(B, C, 2H, 2W) -> (B, H*W, 4C), each token one 2x2 patch."""
-    batch, channels, height, width = latents.shape
-    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, height * width // 4, channels * 4)
-
-
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """(B, H*W, 4C) -> (B, C, 2H, 2W), where `height` = 2H and `width` = 2W are the latent's sides."""
-    batch, _, channels = tokens.shape
-    patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(batch, channels // 4, height, width)
-
-
-def position_ids(latents: Tensor, image: int) -> Tensor:
-    """(B, C, 2H, 2W) -> (H*W, 3): the number of the image (0 the target, 1, 2, ... its controls), row, column."""
-    height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    ids = torch.stack([torch.full_like(rows, image), rows, columns], dim=-1)
-    return ids.reshape(-1, 3).to(latents.device, torch.float32)
-
-
-class LatentKontextPipeline(FluxKontextPipeline):
-    """The stock pipeline for controls that are already latents: any number of them, each at its own size."""
-
-    controls: list[Tensor]
-
-    def prepare_latents(self, image: None, batch_size: int, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        latents, _, latent_ids, _ = super().prepare_latents(image, batch_size, *args, **kwargs)
-        if not self.controls:
-            return latents, None, latent_ids, None
-        tokens = torch.cat([pack(control) for control in self.controls], dim=1)
-        ids = torch.cat([position_ids(control, k) for k, control in enumerate(self.controls, 1)])
-        return latents, tokens.to(latents), latent_ids, ids.to(latent_ids)
-
-    @property
-    def _execution_device(self) -> torch.device:
-        # The stock answer is the device of whichever component comes first; ours may live on several.
-        return self.transformer.device
 
 
 class FluxKontext(EditModule):
@@ -171,8 +133,11 @@ class FluxKontext(EditModule):
 
     # Prediction
 
-    def pipeline(self) -> LatentKontextPipeline:
+    def pipeline(self) -> "LatentKontextPipeline":
         if self._pipeline is None:
+            # Here, because it imports the encoders' classes, which training on cached latents does without.
+            from lightning_modules.kontext_pipeline import LatentKontextPipeline
+
             self._pipeline = LatentKontextPipeline(
                 scheduler=load_component(self.components.repository, "scheduler", revision=self.revision),
                 vae=self.components["vae"],

@@ -9,7 +9,7 @@ from datamodules.batch import RawBatch
 from datamodules.transforms import to_tensor
 from lightning_modules import flow
 from lightning_modules.family import Sampling
-from lightning_modules.flux import pack, position_ids, unpack
+from lightning_modules.flux_tokens import pack, position_ids, unpack
 from lightning_modules.lora import adapter_state, save_lora
 from tests.conftest import compose, photograph
 

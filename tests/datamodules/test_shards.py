@@ -1,0 +1,272 @@
+"""The shard format: what is written is found again, whatever happened in between."""
+
+import json
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+import webdataset as wds
+
+from datamodules.errors import UserError
+from datamodules.files import FileHashes, hash_file
+from datamodules.latents import LatentDataset, ShardIndex, collate
+from datamodules.shards import Cache, OpenShard, check_fit, fingerprint, prompt_id, sample_id, scan
+
+
+def tensors(number):
+    generator = torch.Generator().manual_seed(number)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
+    return {"target_mean": draw(4, 6, 8), "target_std": draw(4, 6, 8), "control_0": draw(4, 2 + number % 2 * 2, 8)}
+
+
+def facts(number):
+    sizes = [[64, 48], [64, 16 + number % 2 * 16]]
+    empty = prompt_id("empty_prompt", "")
+    prompt = prompt_id("prompt", f"p{number % 2}")
+    more = {"mask": False, "resized": False, "tokens": 20 + number % 2}
+    return {"key": f"sample {number}", "prompt": prompt, "empty_prompt": empty, "sizes": sizes, **more}
+
+
+def fill(cache, count, rank=0, full=20_000, first=0):
+    """Write samples as a build does."""
+    shard = cache.open_shard(rank, full)
+    for number in range(first, first + count):
+        if shard.size >= full:
+            shard.seal()
+            shard = cache.open_shard(rank, full)
+        if f"id{number}" in {row["id"] for row in cache.rows()} | shard.ids:
+            continue
+        row = facts(number)
+        for name in ("prompt", "empty_prompt"):
+            if row[name] not in shard.ids:
+                value = torch.full((3, 5), float(number % 2 if name == "prompt" else 9))
+                shard.add(row[name], {name.removesuffix("prompt") + "prompt_embeds": value}, {"caption": "x"})
+        shard.add(f"id{number}", tensors(number), row)
+    return shard
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Ten samples in several shards."""
+    cache = Cache(tmp_path / "cache", {"dtype": "bfloat16"})
+    fill(cache, 10, full=9_000).seal()
+    cache.merge()
+    return cache
+
+
+def content(cache):
+    """All that the cache holds, by what it is called."""
+    found = {}
+    for row in cache.rows():
+        data = (cache.folder / row["shard"]).read_bytes()[row["offset"] : row["offset"] + row["bytes"]]
+        found[row["id"]] = data
+    return found
+
+
+def test_stock_webdataset_finds_the_members(cache):
+    shards = sorted(str(path) for path in cache.folder.glob("*.tar"))
+    assert len(shards) > 2
+    samples = list(wds.WebDataset(shards, shardshuffle=False).decode())
+    assert {s["__key__"] for s in samples} >= {f"id{n}" for n in range(10)}
+    for sample in samples:
+        if sample["__key__"] == "id3":
+            loaded = safetensors.torch.load(sample["safetensors"])
+            assert all(torch.equal(loaded[name], value) for name, value in tensors(3).items())
+            assert sample["json"]["key"] == "sample 3"
+
+
+def test_random_access_reads_what_was_written(cache):
+    index = ShardIndex(cache.rows())
+    dataset = LatentDataset(cache.folder, index, range(10), index.keys, empty_prompt=True)
+    batch = collate([dataset[(1, 40)], dataset[(3, 41)]])
+    assert batch.keys == ["sample 1", "sample 3"]
+    assert batch.draws == [40, 41]
+    for row, number in enumerate((1, 3)):
+        assert torch.equal(batch.target_mean[row], tensors(number)["target_mean"])
+        assert torch.equal(batch.target_std[row], tensors(number)["target_std"])
+        assert torch.equal(batch.controls[0][row], tensors(number)["control_0"])
+    assert torch.equal(batch.prompt["prompt_embeds"], torch.full((2, 3, 5), 1.0))
+    assert torch.equal(batch.empty_prompt["prompt_embeds"], torch.full((1, 3, 5), 9.0)), "shared by the batch"
+
+
+def test_prompt_is_stored_once_a_shard_and_each_shard_is_whole_in_itself(cache):
+    rows = list(cache.rows())
+    for shard in {row["shard"] for row in rows}:
+        ids = [row["id"] for row in rows if row["shard"] == shard]
+        assert len(ids) == len(set(ids))
+        for row in rows:
+            if row["shard"] == shard and "key" in row:
+                assert {row["prompt"], row["empty_prompt"]} <= set(ids[: ids.index(row["id"])])
+
+
+@pytest.mark.parametrize("kept", [0, 100, 700, 3000, 5000, 9000, 12_000])
+def test_build_killed_anywhere_goes_on_to_the_same_bytes(tmp_path, kept):
+    whole = Cache(tmp_path / "whole", {})
+    fill(whole, 5, full=10**9).seal()
+    whole.merge()
+    killed = Cache(tmp_path / "killed", {})
+    shard = fill(killed, 4, full=10**9)
+    shard._file.close()
+    path = shard.path
+    path.write_bytes(path.read_bytes()[:kept])
+    killed.recover()
+    fill(killed, 5, full=10**9).seal()
+    killed.merge()
+    for name in ("index.jsonl", path.name):
+        assert (killed.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+
+
+def test_build_killed_between_sealing_and_merging_loses_nothing(tmp_path):
+    cache = Cache(tmp_path / "cache", {})
+    fill(cache, 6).seal()
+    assert len(cache.sample_ids()) == 6
+    cache.recover()
+    cache.merge()
+    assert cache.manifest()["samples"] == 6
+    assert not cache.unmerged()
+
+
+def test_several_processes_merge_into_one_index(tmp_path):
+    cache = Cache(tmp_path / "cache", {})
+    for rank in range(3):
+        fill(cache, 4, rank=rank, first=4 * rank).seal()
+    cache.merge()
+    assert cache.sample_ids() == {f"id{n}" for n in range(12)}
+    assert {name[:14] for name in cache.manifest()["shards"]} == {f"latents-0000{rank}-" for rank in range(3)}
+
+
+@pytest.mark.parametrize("name", ["index.jsonl", "manifest.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "garbage"])
+def test_lost_index_is_rebuilt_from_the_tars(cache, name, damage):
+    before, index = content(cache), sorted((cache.folder / "index.jsonl").read_text().splitlines())
+    path = cache.folder / name
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-300] if damage == "cut" else b"\x00 no JSON\n")
+    cache.recover()
+    cache.merge()
+    assert content(cache) == before
+    assert sorted((cache.folder / "index.jsonl").read_text().splitlines()) == index
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, lambda path: path.write_bytes(path.read_bytes()[:-5000]), lambda p: p.unlink()]
+)
+def test_only_the_samples_of_a_damaged_shard_are_lost(cache, damage, capfd):
+    from callbacks.console import configure_logging
+
+    configure_logging()
+    names = sorted(cache.manifest()["shards"])
+    damaged = {row["id"] for row in cache.rows() if row["shard"] == names[1] and "key" in row}
+    damage(cache.folder / names[1])
+    cache.recover()
+    assert cache.sample_ids() == {f"id{n}" for n in range(10)} - damaged
+    assert f"{names[1]} is damaged or gone: its {len(damaged)} samples are encoded again" in capfd.readouterr().err
+    fill(cache, 10).seal()
+    cache.merge()
+    assert cache.sample_ids() == {f"id{n}" for n in range(10)}
+
+
+def test_copied_cache_is_read_once_to_be_checked_and_then_trusted(cache, tmp_path, monkeypatch):
+    import datamodules.shards as shards
+
+    shutil.copytree(cache.folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    copy, read = Cache(tmp_path / "copy", {}), []
+    checksum = shards.sha256
+    monkeypatch.setattr(shards, "sha256", lambda path: read.append(path) or checksum(path))
+    copy.recover()
+    assert len(read) == len(copy.manifest()["shards"])
+    copy.recover()
+    assert len(read) == len(copy.manifest()["shards"])
+    assert content(copy) == content(cache)
+
+
+def test_scan_of_what_is_no_tar(tmp_path):
+    (tmp_path / "a.tar").write_bytes(b"")
+    (tmp_path / "b.tar").write_bytes(b"x" * 5000)
+    assert scan(tmp_path / "a.tar") == scan(tmp_path / "b.tar") == ([], 0)
+
+
+def test_samples_are_known_by_all_of_their_content():
+    files = [("target", "a"), ("control", "b")]
+    ids = [
+        sample_id("p", files),
+        sample_id("q", files),
+        sample_id("p", [("target", "b"), ("control", "a")]),
+        sample_id("p", [*files, ("control", "b")]),
+        sample_id("p", [*files, ("mask", "b")]),
+        sample_id("p", [("target", "a"), ("control", "c")]),
+    ]
+    assert len(set(ids)) == len(ids)
+    assert sample_id("p", list(files)) == ids[0]
+
+
+def test_prompt_that_sees_images_is_never_shared_between_different_ones():
+    """The existing system keyed by the prompt alone, or by the first control only."""
+    ids = [
+        prompt_id("prompt", "make it snow"),
+        prompt_id("prompt", "make it snow", ["a"]),
+        prompt_id("prompt", "make it snow", ["b"]),
+        prompt_id("prompt", "make it snow", ["a", "b"]),
+        prompt_id("prompt", "make it snow", ["a", "c"]),
+        prompt_id("prompt", "make it snow", ["b", "a"]),
+        prompt_id("empty_prompt", "", ["a"]),
+        prompt_id("empty_prompt", "", ["b"]),
+    ]
+    assert len(set(ids)) == len(ids)
+    assert prompt_id("prompt", "make it snow", ["a", "b"]) == ids[3]
+
+
+def test_fingerprint_depends_on_every_part():
+    parts = {"dtype": "bfloat16", "prompts": {"max_sequence_length": 512}}
+    other = {"dtype": "bfloat16", "prompts": {"max_sequence_length": 256}}
+    assert fingerprint(parts) == fingerprint(json.loads(json.dumps(parts)))
+    assert fingerprint(parts) != fingerprint(other)
+
+
+def test_only_other_versions_may_pass_and_are_said(capfd):
+    from callbacks.console import configure_logging
+
+    configure_logging()
+    built = {"dtype": "bfloat16", "versions": {"torch": "2.13"}}
+    check_fit(built, built, "there")
+    check_fit(built, {**built, "versions": {"torch": "2.14"}}, "there")
+    assert "note: there was encoded with torch: 2.13, here are torch: 2.14" in capfd.readouterr().err
+    with pytest.raises(UserError, match=r"there does not fit this run: .*dtype bfloat16 \(here float32\)"):
+        check_fit(built, {**built, "dtype": "float32"}, "there")
+
+
+def test_checksums_are_known_until_the_file_changes(tmp_path):
+    file, memo = tmp_path / "a.png", tmp_path / "memo.jsonl"
+    file.write_bytes(b"one")
+    memo.write_text(FileHashes.line(hash_file(file)) + '["cut short')
+    assert FileHashes([memo]).get(file) == hash_file(file)[4]
+    file.write_bytes(b"two")
+    assert FileHashes([memo]).get(file) is None
+    assert FileHashes([memo]).get(tmp_path / "gone.png") is None
+
+
+def test_full_disk_is_one_line_and_what_was_written_stays(tmp_path):
+    import resource
+
+    cache = Cache(tmp_path / "cache", {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*latents-00000-000000.tar: File too large\. What is encod"):
+            fill(cache, 10, full=10**9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    cache.recover()
+    kept = len(cache.sample_ids())
+    assert 1 <= kept < 10
+    shard = OpenShard(cache.folder / "latents-00000-000000.tar")
+    assert sum("key" in row for row in shard.rows) == kept
