@@ -125,6 +125,7 @@ def check_goes_on(settings: dict[str, Any], checkpoint: Path) -> None:
 def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     """Encode what the cache lacks of data.root; gives its folder."""
     from hydra.utils import instantiate
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from callbacks.contact_sheet import write_contact_sheet
     from callbacks.progress import EncodingProgress
@@ -144,9 +145,10 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
                 return cache.folder
         try:
             trainer.predict(module, EncodingDataModule(data, cache), return_predictions=False)
-        finally:
-            if trainer.interrupted or trainer.received_sigterm:
-                log.info(f"stopped; what is encoded stays in {cache.folder}, the same command goes on from there")
+        except SystemExit as stop:  # how Lightning leaves after Ctrl-C and SIGTERM
+            number = signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT
+            log.info(f"stopped by {number.name}; the same command goes on from what is encoded in {cache.folder}")
+            raise SystemExit(128 + number) from stop
         if trainer.is_global_zero and writer.encoded:
             data.open(cache)
             write_contact_sheet(data, cache.folder / "preview.png")

@@ -99,7 +99,7 @@ def quote_values(arguments: list[str]) -> list[str]:
 
 
 def end_workers() -> None:
-    """Kill data workers that an error left behind: they pass over the SIGTERM by which Python would end them."""
+    """Kill data workers that an error left behind: they pass over the signal by which Python would end them."""
     for child in multiprocessing.active_children():
         child.kill()
 

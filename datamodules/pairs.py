@@ -230,8 +230,9 @@ class PairsDataModule(L.LightningDataModule):
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
-    """A cluster's SIGTERM reaches every process of a job; a worker that died of it would take the run along."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ctrl-C and a cluster's SIGTERM reach every process of a job; a worker that died would take the run along."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _check(sample: Sample) -> tuple[Size, bool] | UserError:

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
 os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores
+os.environ["COLUMNS"] = "250"  # long paths stay on one line
 
 import hydra
 import pytest
@@ -130,6 +133,15 @@ def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen:
         cwd=ROOT,
         start_new_session=True,
     )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 90) -> None:
+    """Wait for what a running process does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
 
 
 def short(tiny: Path, pairs: Path, output: Path, steps: int, data: str = "cached") -> list[str]:

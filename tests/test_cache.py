@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import train
 from datamodules.latents import collate
 from datamodules.pairs import collate as collate_pixels
 from datamodules.shards import Cache, scan
-from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start
+from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start, wait_until
 from tests.datamodules.test_shards import content
 
 
@@ -173,11 +172,7 @@ def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, tiny, 
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"), "data.shard_size=300000")
     command = [*cache_overrides(tiny, root, tmp_path / "killed"), "data.shard_size=300000"]
     process = start("predict", *command)
-    end = time.monotonic() + 60
-    while len(list((tmp_path / "killed").glob("*/*.tar"))) < 2:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until(lambda: len(list((tmp_path / "killed").glob("*/*.tar"))) > 1, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     (folder,) = (path for path in (tmp_path / "killed").iterdir() if path.is_dir())
@@ -189,6 +184,21 @@ def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, tiny, 
     index = [sorted((cache.folder / "index.jsonl").read_text().splitlines()) for cache in (killed, whole)]
     assert index[0] == index[1]
     assert content(killed) == content(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_build_that_is_told_to_stop_says_so_and_goes_on(run, tiny, tmp_path, number):
+    """The whole process group is told, data workers included."""
+    root = make_pairs(tmp_path / "pairs", [(64, 64)] * 100)
+    command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.num_workers=1"]
+    process = start("predict", *command)
+    wait_until(lambda: any(tar.stat().st_size > 10**5 for tar in (tmp_path / "cache").glob("*/*.tar")), process)
+    os.killpg(process.pid, number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, text
+    assert f"stopped by {number.name}; the same command goes on" in text
+    assert "Traceback" not in text
+    assert 0 < encoded(run("predict", *command)) < 100
 
 
 def test_two_processes_build_the_cache_that_one_builds(run, tiny, mixed, tmp_path):
@@ -227,11 +237,7 @@ def test_resumed_run_on_cached_data_is_bitwise_the_uninterrupted_one_after_kill_
     run("train", *short(tiny, root, tmp_path / "whole", 24), *settings)
     killed = [*short(tiny, root, tmp_path / "killed", 24), *settings]
     process = start("train", *killed)
-    end = time.monotonic() + 90
-    while not (tmp_path / "killed" / "checkpoints" / "last.ckpt").exists():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / "lora" / "step-000024").exists()
@@ -276,7 +282,7 @@ def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
     arguments = [a for a in short(tiny, "/nowhere", tmp_path / "second", 4) if "sample_images" not in a]
     samples = ["sample_every=0", "callbacks.sample_images.num_inference_steps=1"]
     text = run("train", *arguments, f"data.shards={tmp_path / 'copy'}", *samples).text
-    assert f"8 samples of {tmp_path / 'copy'}".replace(" ", "") in re.sub(r"[\s│]", "", text)
+    assert f"8 samples of {tmp_path / 'copy'}" in text
     assert lora_bytes(tmp_path / "first") == lora_bytes(tmp_path / "second")
     pictures = list((tmp_path / "second" / "samples" / "step-000004").glob("*.png"))
     assert len(pictures) == 4
@@ -288,7 +294,7 @@ def test_run_streams_from_a_pipe(run, tiny, pairs, tmp_path):
     url = f"pipe:cat {only(tmp_path / 'cache').folder}/latents-00000-000000.tar"
     arguments = [*short(tiny, "/nowhere", tmp_path / "run", 6), "data.batch_size=2", "data.num_workers=2"]
     text = run("train", *arguments, f"data.shards={url}").text
-    assert "8samplesin1shards,streamedfrompipe:cat" in re.sub(r"[\s│]", "", text)
+    assert "8 samples in 1 shards, streamed from pipe:cat" in text
     assert "loading text_encoder" not in text
     run("train", *arguments, f"data.shards={url}", "ckpt_path=last", "trainer.max_steps=9")
 

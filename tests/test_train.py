@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
-from tests.conftest import lora_bytes, make_pairs, short, start
+from tests.conftest import lora_bytes, make_pairs, short, start, wait_until
 
 
 def weights(run):
@@ -31,14 +31,6 @@ def assert_same_weights(first, second, **tolerance):
         torch.testing.assert_close(first[key], second[key], **tolerance)
 
 
-def wait_for(path, process, seconds=90):
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.02)
-
-
 def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, tiny, tmp_path):
     """In the middle of an epoch, in mixed sizes, with accumulation, caption dropout and two data workers."""
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32), (32, 32), (48, 32), (32, 48)])
@@ -48,7 +40,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, tiny, tm
 
     killed = [*short(tiny, root, tmp_path / "killed", 8), *settings]
     process = start("train", *killed)
-    wait_for(tmp_path / "killed" / "checkpoints" / "last.ckpt", process)
+    wait_until((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     # Whatever the killed run reached after step 4 was never finished.
@@ -79,7 +71,7 @@ def test_signal_saves_and_the_run_goes_on_exactly(run, tiny, pairs, tmp_path, nu
     settings = ["trainer.accumulate_grad_batches=3", "save_every=0", "scheduler=constant", "data.num_workers=2"]
     stopped = [*short(tiny, pairs, tmp_path / "stopped", 400), *settings]
     process = start("train", *stopped)
-    wait_for(tmp_path / "stopped" / "metrics.csv", process)
+    wait_until((tmp_path / "stopped" / "metrics.csv").exists, process)
     while len((tmp_path / "stopped" / "metrics.csv").read_text().splitlines()) < 4:
         time.sleep(0.01)
     os.killpg(process.pid, number)
@@ -166,7 +158,7 @@ def test_run_folder_holds_what_is_promised(run, tiny, pairs, tmp_path):
     assert list((folder / "tensorboard").glob("events.out.*"))
     assert (folder / "checkpoints" / "last.ckpt").stat().st_size < 500_000, "a checkpoint holds what trains, only"
     for word in ("Retouch", "rank 4", "8 pairs", "8 of 32x32", str(folder), "python predict.py lora="):
-        assert word in outcome.text.replace("│\n│", "")
+        assert word in outcome.text
     config = OmegaConf.load(folder / "config.yaml")
     assert config.trainer.max_steps == 4
     run("train", "-cp", str(folder), "-cn", "config", f"output_dir={tmp_path / 'again'}")
