@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
-from datamodules.latents import LatentDataset, ShardIndex, collate
-from datamodules.pairs import Example, PairsDataModule, Size, leave_signals_to_the_trainer, pictures
+from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.pairs import Example, PairsDataModule, Size, pictures
 from datamodules.shards import Cache, check_fit, fingerprint, fingerprint_parts
 from datamodules.streaming import StreamedDataModule
 
@@ -133,21 +131,16 @@ class CachedDataModule(PairsDataModule):
             tokens[size] = max(tokens.get(size, 1), self.index.tokens[number])
         return {size: max(1, self.max_tokens_per_batch // count) for size, count in tokens.items()}
 
-    def dataset(self, empty_prompt: bool) -> LatentDataset:
-        return LatentDataset(self.folder, self.index, self.numbers, self.keys, empty_prompt)
+    def reader(self, empty_prompt: bool) -> LatentReader:
+        """Reads batches; whether they carry the empty prompt's conditioning."""
+        return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(
-            dataset=self.dataset(self.caption_dropout_rate > 0),
-            batch_sampler=self.sampler(),
-            collate_fn=collate,
-            num_workers=self.num_workers,
-            worker_init_fn=leave_signals_to_the_trainer,
-        )
+    def train_dataloader(self) -> ThreadedLoader:
+        return ThreadedLoader(self.reader(self.caption_dropout_rate > 0), self.sampler(), self.num_workers)
 
     def examples(self, count: int) -> list[Example]:
-        dataset = self.dataset(empty_prompt=False)
-        batches = [collate([dataset[(index, 0)]]) for index in range(min(count, len(dataset)))]
+        reader = self.reader(empty_prompt=False)
+        batches = [reader([(index, 0)]) for index in range(min(count, len(self.numbers)))]
         if not self.samples:
             return [Example([], batch) for batch in batches]
         return [Example(pictures(raw), batch) for raw, batch in zip(self.pixels(count), batches, strict=True)]

@@ -1,16 +1,18 @@
-"""Samples in local shards: an index in memory, random access into the tars, and batches of them."""
+"""Samples in local shards: an index in memory, and batches read straight from the tars."""
 
 import json
-import mmap
+import os
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
@@ -19,6 +21,8 @@ from datamodules.shards import Row
 
 # As safetensors names them; what a cache holds.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
+# Bytes that hold the header of a safetensors file with a handful of tensors.
+HEADER = 4096
 
 
 class ShardIndex:
@@ -66,52 +70,8 @@ def size_of(row: Row) -> Size:
     return tuple((width, height) for width, height in row["sizes"]), row["mask"]
 
 
-class Span(NamedTuple):
-    """Bytes of a memory-mapped shard."""
-
-    memory: mmap.mmap
-    offset: int
-    bytes: int
-
-    def forget(self) -> None:
-        """Give its pages back: else the process grows by all that it has read."""
-        start = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = self.offset + self.bytes - start
-        if length > 0 and hasattr(self.memory, "madvise"):
-            self.memory.madvise(mmap.MADV_DONTNEED, start, length)
-
-
-def views(span: Span) -> dict[str, Tensor]:
-    """The tensors of a safetensors file inside a map, not copied."""
-    memory, start, _ = span
-    begin = start + 8 + int.from_bytes(memory[start : start + 8], "little")
-    tensors = {}
-    for name, facts in json.loads(memory[start + 8 : begin]).items():
-        first, last = facts["data_offsets"]
-        dtype = DTYPES[facts["dtype"]]
-        flat = torch.frombuffer(memory, dtype=dtype, count=(last - first) // dtype.itemsize, offset=begin + first)
-        tensors[name] = flat.view(facts["shape"])
-    return tensors
-
-
-@dataclass
-class Item:
-    """A sample as views into its shards, until `collate` copies them: `spans` are the bytes behind the views.
-
-    `empty_id` is the same for samples whose empty prompts are the same.
-    """
-
-    key: str
-    draw: int
-    tensors: dict[str, Tensor]
-    prompt: dict[str, Tensor]
-    empty_prompt: dict[str, Tensor]
-    empty_id: object
-    spans: list[Span] = field(default_factory=list)
-
-
-class LatentDataset(Dataset[Item]):
-    """Random access into tars, by memory maps.
+class LatentReader:
+    """Batches by random access into the tars; the bytes go from the file into the batch and nowhere between.
 
     Args:
         folder: of the tars.
@@ -123,73 +83,117 @@ class LatentDataset(Dataset[Item]):
     def __init__(
         self, folder: Path, index: ShardIndex, numbers: Sequence[int], keys: Sequence[str], empty_prompt: bool
     ) -> None:
-        self.paths = [folder / name for name in index.shards]
-        self.spans = index.spans
-        self.samples = index.samples
+        self.folder = folder
+        self.index = index
         self.numbers = array("q", numbers)
         self.keys = keys
         self.empty_prompt = empty_prompt
-        self._maps: dict[int, mmap.mmap] = {}
-        self._empty: dict[int, dict[str, Tensor]] = {}
+        # A file that leaves the cache is closed once no thread reads from it.
+        self._open = lru_cache(maxsize=128)(self._open_shard)
+        self._read_empty = lru_cache(maxsize=8)(self._read)
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def __call__(self, items: Sequence[tuple[int, int]]) -> LatentBatch:
+        """The batch of these (index, number of the draw), which must be of one size."""
+        places = [3 * self.numbers[index] for index, _ in items]
+        own, prompts, empty = (tuple(self.index.samples[place + i] for place in places) for i in range(3))
+        tensors = self._read(own)
+        empty_prompt = {}
+        if self.empty_prompt:
+            shared = empty[:1] if len(set(empty)) == 1 else empty
+            empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in self._read_empty(shared).items()}
+        keys, draws = [self.keys[index] for index, _ in items], [draw for _, draw in items]
+        return latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
 
-    def __getitem__(self, item: tuple[int, int]) -> Item:
-        index, draw = item
-        own, prompt, empty = self.samples[3 * self.numbers[index] : 3 * self.numbers[index] + 3]
-        spans = [self._span(own), self._span(prompt)]
-        tensors, conditioning = map(views, spans)
-        empty_prompt = self._read_empty(empty) if self.empty_prompt else {}
-        return Item(self.keys[index], draw, tensors, conditioning, empty_prompt, empty, spans)
+    def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
+        """The tensors of groups of one layout, each (B, ...)."""
+        batch: dict[str, Tensor] = {}
+        for place, row in enumerate(rows):
+            shard, offset, _ = self.index.spans[3 * row : 3 * row + 3]
+            file = self._open(shard)
+            layout, start = _header(file, offset)
+            if place == 0:
+                batch = {name: torch.empty(len(rows), *shape, dtype=dtype) for name, dtype, shape in layout}
+            parts = [batch[name][place] for name, _, _ in layout]
+            if [part.shape for part in parts] != [torch.Size(shape) for _, _, shape in layout]:
+                raise ValueError(f"{file.name!s}: samples of one batch differ in their tensors")
+            buffers: list[Any] = [part.reshape(-1).view(torch.uint8).numpy() for part in parts]
+            if os.preadv(file.fileno(), buffers, start) != sum(buffer.nbytes for buffer in buffers):
+                raise _cut_short(file)
+        return batch
 
-    def _span(self, row: int) -> Span:
-        shard, offset, size = self.spans[3 * row : 3 * row + 3]
-        memory = self._maps.pop(shard, None) or self._open(self.paths[shard])
-        self._maps[shard] = memory  # the one used last stands last
-        if len(self._maps) > 64:
-            del self._maps[next(iter(self._maps))]
-        return Span(memory, offset, size)
-
-    @staticmethod
-    def _open(path: Path) -> mmap.mmap:
+    def _open_shard(self, shard: int) -> FileIO:
+        path = self.folder / self.index.shards[shard]
         try:
-            with path.open("rb") as file:
-                # Copy on write, so that torch takes it for writable memory.
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"cannot read the shard {path}: {error}. Start again to encode its samples again"
-            ) from error
-
-    def _read_empty(self, row: int) -> dict[str, Tensor]:
-        """In memory that workers share with the trainer: it is the same for many samples."""
-        if row not in self._empty:
-            if len(self._empty) > 8:
-                del self._empty[next(iter(self._empty))]
-            self._empty[row] = {
-                name.removeprefix("empty_"): view[None].clone().share_memory_()
-                for name, view in views(self._span(row)).items()
-            }
-        return self._empty[row]
+            return FileIO(path)
+        except OSError as error:
+            raise UserError(f"cannot read the shard {path}: {error.strerror}") from error
 
 
-def collate(items: list[Item]) -> LatentBatch:
-    """Copy samples of one size into one batch, in shared memory where a worker does it."""
-    tensors = default_collate([item.tensors for item in items])
-    prompt = default_collate([item.prompt for item in items])
-    for span in [span for item in items for span in item.spans]:
-        span.forget()
-    empty = items[0].empty_prompt
-    if any(item.empty_id != items[0].empty_id for item in items):
-        empty = {name: torch.cat([item.empty_prompt[name] for item in items]) for name in empty}
+def _cut_short(file: FileIO) -> UserError:
+    return UserError(f"the shard {file.name!s} ends too early: start again, and its samples are encoded again")
+
+
+def _header(file: FileIO, offset: int) -> tuple[list[tuple[str, torch.dtype, list[int]]], int]:
+    """Name, dtype and shape of a safetensors file's tensors in their order, and where the first one begins."""
+    first = os.pread(file.fileno(), HEADER, offset)
+    length = int.from_bytes(first[:8], "little")
+    text = first[8 : 8 + length] if length <= HEADER - 8 else os.pread(file.fileno(), length, offset + 8)
+    if len(text) < max(length, 2):
+        raise _cut_short(file)
+    facts = sorted(json.loads(text).items(), key=lambda item: item[1]["data_offsets"])
+    return [(name, DTYPES[one["dtype"]], one["shape"]) for name, one in facts], offset + 8 + length
+
+
+def latent_batch(
+    keys: list[str],
+    draws: list[int],
+    tensors: dict[str, Tensor],
+    prompt: dict[str, Tensor],
+    empty_prompt: dict[str, Tensor],
+) -> LatentBatch:
+    """What the shards hold by name, each tensor (B, ...), as a batch."""
     return LatentBatch(
-        keys=[item.key for item in items],
-        draws=[item.draw for item in items],
+        keys=keys,
+        draws=draws,
         target_mean=tensors["target_mean"],
         target_std=tensors.get("target_std"),
         controls=[tensors[f"control_{number}"] for number in range(len(tensors)) if f"control_{number}" in tensors],
         prompt=prompt,
-        empty_prompt=empty,
+        empty_prompt=empty_prompt,
         mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
     )
+
+
+class ThreadedLoader:
+    """Batches in the sampler's order, read ahead by threads.
+
+    Reading is copying, which needs no process of its own: what data workers would save in time they lose twice
+    over by passing the tensors on.
+
+    Args:
+        load: a sampler's entry -> the batch.
+        num_workers: threads; 0 reads when asked.
+    """
+
+    def __init__(self, load: Callable[[Any], LatentBatch], sampler: Iterable[Any], num_workers: int) -> None:
+        self.load = load
+        self.sampler = sampler
+        self.num_workers = num_workers
+
+    def __iter__(self) -> Iterator[LatentBatch]:
+        if self.num_workers == 0:
+            yield from map(self.load, self.sampler)
+            return
+        entries = iter(self.sampler)
+        ahead: deque[Future[LatentBatch]] = deque()
+        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="shards") as pool:
+            try:
+                for entry in entries:
+                    ahead.append(pool.submit(self.load, entry))
+                    if len(ahead) > 2 * self.num_workers:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for future in ahead:
+                    future.cancel()

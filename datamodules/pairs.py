@@ -3,9 +3,9 @@
 import logging
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import lightning.pytorch as L
 import torch
@@ -198,7 +198,7 @@ class PairsDataModule(L.LightningDataModule):
             )
         return sampler
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> Iterable[RawBatch | LatentBatch]:
         return DataLoader(
             dataset=PairDataset(self.samples),
             batch_sampler=self.sampler(),

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -19,14 +20,14 @@ import lightning.pytorch as L
 import safetensors.torch
 import webdataset as wds
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from webdataset.gopen import gopen
 from webdataset.shardlists import expand_urls
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from datamodules.latents import Item, collate, size_of
+from datamodules.latents import latent_batch, size_of
 from datamodules.pairs import Example, Size, leave_signals_to_the_trainer
 from datamodules.shards import MANIFEST, Row, check_fit, fingerprint_parts
 
@@ -168,6 +169,26 @@ def _whole(group: Mapping[str, Any]) -> tuple[Row, bytes]:
     if zlib.crc32(data) != row["crc32"]:
         raise _DamagedError(f"{group['__key__']} is damaged")
     return row, data
+
+
+@dataclass
+class Item:
+    """A sample as it arrives; `empty_id` is the same for samples whose empty prompts are."""
+
+    key: str
+    tensors: dict[str, Tensor]
+    prompt: dict[str, Tensor]
+    empty_prompt: dict[str, Tensor]
+    empty_id: str
+
+
+def collate(items: list[Item]) -> LatentBatch:
+    """Samples of one size to one batch, its draws still to be numbered."""
+    empty = [item.empty_prompt for item in items]
+    if len({item.empty_id for item in items}) == 1:
+        empty = empty[:1]
+    tensors, prompt, empty_prompt = map(default_collate, ([i.tensors for i in items], [i.prompt for i in items], empty))
+    return latent_batch([item.key for item in items], [], tensors, prompt, empty_prompt)
 
 
 class StreamedDataModule(L.LightningDataModule):
@@ -325,8 +346,8 @@ def read_items(shard: Shard, empty_prompt: bool) -> Iterator[tuple[Row, Item]]:
             prompts[row["id"]] = tensors
             continue
         name = row["empty_prompt"]
-        empty = {k.removeprefix("empty_"): x[None] for k, x in prompts[name].items()} if empty_prompt else {}
-        yield row, Item(row["key"], 0, tensors, prompts[row["prompt"]], empty, name)
+        empty = {k.removeprefix("empty_"): x for k, x in prompts[name].items()} if empty_prompt else {}
+        yield row, Item(row["key"], tensors, prompts[row["prompt"]], empty, name)
 
 
 class StreamLoader:

@@ -11,7 +11,6 @@ from hydra.utils import instantiate
 from PIL import Image
 
 import train
-from datamodules.latents import collate
 from datamodules.pairs import collate as collate_pixels
 from datamodules.shards import Cache, scan
 from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start, wait_until
@@ -68,17 +67,17 @@ def test_cached_and_streamed_training_give_the_same_loss(
     data.open(data.cache(module))
     module.configure_model()
     module.caption_dropout_rate = caption_dropout_rate
-    dataset = data.dataset(caption_dropout_rate > 0)
+    read = data.reader(caption_dropout_rate > 0)
     raw = data.pixels(8)
     losses = []
     for first in (0, 4):
         numbers = range(first, first + 4)
-        items = [dataset[(number, 100 + number)] for number in numbers]
+        batch = read([(number, 100 + number) for number in numbers])
         pixels = [raw[number] for number in numbers]
         for number, sample in zip(numbers, pixels, strict=True):
             sample.draws = [100 + number]
         with torch.no_grad():
-            cached = module.losses(collate(items))
+            cached = module.losses(batch)
             streamed = module.losses(module.encode(collate_pixels(pixels), caption_dropout_rate > 0))
         torch.testing.assert_close(cached, streamed, rtol=1e-6, atol=1e-6)
         losses += cached.tolist()

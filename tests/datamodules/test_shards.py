@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import safetensors.torch
@@ -10,7 +11,7 @@ import webdataset as wds
 
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
-from datamodules.latents import LatentDataset, ShardIndex, collate
+from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
 from datamodules.shards import Cache, OpenShard, check_fit, fingerprint, prompt_id, sample_id, scan
 
 
@@ -78,8 +79,8 @@ def test_stock_webdataset_finds_the_members(cache):
 
 def test_random_access_reads_what_was_written(cache):
     index = ShardIndex(cache.rows())
-    dataset = LatentDataset(cache.folder, index, range(10), index.keys, empty_prompt=True)
-    batch = collate([dataset[(1, 40)], dataset[(3, 41)]])
+    read = LatentReader(cache.folder, index, range(10), index.keys, empty_prompt=True)
+    batch = read([(1, 40), (3, 41)])
     assert batch.keys == ["sample 1", "sample 3"]
     assert batch.draws == [40, 41]
     for row, number in enumerate((1, 3)):
@@ -88,6 +89,28 @@ def test_random_access_reads_what_was_written(cache):
         assert torch.equal(batch.controls[0][row], tensors(number)["control_0"])
     assert torch.equal(batch.prompt["prompt_embeds"], torch.full((2, 3, 5), 1.0))
     assert torch.equal(batch.empty_prompt["prompt_embeds"], torch.full((1, 3, 5), 9.0)), "shared by the batch"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_threads_keep_the_order_and_end_with_the_loop(cache, num_workers):
+    index = ShardIndex(cache.rows())
+    read = LatentReader(cache.folder, index, range(10), index.keys, empty_prompt=False)
+    entries = [[(number % 10, number)] for number in range(50)]
+    assert [batch.draws[0] for batch in ThreadedLoader(read, entries, num_workers)] == list(range(50))
+    for _ in ThreadedLoader(read, entries, num_workers):
+        break
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shards")]
+
+
+def test_shard_that_vanishes_or_shrinks_while_it_is_read_is_one_line(cache):
+    index = ShardIndex(cache.rows())
+    last = cache.folder / index.shards[-1]
+    last.write_bytes(last.read_bytes()[:-12_000])
+    with pytest.raises(UserError, match="ends too early"):
+        list(map(LatentReader(cache.folder, index, range(10), index.keys, False), [[(n, 0)] for n in range(10)]))
+    last.unlink()
+    with pytest.raises(UserError, match="cannot read the shard"):
+        list(map(LatentReader(cache.folder, index, range(10), index.keys, False), [[(n, 0)] for n in range(10)]))
 
 
 def test_prompt_is_stored_once_a_shard_and_each_shard_is_whole_in_itself(cache):

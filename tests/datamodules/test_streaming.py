@@ -111,7 +111,7 @@ def test_folder_and_pattern_over_http_give_every_sample(cache, server):  # noqa:
             read = items[f"sample {number}"]
             assert all(torch.equal(read.tensors[name], value) for name, value in tensors(number).items())
             assert torch.equal(read.prompt["prompt_embeds"], torch.full((3, 5), float(number % 2)))
-            assert torch.equal(read.empty_prompt["prompt_embeds"], torch.full((1, 3, 5), 9.0))
+            assert torch.equal(read.empty_prompt["prompt_embeds"], torch.full((3, 5), 9.0))
 
 
 def test_s3_gives_every_sample(cache, s3):  # noqa: F811

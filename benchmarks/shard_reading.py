@@ -1,0 +1,139 @@
+"""How fast samples come out of local shards, against the plain read of the same bytes and one .pt file a sample.
+
+python benchmarks/shard_reading.py --rounds 5
+"""
+
+import argparse
+import itertools
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.sampler import SizeBatchSampler
+from datamodules.shards import Cache
+
+WORKERS = 2
+
+
+def sample(number: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Latents and text of a 1024 x 1024 pair for FLUX Kontext in bf16, random."""
+    generator = torch.Generator().manual_seed(number)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.bfloat16)
+
+    latents = {name: draw(16, 128, 128) for name in ("target_mean", "target_std", "control_0")}
+    return latents, {"prompt_embeds": draw(512, 4096), "pooled_prompt_embeds": draw(768)}
+
+
+def write(folder: Path, count: int) -> Cache:
+    """The same samples as shards and as .pt files, each with a prompt of its own."""
+    cache = Cache(folder / "cache", {})
+    shard = cache.open_shard(0, 0)
+    (folder / "files").mkdir()
+    for number in range(count):
+        if shard.size > 2**29:
+            shard.seal()
+            shard = cache.open_shard(0, 0)
+        latents, text = sample(number)
+        names = {"prompt": f"prompt-{number}", "empty_prompt": f"prompt-{number}"}
+        facts = {"key": str(number), **names, "sizes": [[1024, 1024]] * 2, "mask": False, "resized": False}
+        shard.add(f"prompt-{number}", text, {})
+        shard.add(f"sample-{number}", latents, {**facts, "tokens": 8704})
+        torch.save({**latents, **text}, folder / "files" / f"{number}.pt")
+    shard.seal()
+    cache.merge()
+    return cache
+
+
+class Files(Dataset[dict[str, torch.Tensor]]):
+    """One .pt file a sample."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted(folder.iterdir())
+
+    def __getitem__(self, item: tuple[int, int]) -> dict[str, torch.Tensor]:
+        return torch.load(self.paths[item[0]], weights_only=True)
+
+
+def read_sequentially(folder: Path, count: int) -> float:
+    """Samples a second of reading the tars' bytes into one buffer, by one process."""
+    buffer = bytearray(2**23)
+    start = time.perf_counter()
+    for path in sorted(folder.glob("*.tar")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return count / (time.perf_counter() - start)
+
+
+def measure(loader: Iterable[Any], batch_size: int, draws: int) -> float:
+    """Samples a second that arrive, after a few that were ready."""
+    batches = iter(loader)
+    for _ in range(8):
+        next(batches)
+    start = time.perf_counter()
+    for _ in range(draws // batch_size):
+        next(batches)
+    return draws // batch_size * batch_size / (time.perf_counter() - start)
+
+
+def memory(cache: Cache, rows: int) -> str:
+    """What this process holds in the course of an epoch over an index of `rows`."""
+    known = list(cache.rows())
+    samples = [row for row in known if "key" in row]
+    many = ({**samples[number % len(samples)], "id": str(number)} for number in range(rows))
+    index = ShardIndex(itertools.chain((row for row in known if "key" not in row), many))
+    read = LatentReader(cache.folder, index, range(rows), index.keys, empty_prompt=False)
+    sampler = SizeBatchSampler(index.sizes, 1, seed=0)
+    held = {}
+    for number, _ in enumerate(ThreadedLoader(read, sampler, WORKERS), 1):
+        if number in (rows // 20, rows // 2, rows):
+            held[number] = psutil.Process().memory_info().rss / 1e6
+        if number == rows:
+            break
+    return ", ".join(f"{size:.0f} MB after {number:,} samples" for number, size in held.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=200)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    try:
+        cache = write(folder, count := arguments.samples)
+        index = ShardIndex(cache.rows())
+        shards = LatentReader(cache.folder, index, range(count), index.keys, empty_prompt=False)
+        files = Files(folder / "files")
+        print(
+            f"{count} samples of {cache.manifest()['bytes'] / count / 1e6:.2f} MB; medians of {arguments.rounds} rounds"
+        )
+        results: dict[str, list[float]] = {}
+        for _ in range(arguments.rounds):
+            results.setdefault("sequential read", []).append(read_sequentially(cache.folder, count))
+            for size in (1, 4):
+                sampler = SizeBatchSampler(["one size"] * count, size, seed=0)
+                ours = ThreadedLoader(shards, sampler, WORKERS)
+                theirs = DataLoader(dataset=files, batch_sampler=sampler, num_workers=WORKERS)
+                results.setdefault(f"shards, batch {size}", []).append(measure(ours, size, 2 * count))
+                results.setdefault(f".pt files, batch {size}", []).append(measure(theirs, size, 2 * count))
+        for name, rates in results.items():
+            ratio = statistics.median(a / b for a, b in zip(rates, results["sequential read"], strict=True))
+            print(f"{name:20} {statistics.median(rates):6.0f} samples/s  {ratio:.2f}")
+        print(f"resident memory, index of 20,000 rows: {memory(cache, 20_000)}")
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
