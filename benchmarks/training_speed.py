@@ -1,4 +1,4 @@
-"""train.py against the floor: steps/s, seconds from start to the first step, peak memory.
+"""train.py, from pictures and from a cache, against the floor: steps/s, seconds to the first step, peak memory.
 
     python benchmarks/training_speed.py            # all sizes, three rounds
     python benchmarks/training_speed.py --size 128 --rounds 1
@@ -71,33 +71,35 @@ def main() -> None:
     print(f"batch {arguments.batch}, rank {arguments.rank}, {arguments.steps} steps, {os.cpu_count()} cores")
     print(f"{'size':>5} {'':9} {'steps/s':>8} {'ratio':>6} {'first step':>11} {'memory':>9}")
     for size in arguments.size:
-        floors, ours = [], []
+        results: dict[str, list[tuple[float, float, float]]] = {"floor": [], "pairs": [], "cached": []}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             data = make_data(folder / "data", size)
             for number in range(arguments.rounds):
                 out = folder / f"floor-{number}.csv"
                 common = [str(arguments.steps), str(arguments.batch), str(arguments.rank)]
-                floors.append(measure(["benchmarks/floor.py", str(model), str(data), *common, str(out)], out))
-                run = folder / f"run-{number}"
-                command = [
-                    "train.py",
-                    f"data.root={data}",
-                    f"output_dir={run}",
-                    f"trainer.max_steps={arguments.steps}",
-                    f"data.batch_size={arguments.batch}",
-                    f"adapter.rank={arguments.rank}",
-                    "data.num_workers=0",
-                    "callbacks.sample_images=null",
-                    "save_every=0",
-                    *arguments.overrides,
-                ]
-                ours.append(measure(command, run / "metrics.csv"))
-        ratio = statistics.median(own[0] / floor[0] for own, floor in zip(ours, floors, strict=True))
-        for name, rounds in (("floor", floors), ("train.py", ours)):
+                results["floor"].append(measure(["benchmarks/floor.py", str(model), str(data), *common, str(out)], out))
+                for kind in ("pairs", "cached"):
+                    run = folder / f"{kind}-{number}"
+                    command = [
+                        "train.py",
+                        f"data={kind}",
+                        f"data.root={data}",
+                        f"output_dir={run}",
+                        f"trainer.max_steps={arguments.steps}",
+                        f"data.batch_size={arguments.batch}",
+                        f"adapter.rank={arguments.rank}",
+                        "data.num_workers=0",
+                        "callbacks.sample_images=null",
+                        "save_every=0",
+                        *([f"data.cache_dir={folder / f'cache-{number}'}"] if kind == "cached" else []),
+                        *arguments.overrides,
+                    ]
+                    results[kind].append(measure(command, run / "metrics.csv"))
+        for name, rounds in results.items():
+            ratio = statistics.median(own[0] / floor[0] for own, floor in zip(rounds, results["floor"], strict=True))
             speed, first, memory = (statistics.median(values) for values in zip(*rounds, strict=True))
-            shown = f"{ratio:6.3f}" if name == "train.py" else " " * 6
-            print(f"{size:5} {name:9} {speed:8.2f} {shown} {first:9.2f} s {memory:6.0f} MB", flush=True)
+            print(f"{size:5} {name:9} {speed:8.2f} {ratio:6.3f} {first:9.2f} s {memory:6.0f} MB", flush=True)
 
 
 if __name__ == "__main__":
