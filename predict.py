@@ -1,7 +1,7 @@
 """Edit pictures with a trained LoRA: `python predict.py --help` tells how."""
 
 import contextlib
-import json
+import shlex
 import shutil
 import sys
 import time
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.filesize import decimal
 
 from callbacks.console import configure_logging, end_workers, log, one_line_errors, quote_values, silence_libraries
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from train import CONF, build_cache, place_trainer, shorten
 
 if TYPE_CHECKING:
@@ -137,13 +137,18 @@ def cached_data(cfg: DictConfig) -> "CachedDataModule":
     return data
 
 
-def cache(cfg: DictConfig) -> None:
+def cache(cfg: DictConfig, overrides: list[str]) -> None:
     """Encode data.root, as train.py does before it trains."""
+    from datamodules.shards import Cache
+
     place_trainer(cfg)
     folder = build_cache(cfg, data := cached_data(cfg))
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest = Cache(folder, {}).manifest()
+    if not manifest.get("samples"):
+        raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
     log.info(f"done: {folder} holds {manifest['samples']} samples, {decimal(manifest['bytes'])}")
-    log.info(f"train on it: python train.py model={cfg.model_name} data.root={' '.join(data.roots)}")
+    same = [shlex.quote(o) for o in overrides if o.partition(".")[0] in ("data", "model") or o.startswith("model=")]
+    log.info(f"train on it: {' '.join(['python train.py', *same])}")
 
 
 def preview(cfg: DictConfig, output_dir: Path) -> None:
@@ -174,8 +179,10 @@ def clean(cfg: DictConfig) -> None:
         when = time.strftime("%Y-%m-%d", time.localtime((folder / ".lock").stat().st_mtime))
         total += size
         log.info(f"{folder}  {decimal(size)}, {Cache(folder, {}).describe()}, last used {when}")
-        if cfg.delete:
+        if cfg.delete and Cache(folder, {}).lock_is_free():
             shutil.rmtree(folder)
+        elif cfg.delete:
+            log.warning(f"note: {folder} is being filled: it stays")
     if total == 0:
         log.info(f"nothing to free in {used.parent}: only {used.name} is there, which these settings use")
     elif cfg.delete:
@@ -190,13 +197,14 @@ def run(cfg: DictConfig) -> None:
 
     configure_logging()
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
+    overrides = list(HydraConfig.get().overrides.task)
     try:
         with one_line_errors():
             if cfg.task == "edit":
-                edit(cfg, list(HydraConfig.get().overrides.task), output_dir)
+                edit(cfg, overrides, output_dir)
                 log.info(f"done: {output_dir}")
             elif cfg.task == "cache":
-                cache(cfg)
+                cache(cfg, overrides)
             elif cfg.task == "preview":
                 preview(cfg, output_dir)
             elif cfg.task == "clean":

@@ -1,17 +1,23 @@
 """Encoded samples to shards: building a cache is trainer.predict with this callback."""
 
+import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.filesize import decimal
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.encoding import EncodeRequest
 from datamodules.shards import Cache, OpenShard, prompt_id
 from lightning_modules.base import EditModule
+
+log = logging.getLogger("retouch")
 
 
 class ShardWriter(BasePredictionWriter):
@@ -26,7 +32,7 @@ class ShardWriter(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.cache = cache
         self.shard_size = shard_size
-        self.encoded = 0
+        self.encoded = 0  # by this process; in the end by all
         self._shard: OpenShard | None = None
 
     def write_on_batch_end(
@@ -42,6 +48,11 @@ class ShardWriter(BasePredictionWriter):
         assert isinstance(pl_module, EditModule)
         self._write(trainer.global_rank, pl_module, batch, prediction)
         self.encoded += 1
+        if self.encoded == 1 and trainer.is_global_zero:
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            self._compare_with_free_space(
+                len(data.requests) * trainer.world_size, len(data.all_prompts()) * trainer.world_size
+            )
         if trainer.received_sigterm:
             raise SIGTERMException
 
@@ -71,11 +82,23 @@ class ShardWriter(BasePredictionWriter):
         }
         shard.add(request.id, dict(_tensors(latents, module.vae_encode_mode == "sample")), facts)
 
+    def _compare_with_free_space(self, samples: int, prompts: int) -> None:
+        """Say now what would stop the build hours later."""
+        assert self._shard is not None
+        prompt, sample = self._shard.rows[0]["bytes"], self._shard.rows[-1]["bytes"]
+        needed, free = samples * sample + prompts * prompt, shutil.disk_usage(self.cache.folder).free
+        if needed > free:
+            log.warning(
+                f"note: {samples} samples like the first need {decimal(needed)}, {self.cache.folder} has "
+                f"{decimal(free)} free"
+            )
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """After the last sample, in every process, whether it had any or not."""
         if self._shard is not None:
             self._shard.seal()
-        trainer.strategy.barrier()
+        count = torch.tensor(self.encoded, device=trainer.strategy.root_device)
+        self.encoded = int(trainer.strategy.reduce(count, reduce_op="sum"))
         if trainer.is_global_zero:
             self.cache.merge()
         trainer.strategy.barrier()

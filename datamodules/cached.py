@@ -1,5 +1,6 @@
 """Cached latents: training without encoders."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "CachedD
             through a buffer of shuffle_buffer samples).
         settings: of `CachedDataModule`.
     """
-    for name in ("max_tokens_per_batch", "shard_size"):
+    least = {"batch_size": 1, "max_tokens_per_batch": 1, "shard_size": 1, "num_workers": 0}
+    for name, minimum in least.items():
         value = settings[name]
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"data.{name}={value}: must be a whole number from 1 on")
+        if value is not None and (not isinstance(value, int) or value < minimum):
+            raise UserError(f"data.{name}={value}: must be a whole number from {minimum} on")
     if shards is None or Path(shards).expanduser().is_dir():
         return CachedDataModule(shards=shards, **settings)
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
@@ -83,10 +85,14 @@ class CachedDataModule(PairsDataModule):
 
     def open(self, cache: Cache) -> None:
         """Find the samples; a cache of data.root must be complete."""
-        if self.shards is None:
-            self._take_root(cache)
-        else:
+        if self.shards is not None:
             self._take_folder(Path(self.shards).expanduser(), cache)
+        else:
+            try:
+                self._take_root(cache)
+            except FileNotFoundError:  # another build has just merged its lists
+                time.sleep(1)
+                self._take_root(cache)
         budget = self.max_tokens_per_batch
         if budget and (above := sum(self.index.tokens[number] > budget for number in self.numbers)):
             self.notes.append(f"{above} samples alone have more tokens than data.max_tokens_per_batch={budget}")
@@ -117,11 +123,15 @@ class CachedDataModule(PairsDataModule):
         if "parts" not in given.manifest():
             raise UserError(f"data.shards={folder}: no manifest.json")
         check_fit(given.manifest()["parts"], wanted.parts, f"data.shards={folder}")
+        for name, facts in given.manifest()["shards"].items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != facts["bytes"]:
+                raise UserError(f"data.shards={folder}: {name} is not whole: copy it again")
         self.index = ShardIndex(given.rows())
-        if not self.index.keys:
+        if not self.index.ids:
             raise UserError(f"data.shards={folder}: no samples")
-        self.keys, self.sizes = self.index.keys, self.index.sizes
-        self.numbers = list(range(len(self.keys)))
+        self.numbers = list(self.index.ids.values())
+        self.keys = [self.index.keys[number] for number in self.numbers]
+        self.sizes = [self.index.sizes[number] for number in self.numbers]
 
     def batch_limits(self) -> Mapping[Size, int] | int:
         if self.max_tokens_per_batch is None:

@@ -10,6 +10,7 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.batch import RawBatch
+from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
 from datamodules.pairs import PairDataset, PairsDataModule, leave_signals_to_the_trainer
 from datamodules.shards import Cache, sample_id
@@ -67,8 +68,9 @@ class EncodingDataModule(L.LightningDataModule):
         self.source = source
         self.cache = cache
         self.prepare_data_per_node = False
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.total = 0
-        self.requests = _Requests([])
+        self.requests = _Requests([], cache.hashes())
 
     def prepare_data(self) -> None:
         self.cache.recover()
@@ -94,7 +96,8 @@ class EncodingDataModule(L.LightningDataModule):
                 (sample, id, [hashes.get(path) or "" for path in sample.controls], usable[sample.key])
                 for id, sample in new.items()
                 if sample.key in usable
-            ]
+            ],
+            hashes,
         )
 
     def _hash(self, samples: Iterable[Sample]) -> FileHashes:
@@ -116,20 +119,28 @@ class EncodingDataModule(L.LightningDataModule):
         return DataLoader(
             dataset=self.requests,
             batch_size=1,
-            collate_fn=lambda items: items[0],
+            collate_fn=_alone,
             num_workers=min(self.source.num_workers, len(self.requests)),
             worker_init_fn=leave_signals_to_the_trainer,
         )
 
 
+def _alone(items: list[EncodeRequest]) -> EncodeRequest:
+    return items[0]
+
+
 class _Requests(Dataset[EncodeRequest]):
-    def __init__(self, items: list[tuple[Sample, str, list[str], bool]]) -> None:
+    def __init__(self, items: list[tuple[Sample, str, list[str], bool]], hashes: FileHashes) -> None:
         self.items = items
+        self.hashes = hashes
         self.pixels = PairDataset([sample for sample, *_ in items])
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> EncodeRequest:
-        _, id, images, resized = self.items[index]
-        return EncodeRequest(self.pixels[(index, 0)], id, images, resized)
+        sample, id, images, resized = self.items[index]
+        raw = self.pixels[(index, 0)]
+        if content_id(sample, self.hashes) != id:  # else new pixels would go by the name of the old ones
+            raise UserError(f"{sample.target} or a file of its pair changed while it was encoded: start again")
+        return EncodeRequest(raw, id, images, resized)

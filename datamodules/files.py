@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, and what is in them."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -63,10 +64,11 @@ class FileHashes:
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known: dict[str, Hashed] = {}
         for path in paths:
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n"):  # else it was being written when the process died
-                    hashed: Hashed = tuple(json.loads(line))
-                    self._known[hashed[0]] = hashed
+            for line in path.read_text(encoding="utf-8").split("\n"):
+                # A line that a process was writing when it died is no JSON; its file is read again.
+                with contextlib.suppress(ValueError):
+                    name, size, modified, changed, checksum = json.loads(line)
+                    self._known[name] = (name, size, modified, changed, checksum)
 
     def get(self, path: Path) -> str | None:
         """The checksum, if the file is as it was."""
@@ -79,7 +81,7 @@ class FileHashes:
 
     @staticmethod
     def line(hashed: Hashed) -> str:
-        return json.dumps(hashed, ensure_ascii=False) + "\n"
+        return json.dumps(hashed) + "\n"
 
     def lines(self) -> str:
         """All that is known, each file once."""

@@ -26,7 +26,7 @@ HEADER = 4096
 
 
 class ShardIndex:
-    """Where each sample is, in arrays of a few bytes a sample that data workers share.
+    """Where each sample is, without what else stands in the rows.
 
     Args:
         rows: of an index; the prompts of a shard stand before the samples that use them.
@@ -107,16 +107,17 @@ class LatentReader:
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
         """The tensors of groups of one layout, each (B, ...)."""
         batch: dict[str, Tensor] = {}
+        common: list[tuple[str, torch.dtype, list[int]]] = []
         for place, row in enumerate(rows):
             shard, offset, _ = self.index.spans[3 * row : 3 * row + 3]
             file = self._open(shard)
             layout, start = _header(file, offset)
             if place == 0:
+                common = layout
                 batch = {name: torch.empty(len(rows), *shape, dtype=dtype) for name, dtype, shape in layout}
-            parts = [batch[name][place] for name, _, _ in layout]
-            if [part.shape for part in parts] != [torch.Size(shape) for _, _, shape in layout]:
+            if layout != common:
                 raise ValueError(f"{file.name!s}: samples of one batch differ in their tensors")
-            buffers: list[Any] = [part.reshape(-1).view(torch.uint8).numpy() for part in parts]
+            buffers: list[Any] = [batch[name][place].reshape(-1).view(torch.uint8).numpy() for name, *_ in layout]
             if os.preadv(file.fileno(), buffers, start) != sum(buffer.nbytes for buffer in buffers):
                 raise _cut_short(file)
         return batch

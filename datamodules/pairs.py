@@ -1,6 +1,7 @@
 """Raw image pairs, decoded on the fly."""
 
 import logging
+import math
 import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,6 +109,8 @@ class PairsDataModule(L.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise UserError(f"data.batch_size={batch_size}: must be at least 1")
+        if num_workers < 0:
+            raise UserError(f"data.num_workers={num_workers}: must be at least 0")
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
             if value not in ("error", "skip"):
                 raise UserError(f"data.{name}={value}: choose error or skip")
@@ -190,12 +193,7 @@ class PairsDataModule(L.LightningDataModule):
             # Accumulation windows are never cut short, so a finished step stands for a fixed number of batches.
             start=trainer.global_step * trainer.accumulate_grad_batches,
         )
-        if trainer.max_epochs not in (None, -1):
-            steps = -(-sampler.batches_per_epoch() * trainer.max_epochs // trainer.accumulate_grad_batches)
-            raise UserError(
-                f"trainer.max_epochs={trainer.max_epochs}: length is given in steps. For {trainer.max_epochs} epochs "
-                f"of these {len(self.samples)} pairs pass trainer.max_steps={steps}"
-            )
+        refuse_epochs(trainer, sampler.batches_per_epoch(), len(self.sizes))
         return sampler
 
     def train_dataloader(self) -> Iterable[RawBatch | LatentBatch]:
@@ -227,6 +225,16 @@ class PairsDataModule(L.LightningDataModule):
     def size_counts(self) -> Counter[tuple[int, int]]:
         """How many targets there are of each (width, height)."""
         return Counter(images[0] for images, _ in self.sizes)
+
+
+def refuse_epochs(trainer: L.Trainer, batches_per_epoch: float, samples: int) -> None:
+    """Raise a UserError where the length is given in epochs, which have no end here."""
+    if trainer.max_epochs not in (None, -1):
+        steps = math.ceil(batches_per_epoch * trainer.max_epochs / trainer.accumulate_grad_batches)
+        raise UserError(
+            f"trainer.max_epochs={trainer.max_epochs}: length is given in steps. For {trainer.max_epochs} epochs "
+            f"of these {samples} samples pass trainer.max_steps={steps}"
+        )
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:

@@ -5,6 +5,7 @@ full gets its rows beside it (`NAME.jsonl`), and at the end the first process me
 manifest.json. Whenever a build is killed, what stands in the tars is found again.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -67,7 +68,9 @@ def _digest(text: str) -> str:
 
 
 class OpenShard:
-    """A tar that is being written, or goes on being. What `add` has returned from survives a killed process.
+    """A tar that is being written, or goes on being.
+
+    What `add` has returned from survives a killed process; what a power cut leaves is found by its checksums.
 
     Args:
         path: of the tar; what follows the whole groups that it begins with is cut off.
@@ -101,7 +104,7 @@ class OpenShard:
         try:
             self._member(f"{id}.safetensors", data)
             # Last: a group is whole once its JSON is there.
-            self._member(f"{id}.json", json.dumps(facts, ensure_ascii=False).encode())
+            self._member(f"{id}.json", json.dumps(facts).encode())
             self._file.flush()
         except OSError as error:
             raise UserError(
@@ -137,7 +140,7 @@ def write_rows(shard: Path, rows: Iterable[Row], checksum: str | None) -> None:
 
 
 def _line(row: Row) -> str:
-    return json.dumps(row, ensure_ascii=False)
+    return json.dumps(row)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -168,7 +171,7 @@ def scan(path: Path) -> tuple[list[Row], int]:
                     break
                 rows.append({"shard": path.name, "offset": data[1], "bytes": data[2], **facts})
                 end = info.offset_data - (-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    except (tarfile.TarError, OSError, ValueError, KeyError):
+    except (tarfile.TarError, ValueError, KeyError):
         pass  # cut short here: what came before is whole
     return rows, end
 
@@ -242,10 +245,12 @@ class Cache:
 
     def rows(self) -> Iterator[Row]:
         """All rows that are known."""
-        shards = self.manifest()["shards"]
-        if shards and (self.folder / INDEX).is_file():
-            yield from (row for row in read_rows(self.folder / INDEX) if row["shard"] in shards)
-        for tar in self.unmerged():
+        tars = self.unmerged()
+        # A build that was killed while it merged may have left both: then the rows beside the tar count.
+        merged = self.manifest()["shards"].keys() - {tar.name for tar in tars}
+        if merged:
+            yield from (row for row in self._index() if row["shard"] in merged)
+        for tar in tars:
             lines = read_rows(rows_path(tar))
             next(lines)
             yield from lines
@@ -265,31 +270,41 @@ class Cache:
     def lock(self) -> Iterator[None]:
         """Let one build at a time write here; the lock goes with the process, however it ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as file:
+        try:
+            file = (self.folder / ".lock").open("w")
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            yield  # may be read, but not written: whoever tries to write will hear of it
+            return
+        with file:
             os.utime(file.fileno())  # says when the cache was last used
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 log.info(f"another process is filling {self.folder}: waiting for it")
                 fcntl.lockf(file, fcntl.LOCK_EX)
+            except OSError as error:
+                log.warning(f"note: no locks in {self.folder} ({error.strerror}): start one build at a time")
             yield
 
     def recover(self) -> None:
         """Bring the folder in order after whatever happened to it; one process alone may do this.
 
-        Shards that are damaged or gone leave the index, so that their samples are encoded again; tars that the
-        index does not know, of a build that was killed or an index that was lost, are read for what they hold.
+        Tars that are damaged, and tars that the index does not know because a build was killed or the index was
+        lost, are read for the whole samples that they begin with.
         """
+        for path in self.folder.glob(".*.tmp"):
+            path.unlink()
         manifest = self.manifest()
         shards: dict[str, Any] = manifest["shards"]
         before = json.dumps(shards)
         for name, facts in list(shards.items()):
             if not self._intact(self.folder / name, facts):
                 log.warning(
-                    f"the shard {self.folder / name} is damaged or gone: its {facts['samples']} samples are encoded "
-                    "again"
+                    f"the shard {self.folder / name} is damaged or gone: what it lacks of its {facts['samples']} "
+                    "samples is encoded again"
                 )
-                (self.folder / name).unlink(missing_ok=True)
                 del shards[name]
         counts = self._counts()
         for name, facts in list(shards.items()):
@@ -302,6 +317,15 @@ class Cache:
         for path in sorted(self.folder.glob("latents-*.tar")):
             if path.name not in known:
                 write_rows(path, scan(path)[0], None)
+
+    def lock_is_free(self) -> bool:
+        """Whether no build is running here."""
+        try:
+            with (self.folder / ".lock").open("a") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _index(self) -> Iterator[Row]:
         if (self.folder / INDEX).is_file():
@@ -362,11 +386,13 @@ class Cache:
         samples: Counter[str] = Counter()
         prompts: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
+        tokens = 0
         with replacing(self.folder / INDEX) as temporary, temporary.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(_line(row) + "\n")
                 if "key" in row:
                     samples[row["shard"]] += 1
+                    tokens += row["tokens"]
                     sizes["x".join(map(str, row["sizes"][0]))] += 1
                 else:
                     prompts[row["shard"]] += 1
@@ -376,9 +402,10 @@ class Cache:
             "fingerprint": self.folder.name,
             "parts": self.parts,
             "samples": samples.total(),
+            "tokens": tokens,
             "bytes": sum(facts["bytes"] for facts in shards.values()),
             "sizes": dict(sizes.most_common()),
             "shards": dict(sorted(shards.items())),
         }
         with replacing(self.folder / MANIFEST) as temporary:
-            temporary.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -21,14 +22,14 @@ import safetensors.torch
 import webdataset as wds
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
-from webdataset.gopen import gopen
+from webdataset.gopen import Pipe, gopen
 from webdataset.shardlists import expand_urls
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
 from datamodules.latents import latent_batch, size_of
-from datamodules.pairs import Example, Size, leave_signals_to_the_trainer
+from datamodules.pairs import Example, Size, leave_signals_to_the_trainer, refuse_epochs
 from datamodules.shards import MANIFEST, Row, check_fit, fingerprint_parts
 
 log = logging.getLogger("retouch")
@@ -68,8 +69,10 @@ def find_shards(pattern: str) -> tuple[list[Shard], dict[str, Any]]:
         raise UserError(f"data.shards={pattern}: names no .tar")
     try:
         manifest = json.loads(_fetch(manifest_url))
-        known = manifest["shards"]
-    except (ValueError, KeyError, TypeError) as error:
+        known = {name: Shard(name, facts["samples"], facts["prompts"]) for name, facts in manifest["shards"].items()}
+        if not {"parts", "sizes", "samples", "tokens"} <= manifest.keys():
+            raise KeyError
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"data.shards: {manifest_url} is no manifest of a cache") from error
     if is_folder:
         urls = [f"{pattern.rstrip('/')}/{name}" for name in known]
@@ -77,15 +80,19 @@ def find_shards(pattern: str) -> tuple[list[Shard], dict[str, Any]]:
     for url, found in zip(urls, names, strict=True):
         if found[-1] not in known:
             raise UserError(f"data.shards: {manifest_url} knows no {found[-1]} ({url})")
-    facts = [known[found[-1]] for found in names]
-    return [Shard(url, f["samples"], f["prompts"]) for url, f in zip(urls, facts, strict=True)], manifest
+    shards = [known[found[-1]]._replace(url=url) for url, found in zip(urls, names, strict=True)]
+    if not any(shard.samples for shard in shards):
+        raise UserError(f"data.shards={pattern}: no samples")
+    return shards, manifest
 
 
 def _open(url: str) -> IO[bytes]:
     if url.startswith("pipe:"):
         return gopen(url, "rb")
     # 0: one request for the whole file, where there is a choice.
-    options: dict[str, Any] = {"block_size": 0} if url.startswith("http") else {}
+    # No limit for the whole: training reads as slowly as it trains.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    options = {"block_size": 0, "client_kwargs": {"timeout": timeout}} if url.startswith("http") else {}
     try:
         return fsspec.open(url, "rb", **options).open()
     except (ImportError, ValueError) as error:  # no such protocol, or its library is missing
@@ -148,11 +155,15 @@ def read_groups(shard: Shard) -> Iterator[tuple[Row, bytes]]:
             with _open(shard.url) as stream:
                 members = ({**member, "__url__": shard.url} for member in tar_file_iterator(stream))
                 for number, group in enumerate(group_by_keys(members)):
-                    if number < done:
-                        continue
-                    row, data = _whole(group)
-                    done += 1
-                    yield row, data
+                    if number >= done:
+                        whole = _whole(group)
+                        done += 1
+                        try:
+                            yield whole
+                        except GeneratorExit:
+                            if isinstance(stream, Pipe):  # whose command will complain that nobody listens
+                                stream.ignore_errors = True
+                            raise
             if done == shard.samples + shard.prompts:
                 return
             raise _DamagedError(f"ended after {done} of {shard.samples + shard.prompts} entries")
@@ -165,10 +176,13 @@ def read_groups(shard: Shard) -> Iterator[tuple[Row, bytes]]:
 def _whole(group: Mapping[str, Any]) -> tuple[Row, bytes]:
     if "json" not in group or "safetensors" not in group:
         raise _DamagedError(f"{group['__key__']} was cut short")
-    row, data = json.loads(group["json"]), group["safetensors"]
-    if zlib.crc32(data) != row["crc32"]:
-        raise _DamagedError(f"{group['__key__']} is damaged")
-    return row, data
+    try:
+        row, data = json.loads(group["json"]), group["safetensors"]
+        if zlib.crc32(data) == row["crc32"]:
+            return row, data
+    except (ValueError, KeyError):
+        pass
+    raise _DamagedError(f"{group['__key__']} is damaged")
 
 
 @dataclass
@@ -236,9 +250,10 @@ class StreamedDataModule(L.LightningDataModule):
     def train_dataloader(self) -> "StreamLoader":
         trainer = self.trainer
         assert trainer is not None
+        refuse_epochs(trainer, self.batches_per_epoch(), self._samples())
         stream = ShardStream(
             self.shards,
-            self._limit,
+            partial(_limit, self.batch_size, self.max_tokens_per_batch),
             self.shuffle_buffer,
             self.seed,
             trainer.global_rank,
@@ -247,10 +262,6 @@ class StreamedDataModule(L.LightningDataModule):
             empty_prompt=self.caption_dropout_rate > 0,
         )
         return StreamLoader(stream, self.num_workers, self.max_tokens_per_batch or self.batch_size)
-
-    def _limit(self, row: Row) -> int:
-        budget = self.max_tokens_per_batch
-        return self.batch_size if budget is None else max(1, budget // row["tokens"])
 
     def examples(self, count: int) -> list[Example]:
         """The samples that the first shards begin with."""
@@ -270,7 +281,14 @@ class StreamedDataModule(L.LightningDataModule):
     def batches_per_epoch(self) -> float:
         """Of this process, about."""
         assert self.trainer is not None
-        return self._samples() / self.batch_size / self.trainer.world_size
+        tokens = self.manifest["tokens"] / self.manifest["samples"]
+        budget = self.max_tokens_per_batch
+        limit = self.batch_size if budget is None else max(1.0, budget / tokens)
+        return self._samples() / limit / self.trainer.world_size
+
+
+def _limit(batch_size: int, budget: int | None, row: Row) -> int:
+    return batch_size if budget is None else max(1, budget // row["tokens"])
 
 
 def _size(name: str) -> tuple[int, int]:
@@ -322,10 +340,12 @@ class ShardStream(IterableDataset[LatentBatch]):
             samples = wds.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(samples)
         waiting: dict[Size, list[Item]] = {}
         for row, item in samples:
-            group = waiting.setdefault(size_of(row), [])
-            group.append(item)
-            if len(group) >= self.limit(row):
-                yield collate(waiting.pop(size_of(row)))
+            size = size_of(row)
+            if any(item.key == other.key for other in waiting.get(size, ())):
+                yield collate(waiting.pop(size))  # of a rare size all have come, and a new epoch begins
+            waiting.setdefault(size, []).append(item)
+            if len(waiting[size]) >= self.limit(row):
+                yield collate(waiting.pop(size))
 
     def order(self, epoch: int) -> list[Shard]:
         """All shards, as this epoch deals them out."""

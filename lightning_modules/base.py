@@ -120,7 +120,7 @@ class EditModule(L.LightningModule, Family):
         if stage == "predict":
             self.stopwatch.synchronize = self.main_device
             with torch.no_grad():
-                kept = self.prompts.keep(data.all_prompts())
+                kept = self.prompts.keep(data.all_prompts(), self.trainer.num_devices)
             if kept:
                 self.components.release(*self.text_components)
 
@@ -360,7 +360,7 @@ class EditModule(L.LightningModule, Family):
     def predict_step(self, batch: EditRequest | EncodeRequest, batch_idx: int) -> Any:
         """The latents of a sample, or the pictures of an edit."""
         if isinstance(batch, EncodeRequest):
-            return self.encode(batch.raw, empty_prompt=True) if batch.raw is not None else None
+            return self.encode(batch.raw, empty_prompt=True)
         return self.pictures(batch)
 
     def pictures(self, batch: EditRequest) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -137,14 +137,18 @@ class PromptMemory:
         self.seconds[prompt] = self.stopwatch.seconds["encode_prompt"] - before
         return encoded
 
-    def keep(self, prompts: list[str]) -> bool:
-        """Encode these now, and keep them all if they fit: their encoders may go then."""
+    def keep(self, prompts: list[str], processes: int = 1) -> bool:
+        """Encode these now, and keep them all if they fit: their encoders may go then.
+
+        Args:
+            processes: how many on this machine do so, and share half of the free memory.
+        """
         start = last = time.monotonic()
         for number, prompt in enumerate(prompts, 1):
             first = self([prompt], torch.device("cpu"))
             if number == 1:
                 size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
-                if size * len(prompts) > psutil.virtual_memory().available / 2:
+                if size * len(prompts) * processes > psutil.virtual_memory().available / 2:
                     return False
                 self.kept = max(self.kept, len(prompts))
             if time.monotonic() - last >= SECONDS_BETWEEN_LINES:

@@ -212,6 +212,12 @@ def test_two_processes_build_the_cache_that_one_builds(run, tiny, mixed, tmp_pat
         "latents-00000-000000.tar": 4,
         "latents-00001-000000.tar": 4,
     }
+    # One more sample: one of the processes has nothing to do.
+    (mixed / "training_images" / "03.txt").write_text("another instruction")
+    process = start("predict", *two)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "encoded 1 samples" in text
 
 
 def test_two_processes_train_on_a_cache_that_they_build_first(run, tiny, pairs, tmp_path):
@@ -269,8 +275,8 @@ def test_damaged_shard_is_named_and_only_its_samples_are_encoded_again(run, tiny
     path = cache.folder / name
     path.write_bytes(path.read_bytes()[:-9000])
     outcome = run("predict", *command)
-    assert f"{name} is damaged or gone: its {facts['samples']} samples are encoded again" in outcome.text
-    assert encoded(outcome) == facts["samples"] < 12
+    assert f"{name} is damaged or gone: what it lacks of its {facts['samples']} samples is" in outcome.text
+    assert 0 < encoded(outcome) <= facts["samples"] < 12
     assert content(only(tmp_path / "cache")) == before
 
 
@@ -316,7 +322,8 @@ def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
         ("data.max_tokens_per_batch=0", "data.max_tokens_per_batch=0: must be a whole number from 1 on"),
         ("data.shard_size=big", "data.shard_size=big: must be a whole number from 1 on"),
         ("data.cache_dir={file}/cache", "Not a directory"),
-        ("data.shards=http://127.0.0.1:9/x.tgz", "data.shards"),
+        ("data.shards=http://127.0.0.1:9/x.tgz", "data.shards: http://127.0.0.1:9/x.tgz/manifest.json cannot be read"),
+        ("data.num_workers=-1", "data.num_workers=-1: must be a whole number from 0 on"),
     ],
 )
 def test_impossible_setting(run, tiny, pairs, tmp_path, override, words, monkeypatch):
@@ -344,6 +351,42 @@ def test_bad_image_stops_the_build_or_is_left_out(run, tiny, tmp_path):
     assert "2 pairs of" in text
     assert "skipped 1 unusable" in text
     assert encoded(run("predict", *command, "data.on_bad_image=skip")) == 0
+
+
+def test_picture_that_changes_while_it_is_encoded_is_refused(run, tiny, pairs, tmp_path, monkeypatch):
+    """Else new pixels would go by the name of the old ones, for ever."""
+    from datamodules import encoding
+
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
+    load = encoding.PairDataset.__getitem__
+
+    def change_first(self, item):
+        if item[0] == 1:
+            photograph("camera", 32, 32).save(root / "control_images" / "01.png")
+        return load(self, item)
+
+    monkeypatch.setattr(encoding.PairDataset, "__getitem__", change_first)
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    assert "changed while it was encoded: start again" in run("predict", *command, ok=False).error
+    monkeypatch.undo()
+    assert encoded(run("predict", *command)) == 2
+
+
+def test_no_usable_pair(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)])
+    (root / "control_images" / "00.png").write_text("no picture")
+    command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.on_bad_image=skip"]
+    assert "no usable pair is left" in run("predict", *command, ok=False).error
+    arguments = [*short(tiny, root, tmp_path / "run", 1), "data.on_bad_image=skip"]
+    assert "no usable pair is left" in run("train", *arguments, ok=False).error
+
+
+def test_copied_shards_that_are_not_whole_are_refused_at_once(run, tiny, pairs, tmp_path):
+    run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
+    tar = next(only(tmp_path / "cache").folder.glob("*.tar"))
+    tar.write_bytes(tar.read_bytes()[:-1])
+    arguments = [*short(tiny, pairs, tmp_path / "run", 1), f"data.shards={tar.parent}"]
+    assert "latents-00000-000000.tar is not whole: copy it again" in run("train", *arguments, ok=False).error
 
 
 def test_preview_shows_the_samples_without_a_model(run, pairs, tmp_path):

@@ -225,6 +225,30 @@ def test_url_that_cannot_be_used(cache, server, pattern, words):  # noqa: F811
         find_shards(pattern.format(server=server, folder=cache.folder))
 
 
+def test_manifest_without_samples(cache, server):  # noqa: F811
+    for tar in cache.folder.glob("*.tar"):
+        tar.unlink()
+    cache.recover()
+    with pytest.raises(UserError, match="no samples"):
+        find_shards(server)
+
+
+def test_leaving_a_pipe_early_says_nothing(cache, capfd):  # noqa: F811
+    shards, _ = find_shards(f"pipe:cat {cache.folder}/{braces(cache)}")
+    slow = shards[0]._replace(url=f"{shards[0].url}; sleep 0.1; cat {cache.folder}/*.tar; exit 3")
+    groups = streaming.read_groups(slow)
+    next(groups)
+    groups.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_rare_size_does_not_wait_for_copies_of_itself(cache, server):  # noqa: F811
+    shards, _ = find_shards(server)
+    batches = list(itertools.islice(stream(shards, limit=16), 12))
+    assert all(len(batch.keys) == len(set(batch.keys)) for batch in batches)
+    assert Counter(keys(batches)) == dict.fromkeys(ALL, 6)
+
+
 def test_page_that_is_no_manifest(cache, server):  # noqa: F811
     (cache.folder / "manifest.json").write_text("<html>sign in</html>")
     with pytest.raises(UserError, match="is no manifest of a cache"):
