@@ -139,7 +139,7 @@ def cached_data(cfg: DictConfig) -> "CachedDataModule":
 
 def cache(cfg: DictConfig, overrides: list[str]) -> None:
     """Encode data.root, as train.py does before it trains."""
-    from datamodules.shards import Cache
+    from datamodules.cache import Cache
 
     place_trainer(cfg)
     folder = build_cache(cfg, data := cached_data(cfg))
@@ -167,7 +167,7 @@ def clean(cfg: DictConfig) -> None:
     """Name the caches that the present settings do not use, and delete them if told to."""
     from hydra.utils import instantiate
 
-    from datamodules.shards import Cache
+    from datamodules.cache import Cache
 
     data = cached_data(cfg)
     used = data.cache(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)).folder

@@ -13,8 +13,9 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
+from datamodules.cache import Cache
 from datamodules.encoding import EncodeRequest
-from datamodules.shards import Cache, OpenShard, prompt_id
+from datamodules.shards import OpenShard, prompt_id
 from lightning_modules.base import EditModule
 
 log = logging.getLogger("retouch")

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from datamodules.cache import Cache, check_fit, fingerprint, fingerprint_parts
 from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
 from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
-from datamodules.pairs import Example, PairsDataModule, Size, pictures
-from datamodules.shards import Cache, check_fit, fingerprint, fingerprint_parts
+from datamodules.pairs import Example, PairsDataModule, Size, pictures, require_whole_numbers
 from datamodules.streaming import StreamedDataModule
 
 
@@ -21,11 +21,11 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "CachedD
             through a buffer of shuffle_buffer samples).
         settings: of `CachedDataModule`.
     """
-    least = {"batch_size": 1, "max_tokens_per_batch": 1, "shard_size": 1, "num_workers": 0}
-    for name, minimum in least.items():
-        value = settings[name]
-        if value is not None and (not isinstance(value, int) or value < minimum):
-            raise UserError(f"data.{name}={value}: must be a whole number from {minimum} on")
+    positive = {name: settings[name] for name in ("batch_size", "shard_size", "max_tokens_per_batch")}
+    if positive["max_tokens_per_batch"] is None:
+        del positive["max_tokens_per_batch"]
+    require_whole_numbers(positive, least=1)
+    require_whole_numbers({"num_workers": settings["num_workers"], "shuffle_buffer": shuffle_buffer}, least=0)
     if shards is None or Path(shards).expanduser().is_dir():
         return CachedDataModule(shards=shards, **settings)
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")

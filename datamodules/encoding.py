@@ -10,10 +10,11 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.batch import RawBatch
+from datamodules.cache import Cache
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
 from datamodules.pairs import PairDataset, PairsDataModule, leave_signals_to_the_trainer
-from datamodules.shards import Cache, sample_id
+from datamodules.shards import sample_id
 from datamodules.sources import Sample
 
 log = logging.getLogger("retouch")

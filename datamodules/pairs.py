@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as L
 import torch
@@ -30,6 +30,13 @@ class Example(NamedTuple):
 
     pictures: list[Tensor]
     batch: RawBatch | LatentBatch
+
+
+def require_whole_numbers(settings: Mapping[str, Any], least: int) -> None:
+    """Raise a UserError for a setting that is something else."""
+    for name, value in settings.items():
+        if not isinstance(value, int) or value < least:
+            raise UserError(f"data.{name}={value}: must be a whole number from {least} on")
 
 
 def pictures(raw: RawBatch) -> list[Tensor]:
@@ -107,10 +114,8 @@ class PairsDataModule(L.LightningDataModule):
         seed: int,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise UserError(f"data.batch_size={batch_size}: must be at least 1")
-        if num_workers < 0:
-            raise UserError(f"data.num_workers={num_workers}: must be at least 0")
+        require_whole_numbers({"batch_size": batch_size}, least=1)
+        require_whole_numbers({"num_workers": num_workers}, least=0)
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
             if value not in ("error", "skip"):
                 raise UserError(f"data.{name}={value}: choose error or skip")

@@ -11,8 +11,9 @@ from hydra.utils import instantiate
 from PIL import Image
 
 import train
+from datamodules.cache import Cache
 from datamodules.pairs import collate as collate_pixels
-from datamodules.shards import Cache, scan
+from datamodules.shards import scan
 from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start, wait_until
 from tests.datamodules.test_shards import content
 
@@ -327,7 +328,7 @@ def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
     ],
 )
 def test_impossible_setting(run, tiny, pairs, tmp_path, override, words, monkeypatch):
-    monkeypatch.setattr("datamodules.streaming.PAUSE", 0.0)
+    monkeypatch.setattr("datamodules.remote.PAUSE", 0.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     override = override.format(empty=tmp_path / "empty", file=tmp_path / "file")

@@ -173,7 +173,7 @@ def test_unknown_override_and_group_give_hydras_own_message(run):
         ("save_every=-1", "save_every=-1: must be a number of steps"),
         ("model.devices.transformer=cpu trainer.devices=2", "choose one"),
         ("callbacks.metrics=null", "callbacks.progress shows what callbacks.metrics measures"),
-        ("data.batch_size=0", "data.batch_size=0: must be at least 1"),
+        ("data.batch_size=0", "data.batch_size=0: must be a whole number from 1 on"),
         ("trainer.max_epochs=3", "pass trainer.max_steps=24"),
         ("ckpt_path=last", "there is no checkpoint"),
         ("ckpt_path=/nowhere.ckpt", "there is no checkpoint /nowhere.ckpt"),

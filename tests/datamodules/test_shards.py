@@ -9,10 +9,11 @@ import safetensors.torch
 import torch
 import webdataset as wds
 
+from datamodules.cache import Cache, check_fit, fingerprint
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
 from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
-from datamodules.shards import Cache, OpenShard, check_fit, fingerprint, prompt_id, sample_id, scan
+from datamodules.shards import OpenShard, prompt_id, sample_id, scan
 
 
 def tensors(number):
@@ -246,12 +247,12 @@ def test_only_the_samples_of_a_damaged_shard_are_lost(cache, damage, capfd):
 
 
 def test_copied_cache_is_read_once_to_be_checked_and_then_trusted(cache, tmp_path, monkeypatch):
-    import datamodules.shards as shards
+    from datamodules import cache as cache_module
 
     shutil.copytree(cache.folder, tmp_path / "copy", copy_function=shutil.copyfile)
     copy, read = Cache(tmp_path / "copy", {}), []
-    checksum = shards.sha256
-    monkeypatch.setattr(shards, "sha256", lambda path: read.append(path) or checksum(path))
+    checksum = cache_module.sha256
+    monkeypatch.setattr(cache_module, "sha256", lambda path: read.append(path) or checksum(path))
     copy.recover()
     assert len(read) == len(copy.manifest()["shards"])
     copy.recover()

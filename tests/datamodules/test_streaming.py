@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from datamodules import streaming
+from datamodules import remote
 from datamodules.errors import UserError
-from datamodules.streaming import ShardStream, StreamLoader, find_shards, read_items
+from datamodules.remote import find_shards
+from datamodules.streaming import ShardStream, StreamLoader, read_items
 from tests.datamodules.test_shards import cache, tensors  # noqa: F401  a fixture
 
 
@@ -48,7 +49,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(cache, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(streaming, "PAUSE", 0.01)
+    monkeypatch.setattr(remote, "PAUSE", 0.01)
     Handler.faults.clear()
     Handler.served.clear()
     Handler.status.clear()
@@ -191,12 +192,12 @@ def test_shard_that_is_shorter_than_its_manifest_says_is_never_passed_over(cache
     whole = shards[0]
     for size in (10_240, 3_584, 700):  # between members and inside of them; `cat` itself ends well
         cut = whole._replace(url=f"pipe:head -c {size} {whole.url.removeprefix('pipe:cat ')}")
-        streaming.PAUSE, pause = 0.0, streaming.PAUSE
+        remote.PAUSE, pause = 0.0, remote.PAUSE
         try:
             with pytest.raises(UserError, match="cannot be read"):
                 list(read_items(cut, empty_prompt=False))
         finally:
-            streaming.PAUSE = pause
+            remote.PAUSE = pause
 
 
 def test_damaged_sample_is_never_trained_on(cache, server):  # noqa: F811
@@ -236,7 +237,7 @@ def test_manifest_without_samples(cache, server):  # noqa: F811
 def test_leaving_a_pipe_early_says_nothing(cache, capfd):  # noqa: F811
     shards, _ = find_shards(f"pipe:cat {cache.folder}/{braces(cache)}")
     slow = shards[0]._replace(url=f"{shards[0].url}; sleep 0.1; cat {cache.folder}/*.tar; exit 3")
-    groups = streaming.read_groups(slow)
+    groups = remote.read_groups(slow)
     next(groups)
     groups.close()
     assert capfd.readouterr().err == ""
