@@ -162,6 +162,9 @@ class Cache:
         """
         for path in self.folder.glob(".*.tmp"):
             path.unlink()
+        for tar in self.unmerged():
+            if not tar.is_file():
+                rows_path(tar).unlink()
         manifest = self.manifest()
         shards: dict[str, Any] = manifest["shards"]
         before = json.dumps(shards)

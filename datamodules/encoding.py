@@ -70,7 +70,6 @@ class EncodingDataModule(L.LightningDataModule):
         self.cache = cache
         self.prepare_data_per_node = False
         self.allow_zero_length_dataloader_with_multiple_devices = True
-        self.total = 0
         self.requests = _Requests([], cache.hashes())
 
     def prepare_data(self) -> None:
@@ -80,7 +79,6 @@ class EncodingDataModule(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         samples = self.source.find()
-        self.total = len(samples)
         absent = {sample.key for sample in lacking(samples, self.cache)}
         # By its place in the whole data set: after a stop each sample comes to the same process, in the same order.
         mine = samples[trainer.global_rank :: trainer.world_size]

@@ -151,6 +151,17 @@ def test_build_killed_between_sealing_and_merging_loses_nothing(tmp_path):
     assert not cache.unmerged()
 
 
+def test_rows_of_a_tar_that_is_gone_are_forgotten(tmp_path):
+    cache = Cache(tmp_path / "cache", {})
+    fill(cache, 6, full=9_000).seal()
+    tar = cache.unmerged()[0]
+    lost = {row["id"] for row in cache.rows() if row["shard"] == tar.name and "key" in row}
+    tar.unlink()
+    cache.recover()
+    cache.merge()
+    assert cache.sample_ids() == {f"id{n}" for n in range(6)} - lost
+
+
 def test_build_killed_while_it_merges_counts_nothing_twice(tmp_path, monkeypatch):
     """Between the manifest and the lists beside the tars, after each of these."""
     from pathlib import Path
