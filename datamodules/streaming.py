@@ -114,7 +114,7 @@ class StreamedDataModule(L.LightningDataModule):
 
     def size_counts(self) -> Counter[tuple[int, int]]:
         """How many targets there are of each (width, height), in all that the manifest knows."""
-        return Counter({size: n for name, n in self.manifest["sizes"].items() for size in [_size(name)]})
+        return Counter({_size(name): n for name, n in self.manifest["sizes"].items()})
 
     def batches_per_epoch(self) -> float:
         """Of this process, about."""
