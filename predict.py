@@ -175,16 +175,18 @@ def clean(cfg: DictConfig) -> None:
     for folder in sorted(used.parent.glob("?" * len(used.name))):
         if folder == used or not (folder / ".lock").is_file():
             continue
+        other = Cache(folder, {})
+        if not other.lock_is_free():
+            log.info(f"{folder} is being filled: it stays")
+            continue
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         when = time.strftime("%Y-%m-%d", time.localtime((folder / ".lock").stat().st_mtime))
         total += size
-        log.info(f"{folder}  {decimal(size)}, {Cache(folder, {}).describe()}, last used {when}")
-        if cfg.delete and Cache(folder, {}).lock_is_free():
+        log.info(f"{folder}  {decimal(size)}, {other.describe()}, last used {when}")
+        if cfg.delete:
             shutil.rmtree(folder)
-        elif cfg.delete:
-            log.warning(f"note: {folder} is being filled: it stays")
     if total == 0:
-        log.info(f"nothing to free in {used.parent}: only {used.name} is there, which these settings use")
+        log.info(f"nothing to free in {used.parent}; {used.name} is what these settings use")
     elif cfg.delete:
         log.info(f"freed {decimal(total)}; kept {used.name}, which these settings use")
     else:

@@ -36,12 +36,13 @@ def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
     for axis, raw, size in zip(axes.flat, shown, data.sizes, strict=False):
         axis.imshow(_strip(raw))
         sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in pictures(raw))
-        name = textwrap.shorten(raw.keys[0], 44, placeholder="...") or raw.keys[0][-44:]
-        axis.set_title(f"{name}\n{sizes}  bucket {buckets[size]}", fontsize=9)
+        key = raw.keys[0] if len(raw.keys[0]) <= 44 else f"...{raw.keys[0][-41:]}"
+        axis.set_title(f"{_plain(key)}\n{sizes}  bucket {buckets[size]}", fontsize=9)
         caption = textwrap.fill(raw.prompts[0] or "(no caption)", 52, max_lines=3, placeholder=" ...")
         axis.text(0.5, -0.04, _plain(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
     counts = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
-    lines = [f"{len(shown)} of {data.describe()}: {counts}; {len(buckets)} buckets", *data.notes]
+    roots = ", ".join(map(str, data.roots))
+    lines = [f"{len(shown)} of {len(data.sizes)} pairs of {roots}: {counts}; {len(buckets)} buckets", *data.notes]
     figure.suptitle("\n".join(textwrap.shorten(_plain(line), 50 * columns) for line in lines), fontsize=10)
     figure.tight_layout()
     with replacing(path) as temporary:

@@ -19,7 +19,7 @@ from typing import Any
 
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, Hashed, replacing, sha256
-from datamodules.shards import OpenShard, Row, read_rows, row_line, rows_path, scan, write_rows
+from datamodules.shards import OpenShard, Row, read_rows, rows_path, scan, write_rows
 
 log = logging.getLogger("retouch")
 
@@ -258,7 +258,7 @@ class Cache:
         tokens = 0
         with replacing(self.folder / INDEX) as temporary, temporary.open("w", encoding="utf-8") as file:
             for row in rows:
-                file.write(row_line(row) + "\n")
+                file.write(json.dumps(row) + "\n")
                 if "key" in row:
                     samples[row["shard"]] += 1
                     tokens += row["tokens"]

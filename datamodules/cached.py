@@ -10,6 +10,7 @@ from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
 from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
 from datamodules.pairs import Example, PairsDataModule, Size, pictures, require_whole_numbers
+from datamodules.sampler import samples_per_batch
 from datamodules.streaming import StreamedDataModule
 
 
@@ -139,7 +140,8 @@ class CachedDataModule(PairsDataModule):
         tokens: dict[Size, int] = {}
         for size, number in zip(self.sizes, self.numbers, strict=True):
             tokens[size] = max(tokens.get(size, 1), self.index.tokens[number])
-        return {size: max(1, self.max_tokens_per_batch // count) for size, count in tokens.items()}
+        budget = self.max_tokens_per_batch
+        return {size: samples_per_batch(self.batch_size, budget, count) for size, count in tokens.items()}
 
     def reader(self, empty_prompt: bool) -> LatentReader:
         """Reads batches; whether they carry the empty prompt's conditioning."""

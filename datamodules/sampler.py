@@ -8,6 +8,11 @@ import numpy as np
 from torch.utils.data import Sampler
 
 
+def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
+    """How many samples of so many tokens make a batch; one that alone is above the budget comes alone."""
+    return batch_size if max_tokens_per_batch is None else max(1, int(max_tokens_per_batch // tokens))
+
+
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     """Yields this rank's batches for ever: lists of (index of the sample, number of the draw).
 

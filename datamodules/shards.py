@@ -106,12 +106,8 @@ def rows_path(shard: Path) -> Path:
 
 def write_rows(shard: Path, rows: Iterable[Row], checksum: str | None) -> None:
     with replacing(rows_path(shard)) as temporary:
-        lines = [json.dumps({"shard": shard.name, "sha256": checksum}), *map(row_line, rows)]
+        lines = [json.dumps({"shard": shard.name, "sha256": checksum}), *map(json.dumps, rows)]
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def row_line(row: Row) -> str:
-    return json.dumps(row)
 
 
 def read_rows(path: Path) -> Iterator[Row]:

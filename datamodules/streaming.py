@@ -20,6 +20,7 @@ from datamodules.cache import check_fit, fingerprint_parts
 from datamodules.latents import latent_batch, size_of
 from datamodules.pairs import Example, Size, leave_signals_to_the_trainer, refuse_epochs
 from datamodules.remote import Shard, find_shards, read_groups
+from datamodules.sampler import samples_per_batch
 from datamodules.shards import Row
 
 
@@ -91,7 +92,7 @@ class StreamedDataModule(L.LightningDataModule):
         refuse_epochs(trainer, self.batches_per_epoch(), self._samples())
         stream = ShardStream(
             self.shards,
-            partial(_limit, self.batch_size, self.max_tokens_per_batch),
+            partial(samples_per_batch, self.batch_size, self.max_tokens_per_batch),
             self.shuffle_buffer,
             self.seed,
             trainer.global_rank,
@@ -120,13 +121,8 @@ class StreamedDataModule(L.LightningDataModule):
         """Of this process, about."""
         assert self.trainer is not None
         tokens = self.manifest["tokens"] / self.manifest["samples"]
-        budget = self.max_tokens_per_batch
-        limit = self.batch_size if budget is None else max(1.0, budget / tokens)
+        limit = samples_per_batch(self.batch_size, self.max_tokens_per_batch, tokens)
         return self._samples() / limit / self.trainer.world_size
-
-
-def _limit(batch_size: int, budget: int | None, row: Row) -> int:
-    return batch_size if budget is None else max(1, budget // row["tokens"])
 
 
 def _size(name: str) -> tuple[int, int]:
@@ -141,7 +137,7 @@ class ShardStream(IterableDataset[LatentBatch]):
     any number of shards serves any number of workers. A buffer shuffles what a worker reads.
 
     Args:
-        limit: a sample's row -> how many like it make a batch.
+        limit: a sample's tokens -> how many like it make a batch.
         shuffle_buffer: samples that each worker holds to shuffle them.
         rank, world_size: this process among all.
         start: steps made before; a run that goes on sees the shards in an order of its own.
@@ -151,7 +147,7 @@ class ShardStream(IterableDataset[LatentBatch]):
     def __init__(
         self,
         shards: Sequence[Shard],
-        limit: Callable[[Row], int],
+        limit: Callable[[int], int],
         shuffle_buffer: int,
         seed: int,
         rank: int,
@@ -182,7 +178,7 @@ class ShardStream(IterableDataset[LatentBatch]):
             if any(item.key == other.key for other in waiting.get(size, ())):
                 yield collate(waiting.pop(size))  # of a rare size all have come, and a new epoch begins
             waiting.setdefault(size, []).append(item)
-            if len(waiting[size]) >= self.limit(row):
+            if len(waiting[size]) >= self.limit(row["tokens"]):
                 yield collate(waiting.pop(size))
 
     def order(self, epoch: int) -> list[Shard]:

@@ -6,6 +6,7 @@ import shutil
 import signal
 
 import pytest
+import safetensors.torch
 import torch
 from hydra.utils import instantiate
 from PIL import Image
@@ -161,9 +162,9 @@ def test_other_weights_are_another_cache(run, tiny, pairs, tmp_path):
     (own / "transformer" / "note.txt").write_text("the transformer has no part in it")
     assert encoded(run("predict", *command)) == 0
     vae = own / "vae" / "diffusion_pytorch_model.safetensors"
-    tensors = __import__("safetensors.torch").torch.load(vae.read_bytes())
+    tensors = safetensors.torch.load(vae.read_bytes())
     tensors["encoder.conv_in.bias"] = tensors["encoder.conv_in.bias"] + 1
-    __import__("safetensors.torch").torch.save_file(tensors, vae, metadata={"format": "pt"})
+    safetensors.torch.save_file(tensors, vae, metadata={"format": "pt"})
     assert encoded(run("predict", *command)) == 8
 
 
@@ -228,9 +229,7 @@ def test_two_processes_train_on_a_cache_that_they_build_first(run, tiny, pairs, 
     assert process.returncode == 0, text
     assert "encoded" in text
     run("train", *short(tiny, pairs, tmp_path / "one", 4), "data.batch_size=2")
-    from safetensors.torch import load
-
-    one, other = load(lora_bytes(tmp_path / "one")), load(lora_bytes(tmp_path / "two"))
+    one, other = (safetensors.torch.load(lora_bytes(tmp_path / name)) for name in ("one", "two"))
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
 

@@ -86,7 +86,7 @@ def upload(folder):
 
 
 def stream(shards, limit=1, shuffle=0, rank=0, world=1, start=0):
-    return ShardStream(shards, lambda row: limit, shuffle, 7, rank, world, start, empty_prompt=True)
+    return ShardStream(shards, lambda tokens: limit, shuffle, 7, rank, world, start, empty_prompt=True)
 
 
 def keys(batches):
