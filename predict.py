@@ -96,14 +96,14 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
         if not isinstance(cfg[key], int) or cfg[key] < 1:
             raise UserError(f"{key}={cfg[key]}: must be a whole number from 1 on")
     count = cfg.num_images_per_prompt
-    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt or "")
-    if sampling.uses_negative and cfg.negative_prompt is None:
+    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt)
+    if sampling.negative is not None and cfg.negative_prompt is None:
         log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
     data = EditsDataModule(
         image=cfg.image,
         prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg.prompt)],
         prompts_file=cfg.prompts_file,
-        negative_prompt=sampling.negative_prompt if sampling.uses_negative else None,
+        negative_prompt=sampling.negative,
         seeds=list(dict.fromkeys(seed + i for seed in numbers(cfg, "seed", int) for i in range(count))),
         lora_scales=scales,
         height=cfg.height,
@@ -153,9 +153,12 @@ def cache(cfg: DictConfig, overrides: list[str]) -> None:
 
 def preview(cfg: DictConfig, output_dir: Path) -> None:
     """Show what would be trained on, without any model."""
+    from hydra.utils import instantiate
+
     from callbacks.contact_sheet import write_contact_sheet
 
     data = cached_data(cfg)
+    data.serve(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None))
     data.scan()
     write_contact_sheet(data, output_dir / "preview.png")
     for note in data.notes:

@@ -132,7 +132,8 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     from callbacks.shard_writer import ShardWriter
     from datamodules.encoding import EncodingDataModule, lacking
 
-    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _convert_="all")
+    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None, _convert_="all")
+    data.serve(module)
     cache = data.cache(module)
     writer = ShardWriter(cache, data.shard_size)
     trainer: L.Trainer = instantiate(

@@ -103,7 +103,7 @@ class LoRACheckpoint(L.Callback):
         if trainer.is_global_zero:
             header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
             file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME
-            save_lora(module.transformer, file, module.adapter.alpha, header)
+            save_lora(module.transformer, file, module.adapter.alpha, header, module.lora_prefix)
             with replacing(self.output_dir / "lora" / "last" / WEIGHTS_NAME) as temporary:
                 shutil.copyfile(file, temporary)
             with replacing(last) as temporary:

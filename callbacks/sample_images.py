@@ -28,7 +28,7 @@ class SampleImages(L.Callback):
         output_dir: the run's folder.
         sample_every: optimizer steps between two sets; 0 makes them at the end only.
         count: how many of the data set's first samples.
-        num_inference_steps, guidance_scale, seed: as in prediction.
+        num_inference_steps, guidance_scale, true_cfg_scale, seed: as in prediction; the negative prompt is "".
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class SampleImages(L.Callback):
         sample_every: int,
         count: int,
         num_inference_steps: int,
-        guidance_scale: float,
+        guidance_scale: float | None,
+        true_cfg_scale: float,
         seed: int,
     ) -> None:
         if sample_every < 0:
@@ -45,7 +46,7 @@ class SampleImages(L.Callback):
         self.folder = Path(output_dir) / "samples"
         self.sample_every = sample_every
         self.count = count
-        self.sampling = Sampling(num_inference_steps, guidance_scale)
+        self.sampling = Sampling(num_inference_steps, guidance_scale, true_cfg_scale, "")
         self.seed = seed
         self._examples: list[tuple[list[Tensor], LatentBatch]] = []
         self._step = 0
@@ -66,7 +67,8 @@ class SampleImages(L.Callback):
         """Write one strip for each of the first samples."""
         if not self._examples:
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            self._examples = [self._prepare(module, example) for example in data.examples(self.count)]
+            examples = data.examples(self.count, empty_prompt=self.sampling.negative is not None)
+            self._examples = [self._prepare(module, example) for example in examples]
         assert module.transformer is not None
         module.eval()
         for pictures, latents in self._examples:
@@ -81,11 +83,10 @@ class SampleImages(L.Callback):
                     logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
         module.train()
 
-    @staticmethod
-    def _prepare(module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
+    def _prepare(self, module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
         """The pictures beside the result, and the latents; of shards without their files, what the latents show."""
         if isinstance(example.batch, RawBatch):
-            return example.pictures, module.encode(example.batch)
+            return example.pictures, module.encode(example.batch, self.sampling.negative)
         latents = module.transfer_batch_to_device(example.batch, module.main_device, 0)
         known = [image for image in (*latents.controls, latents.target_mean) if image is not None]
         return example.pictures or [module.decode(module.normalize(image)) for image in known], latents

@@ -51,9 +51,9 @@ class ShardWriter(BasePredictionWriter):
         self.encoded += 1
         if self.encoded == 1 and trainer.is_global_zero:
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            self._compare_with_free_space(
-                len(data.requests) * trainer.world_size, len(data.all_prompts()) * trainer.world_size
-            )
+            samples = len(data.requests)
+            prompts = 2 * samples if pl_module.condition_images.text_sees_them else len(data.all_prompts())
+            self._compare_with_free_space(samples * trainer.world_size, prompts * trainer.world_size)
         if trainer.received_sigterm:
             raise SIGTERMException
 
@@ -63,7 +63,7 @@ class ShardWriter(BasePredictionWriter):
                 self._shard.seal()
             self._shard = self.cache.open_shard(rank, self.shard_size)
         shard = self._shard
-        images = request.images if module.prompts_see_images else []
+        images = request.images if module.condition_images.text_sees_them else []
         [caption], raw = request.raw.prompts, request.raw
         members = {}
         for kind, text, tensors in (("prompt", caption, latents.prompt), ("empty_prompt", "", latents.empty_prompt)):

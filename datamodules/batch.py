@@ -1,7 +1,9 @@
 """What passes between the data and the model."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +19,8 @@ class RawBatch:
         target: (B, 3, H, W), or None where there is nothing to learn from (prediction).
         controls: the condition images, each (B, 3, h, w) at a size of its own.
         mask: (B, 1, H, W) in [0, 1], the weight of each pixel in the loss.
+        prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
+            none for models whose text encoder sees no images.
     """
 
     keys: list[str]
@@ -25,6 +29,7 @@ class RawBatch:
     target: Tensor | None
     controls: list[Tensor]
     mask: Tensor | None = None
+    prompt_images: list[list[Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -37,8 +42,10 @@ class LatentBatch:
         keys, draws, mask: as in `RawBatch`.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
         controls: the modes of the condition images' latents, each (B, C, h, w).
-        prompt: the family's text conditioning by diffusers' argument names, each (B, ...).
-        empty_prompt: the same for the empty prompt, which caption dropout puts in its place.
+        prompt: the family's text conditioning by diffusers' argument names, each (B, ...); what is shorter in one
+            sample than in another ends in zeros, as does its mask.
+        empty_prompt: the same for the empty prompt, which caption dropout puts in its place; in prediction for the
+            negative prompt. One row may stand for all samples.
     """
 
     keys: list[str]
@@ -49,3 +56,16 @@ class LatentBatch:
     prompt: dict[str, Tensor]
     empty_prompt: dict[str, Tensor]
     mask: Tensor | None = None
+
+
+def stack_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """(L_1, ...), (L_2, ...), ... -> (B, longest, ...): what is shorter ends in zeros. All other sides must agree."""
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(list(tensors))
+    return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True)
+
+
+def pad_to(tensor: Tensor, length: int) -> Tensor:
+    """(B, L, ...) -> (B, length, ...), zeros at the end."""
+    missing = length - tensor.shape[1]
+    return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(len(tensor), missing, *tensor.shape[2:])], 1)

@@ -14,8 +14,10 @@ from datamodules.sampler import samples_per_batch
 from datamodules.streaming import StreamedDataModule
 
 
-def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "CachedDataModule | StreamedDataModule":
-    """The data module for `data=cached`.
+def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDataModule | StreamedDataModule:
+    """The data module for `data=cached` and `data=captions`.
+
+    Without a cache_dir samples are encoded in every step, as with `data=pairs`.
 
     Args:
         shards: null for the samples of data.root; else the folder of a cache, or a URL of one (then they are streamed
@@ -27,6 +29,14 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "CachedD
         del positive["max_tokens_per_batch"]
     require_whole_numbers(positive, least=1)
     require_whole_numbers({"num_workers": settings["num_workers"], "shuffle_buffer": shuffle_buffer}, least=0)
+    if settings["cache_dir"] is None:
+        if shards is not None or "max_tokens_per_batch" in positive:
+            raise UserError(
+                "data.shards and data.max_tokens_per_batch are about cached latents: set data.cache_dir too"
+            )
+        for name in ("cache_dir", "shard_size", "max_tokens_per_batch"):
+            del settings[name]
+        return PairsDataModule(**settings)
     if shards is None or Path(shards).expanduser().is_dir():
         return CachedDataModule(shards=shards, **settings)
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
@@ -150,8 +160,8 @@ class CachedDataModule(PairsDataModule):
     def train_dataloader(self) -> ThreadedLoader:
         return ThreadedLoader(self.reader(self.caption_dropout_rate > 0), self.sampler(), self.num_workers)
 
-    def examples(self, count: int) -> list[Example]:
-        reader = self.reader(empty_prompt=False)
+    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
+        reader = self.reader(empty_prompt)
         batches = [reader([(index, 0)]) for index in range(min(count, len(self.numbers)))]
         if not self.samples:
             return [Example([], batch) for batch in batches]

@@ -5,14 +5,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from datamodules.batch import RawBatch
+from datamodules.conditions import ConditionImages, PromptRequest
 from datamodules.errors import UserError
 from datamodules.sources import IMAGE_SUFFIXES, belongs_to_another, further_controls, read_text
-from datamodules.transforms import fit_area, image_size, load_image, verify_image
+from datamodules.transforms import fit_area, image_size, verify_image
 
 
 @dataclass
@@ -34,13 +36,13 @@ class EditsDataModule(L.LightningDataModule):
     """Every image with every prompt.
 
     Args:
-        image: a file, a folder or a glob; None makes pictures from the prompt alone, at height and width.
+        image: a file, a folder or a glob; None makes pictures from the prompt alone.
             `X_control_1.*`, ... beside `X.*` are its further control images, as in training.
         prompt: one instruction, or several.
         prompts_file: a UTF-8 file with one instruction a line, instead of `prompt`.
         negative_prompt: encoded too where it is needed.
         seeds, lora_scales: a picture for each pair of them.
-        height, width: of the result; None for the image's own, floored to 16.
+        height, width: of the result; None for the image's own, floored to 16, or 1024 where there is no image.
         max_area: larger images are shrunk to so many pixels before the edit.
     """
 
@@ -57,8 +59,6 @@ class EditsDataModule(L.LightningDataModule):
         max_area: int,
     ) -> None:
         super().__init__()
-        if image is None and (height is None or width is None):
-            raise UserError("no image= to edit; for a picture from the prompt alone give width= and height=")
         self.images = find_images(image) if image is not None else [()]
         self.prompts = _read_prompts(prompt, prompts_file)
         self.negative_prompt = negative_prompt
@@ -67,6 +67,7 @@ class EditsDataModule(L.LightningDataModule):
         self.height = height
         self.width = width
         self.max_area = max_area
+        self.condition_images = ConditionImages()
         if not isinstance(max_area, int) or max_area < 256:
             raise UserError(f"max_area={max_area}: must be a number of pixels from 256 on")
         for name, side in (("height", height), ("width", width)):
@@ -77,10 +78,29 @@ class EditsDataModule(L.LightningDataModule):
                 image_size(path)
                 verify_image(path)
 
-    def all_prompts(self) -> list[str]:
+    def setup(self, stage: str) -> None:
+        """Compare what there is to edit with what the model takes; raises UserError."""
+        assert self.trainer is not None
+        module: Any = self.trainer.lightning_module
+        model, self.condition_images = module.repository_name, module.condition_images
+        least, most = self.condition_images.least, self.condition_images.most
+        for paths in self.images:
+            count = len(paths)
+            if count == 0 and (least > 0 or (most != 0 and None in (self.height, self.width))):
+                alone = "" if least > 0 else "; for a picture from the prompt alone give width= and height="
+                raise UserError(f"no image= to edit, which {model} starts from{alone}")
+            if count and most == 0:
+                raise UserError(f"{model} makes pictures from the prompt alone: leave image= out")
+            if most and count > most:
+                listed = f"{paths[0]} and its further control images"
+                raise UserError(f"{model} takes {most} condition image{'s' if most > 1 else ''}, {listed} are {count}")
+
+    def all_prompts(self) -> list[PromptRequest]:
         """Everything that the text encoders must see."""
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
-        return list(dict.fromkeys([*self.prompts, *negative]))
+        prompts = dict.fromkeys([*self.prompts, *negative])
+        images = self.images if self.condition_images.text_sees_them else [()]
+        return [(prompt, seen) for seen in images for prompt in prompts]
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
         """This process's share of the requests, one by one."""
@@ -109,8 +129,8 @@ class _Requests(Dataset[EditRequest]):
         data = self.data
         image, prompt = divmod(index, len(data.prompts))
         paths = data.images[image]
-        controls = [load_image(path, fit_area(*image_size(path), data.max_area)) for path in paths]
-        own = (controls[0].shape[2], controls[0].shape[1]) if controls else (0, 0)
+        controls, prompt_images = data.condition_images.load(paths, data.max_area)
+        own = fit_area(*image_size(paths[0]), data.max_area) if paths else (1024, 1024)
         name = self.names[image] + (f"_prompt{prompt + 1}" if len(data.prompts) > 1 else "")
         return EditRequest(
             raw=RawBatch(
@@ -118,7 +138,8 @@ class _Requests(Dataset[EditRequest]):
                 draws=[0],
                 prompts=[data.prompts[prompt]],
                 target=None,
-                controls=[control[None] for control in controls],
+                controls=controls,
+                prompt_images=[prompt_images],
             ),
             name=name,
             image=str(paths[0]) if paths else None,

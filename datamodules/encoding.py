@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.batch import RawBatch
 from datamodules.cache import Cache
+from datamodules.conditions import ConditionImages, PromptRequest
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
 from datamodules.pairs import PairDataset, PairsDataModule, leave_signals_to_the_trainer
@@ -70,7 +71,7 @@ class EncodingDataModule(L.LightningDataModule):
         self.cache = cache
         self.prepare_data_per_node = False
         self.allow_zero_length_dataloader_with_multiple_devices = True
-        self.requests = _Requests([], cache.hashes())
+        self.requests = _Requests([], cache.hashes(), source.condition_images)
 
     def prepare_data(self) -> None:
         self.cache.recover()
@@ -78,6 +79,7 @@ class EncodingDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         trainer = self.trainer
         assert trainer is not None
+        self.source.serve(trainer.lightning_module)
         samples = self.source.find()
         absent = {sample.key for sample in lacking(samples, self.cache)}
         # By its place in the whole data set: after a stop each sample comes to the same process, in the same order.
@@ -97,6 +99,7 @@ class EncodingDataModule(L.LightningDataModule):
                 if sample.key in usable
             ],
             hashes,
+            self.source.condition_images,
         )
 
     def _hash(self, samples: Iterable[Sample]) -> FileHashes:
@@ -109,10 +112,11 @@ class EncodingDataModule(L.LightningDataModule):
                 self.cache.remember(self.trainer.global_rank, pool.map(hash_file, paths))
         return self.cache.hashes()
 
-    def all_prompts(self) -> list[str]:
-        """Everything that the text encoders must see."""
-        prompts = [sample.prompt for sample, *_ in self.requests.items]
-        return list(dict.fromkeys([*prompts, ""])) if prompts else []
+    def all_prompts(self) -> list[PromptRequest]:
+        """What the text encoders may see before all else: nothing where each sample has a conditioning of its own."""
+        if self.source.condition_images.text_sees_them or not self.requests.items:
+            return []
+        return [(prompt, ()) for prompt in dict.fromkeys([*(sample.prompt for sample, *_ in self.requests.items), ""])]
 
     def predict_dataloader(self) -> DataLoader[EncodeRequest]:
         return DataLoader(
@@ -129,10 +133,12 @@ def _alone(items: list[EncodeRequest]) -> EncodeRequest:
 
 
 class _Requests(Dataset[EncodeRequest]):
-    def __init__(self, items: list[tuple[Sample, str, list[str], bool]], hashes: FileHashes) -> None:
+    def __init__(
+        self, items: list[tuple[Sample, str, list[str], bool]], hashes: FileHashes, condition_images: ConditionImages
+    ) -> None:
         self.items = items
         self.hashes = hashes
-        self.pixels = PairDataset([sample for sample, *_ in items])
+        self.pixels = PairDataset([sample for sample, *_ in items], condition_images)
 
     def __len__(self) -> int:
         return len(self.items)

@@ -105,19 +105,23 @@ class LatentReader:
         return latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
 
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
-        """The tensors of groups of one layout, each (B, ...)."""
-        batch: dict[str, Tensor] = {}
-        common: list[tuple[str, torch.dtype, list[int]]] = []
-        for place, row in enumerate(rows):
-            shard, offset, _ = self.index.spans[3 * row : 3 * row + 3]
-            file = self._open(shard)
-            layout, start = _header(file, offset)
-            if place == 0:
-                common = layout
-                batch = {name: torch.empty(len(rows), *shape, dtype=dtype) for name, dtype, shape in layout}
-            if layout != common:
-                raise ValueError(f"{file.name!s}: samples of one batch differ in their tensors")
-            buffers: list[Any] = [batch[name][place].reshape(-1).view(torch.uint8).numpy() for name, *_ in layout]
+        """The tensors of some groups, each (B, longest, ...): what is shorter ends in zeros."""
+        spans = [self.index.spans[3 * row : 3 * row + 3] for row in rows]
+        files = [self._open(shard) for shard, _, _ in spans]
+        layouts, starts = zip(
+            *(_header(f, offset) for f, (_, offset, _) in zip(files, spans, strict=True)), strict=True
+        )
+        kinds = [{name: (dtype, shape[1:]) for name, (dtype, shape) in layout.items()} for layout in layouts]
+        if any(kind != kinds[0] for kind in kinds):
+            raise ValueError(f"{files[0].name!s}: samples of one batch differ in their tensors")
+        batch = {}
+        for name, (dtype, shape) in layouts[0].items():
+            lengths = [layout[name][1][0] for layout in layouts]
+            make = torch.empty if len(set(lengths)) == 1 else torch.zeros
+            batch[name] = make(len(rows), max(lengths), *shape[1:], dtype=dtype)
+        for place, (file, layout, start) in enumerate(zip(files, layouts, starts, strict=True)):
+            parts = [batch[name][place, : shape[0]] for name, (_, shape) in layout.items()]
+            buffers: list[Any] = [part.reshape(-1).view(torch.uint8).numpy() for part in parts]
             if os.preadv(file.fileno(), buffers, start) != sum(buffer.nbytes for buffer in buffers):
                 raise _cut_short(file)
         return batch
@@ -134,15 +138,15 @@ def _cut_short(file: FileIO) -> UserError:
     return UserError(f"the shard {file.name!s} ends too early: start again, and its samples are encoded again")
 
 
-def _header(file: FileIO, offset: int) -> tuple[list[tuple[str, torch.dtype, list[int]]], int]:
-    """Name, dtype and shape of a safetensors file's tensors in their order, and where the first one begins."""
+def _header(file: FileIO, offset: int) -> tuple[dict[str, tuple[torch.dtype, list[int]]], int]:
+    """Dtype and shape of a safetensors file's tensors by name, in their order, and where the first one begins."""
     first = os.pread(file.fileno(), HEADER, offset)
     length = int.from_bytes(first[:8], "little")
     text = first[8 : 8 + length] if length <= HEADER - 8 else os.pread(file.fileno(), length, offset + 8)
     if len(text) < max(length, 2):
         raise _cut_short(file)
     facts = sorted(json.loads(text).items(), key=lambda item: item[1]["data_offsets"])
-    return [(name, DTYPES[one["dtype"]], one["shape"]) for name, one in facts], offset + 8 + length
+    return {name: (DTYPES[one["dtype"]], one["shape"]) for name, one in facts}, offset + 8 + length
 
 
 def latent_batch(

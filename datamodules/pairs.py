@@ -3,9 +3,12 @@
 import logging
 import math
 import signal
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as L
@@ -14,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.batch import LatentBatch, RawBatch
+from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError, listing
 from datamodules.sampler import SizeBatchSampler
-from datamodules.sources import Sample, find_samples
+from datamodules.sources import Found, Sample
 from datamodules.transforms import floor_size, image_size, load_image, load_mask, verify_image
 
 log = logging.getLogger("retouch")
@@ -47,8 +51,9 @@ def pictures(raw: RawBatch) -> list[Tensor]:
 class PairDataset(Dataset[RawBatch]):
     """Batches of one sample; `collate` joins them."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[Sample], condition_images: ConditionImages) -> None:
         self.samples = samples
+        self.condition_images = condition_images
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -58,13 +63,15 @@ class PairDataset(Dataset[RawBatch]):
         sample = self.samples[index]
         target = load_image(sample.target)
         size = (target.shape[2], target.shape[1])
+        controls, prompt_images = self.condition_images.load(sample.controls)
         return RawBatch(
             keys=[sample.key],
             draws=[draw],
             prompts=[sample.prompt],
             target=target[None],
-            controls=[load_image(path)[None] for path in sample.controls],
+            controls=controls,
             mask=load_mask(sample.mask, size)[None] if sample.mask else None,
+            prompt_images=[prompt_images],
         )
 
 
@@ -82,6 +89,7 @@ def collate(samples: list[RawBatch]) -> RawBatch:
         target=join([sample.target for sample in samples]),
         controls=[torch.cat(images) for images in zip(*(sample.controls for sample in samples), strict=True)],
         mask=join([sample.mask for sample in samples]),
+        prompt_images=[images for sample in samples for images in sample.prompt_images],
     )
 
 
@@ -89,7 +97,8 @@ class PairsDataModule(L.LightningDataModule):
     """Pairs from one or several roots, each at its own size floored to 16.
 
     Args:
-        root: a folder or a metadata table, or a list of them; see `datamodules.sources`.
+        root: a folder or a metadata table, or a list of them.
+        source: finds the samples of the roots; see `datamodules.sources` and `datamodules.captions`.
         batch_size: samples a step and process; a batch holds samples of one size.
         num_workers: processes that decode images.
         on_missing: what to do about a target without control or caption, or a control without target.
@@ -105,6 +114,7 @@ class PairsDataModule(L.LightningDataModule):
     def __init__(
         self,
         root: str | Sequence[str],
+        source: Callable[[list[str]], Found],
         batch_size: int,
         num_workers: int,
         on_missing: Literal["error", "skip"],
@@ -120,6 +130,7 @@ class PairsDataModule(L.LightningDataModule):
             if value not in ("error", "skip"):
                 raise UserError(f"data.{name}={value}: choose error or skip")
         self.roots = [root] if isinstance(root, str) else list(root)
+        self.source = source
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.on_missing = on_missing
@@ -127,11 +138,19 @@ class PairsDataModule(L.LightningDataModule):
         self.caption_dropout_rate = caption_dropout_rate
         self.preview_count = preview_count
         self.seed = seed
+        self.model = ""
+        self.condition_images = ConditionImages()
         self.samples: list[Sample] = []
         self.sizes: list[Size] = []
         self.notes: list[str] = []
 
+    def serve(self, module: Any) -> None:
+        """Prepare the condition images as this model wants them."""
+        self.model, self.condition_images = module.repository_name, module.condition_images
+
     def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.serve(self.trainer.lightning_module)
         self.scan()
 
     def scan(self) -> None:
@@ -149,14 +168,35 @@ class PairsDataModule(L.LightningDataModule):
         Raises:
             UserError: some are incomplete, unless on_missing is `skip`.
         """
-        found = find_samples(self.roots)
+        found = self.source(self.roots)
         self.notes = []
         if found.incomplete:
             what = f"{len(found.incomplete)} incomplete: {listing(found.incomplete)}"
             if self.on_missing == "error":
                 raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
             self.notes.append(f"skipped {what}")
+        self._check_counts(found.samples)
         return found.samples
+
+    def _check_counts(self, samples: Sequence[Sample]) -> None:
+        """Raise a UserError where the model takes fewer or more condition images."""
+        most = self.condition_images.most
+        if most == 0 and (some := [sample.key for sample in samples if sample.controls]):
+            raise UserError(
+                f"{self.model} makes pictures from text alone, but {listing(some)} of data.root={self.roots[0]} start "
+                "from condition images: train a model that edits (model=flux_kontext, qwen_image_edit), or train on "
+                "the targets alone by data=captions and their folder as data.root"
+            )
+        if most != 0 and (bare := [sample.key for sample in samples if not sample.controls]):
+            raise UserError(
+                f"{self.model} edits pictures, but {listing(bare)} of data.root={self.roots[0]} have no condition "
+                "image to start from: use data=cached with pairs, or model=flux_dev with data=captions"
+            )
+        if most and (many := [f"{s.key} ({len(s.controls)})" for s in samples if len(s.controls) > most]):
+            raise UserError(
+                f"{self.model} takes {most} condition image{'s' if most > 1 else ''}, there are more in "
+                f"{listing(many)} of data.root={self.roots[0]}"
+            )
 
     def check(self, samples: Sequence[Sample]) -> list[tuple[Sample, Size, bool]]:
         """The usable samples, each with its size and whether a side was rounded down.
@@ -165,7 +205,7 @@ class PairsDataModule(L.LightningDataModule):
             UserError: some are unusable, unless on_bad_image is `skip`.
         """
         with ThreadPoolExecutor() as pool:
-            checked = list(pool.map(_check, samples))
+            checked = list(pool.map(partial(_check, self.condition_images), samples))
         bad = [str(size) for size in checked if isinstance(size, UserError)]
         if bad:
             what = f"{len(bad)} unusable: {listing(bad)}"
@@ -203,7 +243,7 @@ class PairsDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> Iterable[RawBatch | LatentBatch]:
         return DataLoader(
-            dataset=PairDataset(self.samples),
+            dataset=PairDataset(self.samples, self.condition_images),
             batch_sampler=self.sampler(),
             collate_fn=collate,
             num_workers=self.num_workers,
@@ -212,11 +252,11 @@ class PairsDataModule(L.LightningDataModule):
 
     def pixels(self, count: int) -> list[RawBatch]:
         """The first few samples, each as a batch of one."""
-        dataset = PairDataset(self.samples)
+        dataset = PairDataset(self.samples, self.condition_images)
         return [dataset[(index, 0)] for index in range(min(count, len(dataset)))]
 
-    def examples(self, count: int) -> list[Example]:
-        """The first few samples, to make pictures of."""
+    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
+        """The first few samples, to make pictures of; whether with the empty prompt's conditioning, if encoded."""
         return [Example(pictures(raw), raw) for raw in self.pixels(count)]
 
     def describe(self) -> str:
@@ -246,16 +286,24 @@ def leave_signals_to_the_trainer(worker: int) -> None:
     """Ctrl-C and a cluster's SIGTERM reach every process of a job; a worker that died would take the run along."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _unless_the_trainer_has_left
 
 
-def _check(sample: Sample) -> tuple[Size, bool] | UserError:
+def _unless_the_trainer_has_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The thread that hands tensors over is cut off when the trainer stops: no matter for a traceback."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _check(condition_images: ConditionImages, sample: Sample) -> tuple[Size, bool] | UserError:
     """The sample's size and whether a side was rounded, or what is wrong with one of its files."""
     try:
         images = (sample.target, *sample.controls)
-        sizes = [image_size(path) for path in images]
+        target, *controls = [image_size(path) for path in images]
         for path in (*images, *([sample.mask] if sample.mask else [])):
             verify_image(path)
     except UserError as error:
         return error
-    floored = tuple(floor_size(*size) for size in sizes)
-    return (floored, sample.mask is not None), floored != tuple(sizes)
+    sizes = (floor_size(*target), *(condition_images.size(*control) for control in controls))
+    keep_their_size = [target, *(controls if condition_images.vae_image_size is None else [])]
+    return (sizes, sample.mask is not None), any(floor_size(*size) != size for size in keep_their_size)

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,16 @@ def find_samples(roots: Iterable[str | Path]) -> Found:
     Raises:
         UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
     """
+    return scan_roots(roots, _scan)
+
+
+def scan_roots(roots: Iterable[str | Path], scan: Callable[[Path], Found]) -> Found:
+    """What `scan` finds in all roots, keys made unique over them."""
     folders = [Path(root).expanduser() for root in roots]
     samples: list[Sample] = []
     incomplete: list[str] = []
     for folder in folders:
-        found = _scan(folder)
+        found = scan(folder)
         prefix = "" if len(folders) == 1 else f"{folder}/"
         samples += [replace(sample, key=prefix + sample.key) for sample in found.samples]
         incomplete += found.incomplete
@@ -66,8 +71,13 @@ def _scan(root: Path) -> Found:
     if tables:
         return _from_table(tables[0])
     targets = _folder(root, TARGET_FOLDERS)
-    controls = _folder(root, CONTROL_FOLDERS)
+    controls = controls_folder(root)
     if targets is None or controls is None:
+        if targets is not None or folder_images(root):
+            raise UserError(
+                f"data.root={root}: pictures, but no condition images in {'/'.join(CONTROL_FOLDERS)}, which editing "
+                "starts from. To learn pictures from their captions: model=flux_dev data=captions"
+            )
         raise UserError(
             f"data.root={root}: no pairs found. Looked for {' or '.join(TABLES)}, or for a folder "
             f"{'/'.join(TARGET_FOLDERS)} (X.png and X.txt) beside a folder {'/'.join(CONTROL_FOLDERS)} (X.png)"
@@ -80,11 +90,16 @@ def _scan(root: Path) -> Found:
     return found
 
 
+def controls_folder(root: Path) -> Path | None:
+    """Where a set of pairs keeps its condition images."""
+    return _folder(root, CONTROL_FOLDERS)
+
+
 def _folder(root: Path, names: tuple[str, ...]) -> Path | None:
     return next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def _images(folder: Path) -> dict[str, Path]:
+def folder_images(folder: Path) -> dict[str, Path]:
     """The folder's images by stem. Two files of one stem would make a pair ambiguous."""
     images: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
@@ -107,7 +122,7 @@ def further_controls(images: dict[str, Path], stem: str) -> list[Path]:
 
 def primary_images(folder: Path) -> dict[str, Path]:
     """The images that stand for a sample of their own: neither a further control nor a mask of another one."""
-    images = _images(folder)
+    images = folder_images(folder)
     return {stem: path for stem, path in images.items() if not belongs_to_another(stem, images)}
 
 
@@ -122,10 +137,10 @@ def belongs_to_another(stem: str, stems: Container[str]) -> bool:
 def _from_folders(target_folder: Path, control_folder: Path) -> Found:
     targets, all_controls, controls = (
         primary_images(target_folder),
-        _images(control_folder),
+        folder_images(control_folder),
         primary_images(control_folder),
     )
-    masks = {**_images(target_folder), **all_controls}
+    masks = {**folder_images(target_folder), **all_controls}
     numbered: dict[str, dict[str, Path]] = {}
     for name, path in all_controls.items():
         if match := FURTHER_CONTROL.match(name):

@@ -13,9 +13,9 @@ import lightning.pytorch as L
 import safetensors.torch
 import webdataset as wds
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from datamodules.batch import LatentBatch
+from datamodules.batch import LatentBatch, stack_padded
 from datamodules.cache import check_fit, fingerprint_parts
 from datamodules.latents import latent_batch, size_of
 from datamodules.pairs import Example, Size, leave_signals_to_the_trainer, refuse_epochs
@@ -40,8 +40,12 @@ def collate(items: list[Item]) -> LatentBatch:
     empty = [item.empty_prompt for item in items]
     if len({item.empty_id for item in items}) == 1:
         empty = empty[:1]
-    tensors, prompt, empty_prompt = map(default_collate, ([i.tensors for i in items], [i.prompt for i in items], empty))
+    tensors, prompt, empty_prompt = map(_stack, ([i.tensors for i in items], [i.prompt for i in items], empty))
     return latent_batch([item.key for item in items], [], tensors, prompt, empty_prompt)
+
+
+def _stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: stack_padded([sample[name] for sample in samples]) for name in samples[0]}
 
 
 class StreamedDataModule(L.LightningDataModule):
@@ -102,9 +106,9 @@ class StreamedDataModule(L.LightningDataModule):
         )
         return StreamLoader(stream, self.num_workers, self.max_tokens_per_batch or self.batch_size)
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
         """The samples that the first shards begin with."""
-        items = itertools.chain.from_iterable(read_items(shard, empty_prompt=False) for shard in self.shards)
+        items = itertools.chain.from_iterable(read_items(shard, empty_prompt) for shard in self.shards)
         return [Example([], collate([item])) for _, item in itertools.islice(items, count)]
 
     def describe(self) -> str:

@@ -1,5 +1,6 @@
 """An image file to a tensor, as the diffusers pipelines see it: RGB, upright, sides floored to 16, in [-1, 1]."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,13 @@ def fit_area(width: int, height: int, max_area: int) -> tuple[int, int]:
     """The floored size, shrunk in proportion where its area is above `max_area` pixels."""
     scale = min(1.0, (max_area / (width * height)) ** 0.5)
     return floor_size(round(width * scale), round(height * scale))
+
+
+def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
+    """The size of so many pixels in the same proportions, both sides rounded to 32, as the Qwen pipelines do."""
+    target_width = math.sqrt(area * (width / height))
+    target_height = target_width / (width / height)
+    return max(32, round(target_width / 32) * 32), max(32, round(target_height / 32) * 32)
 
 
 def image_size(path: Path) -> tuple[int, int]:
@@ -90,13 +98,15 @@ def to_tensor(image: Image.Image) -> Tensor:
     return 2 * pixels.permute(2, 0, 1).contiguous() - 1
 
 
-def load_image(path: Path, size: tuple[int, int] | None = None) -> Tensor:
-    """The file as (3, H, W) in [-1, 1], at `size` (width, height) or at its own size floored to 16."""
+def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The image at (width, height)."""
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+
+
+def load_image(path: Path) -> Tensor:
+    """The file as (3, H, W) in [-1, 1], at its own size floored to 16."""
     image = open_image(path)
-    size = size or floor_size(*image.size)
-    if image.size != size:
-        image = image.resize(size, Image.Resampling.LANCZOS)
-    return to_tensor(image)
+    return to_tensor(resize(image, floor_size(*image.size)))
 
 
 def load_mask(path: Path, size: tuple[int, int]) -> Tensor:

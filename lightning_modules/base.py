@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.batch import LatentBatch, RawBatch
+from datamodules.batch import LatentBatch, RawBatch, pad_to
 from datamodules.errors import UserError, listing
 from lightning_modules import flow
 from lightning_modules.frozen import FrozenPipeline
@@ -98,7 +98,9 @@ class EditModule(FrozenPipeline):
     # Training
 
     def training_step(self, batch: RawBatch | LatentBatch, batch_idx: int) -> Tensor:
-        latents = self.encode(batch, self.caption_dropout_rate > 0) if isinstance(batch, RawBatch) else batch
+        latents = (
+            self.encode(batch, "" if self.caption_dropout_rate > 0 else None) if isinstance(batch, RawBatch) else batch
+        )
         losses = self.losses(latents)
         self._window += list(zip(latents.keys, losses.detach(), strict=True))
         self.batch_tokens = self.token_count(latents)
@@ -126,12 +128,15 @@ class EditModule(FrozenPipeline):
         drop = dropout < self.caption_dropout_rate
         if not drop.any():
             return batch.prompt
-        return {
-            name: torch.where(
-                drop.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1)), batch.empty_prompt[name], tensor
-            )
-            for name, tensor in batch.prompt.items()
-        }
+        if drop.all():
+            return {name: empty.expand(len(drop), *empty.shape[1:]) for name, empty in batch.empty_prompt.items()}
+        mixed = {}
+        for name, tensor in batch.prompt.items():
+            empty = batch.empty_prompt[name]
+            longest = max(tensor.shape[1], empty.shape[1])
+            chosen = drop.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+            mixed[name] = torch.where(chosen, pad_to(empty, longest), pad_to(tensor, longest))
+        return mixed
 
     def configure_optimizers(self) -> Any:
         assert self.optimizer is not None

@@ -1,16 +1,20 @@
 """The frozen parts of a pipeline beside its transformer: loaded when first used, timed, and let go."""
 
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
+from datamodules.batch import stack_padded
+from datamodules.conditions import PromptRequest
 from lightning_modules.loading import load_component, resolve_repository
 
 log = logging.getLogger("retouch")
@@ -106,53 +110,73 @@ class Components:
 class PromptMemory:
     """Prompt embeddings in CPU memory: data sets for an edit repeat their instructions.
 
-    Each prompt is encoded alone, so that its embedding does not depend on its neighbours in a batch.
+    A prompt is known by its text and by the pixels of the images that its encoder sees with it. Each is encoded
+    alone, so that its embedding does not depend on its neighbours in a batch.
 
     Args:
-        encode: prompts -> the text conditioning, each tensor (B, ...).
-        kept: how many are kept, the ones used last; 4 MB each for T5-XXL at 512 tokens.
+        encode: a prompt and its images -> the text conditioning, each tensor (...).
+        kept: how many are kept, the ones used last; 4 MB each for T5-XXL at 512 tokens, 10 MB for Qwen2.5-VL and one
+            megapixel.
     """
 
-    def __init__(self, encode: Callable[[list[str]], dict[str, Tensor]], stopwatch: Stopwatch, kept: int = 64) -> None:
+    def __init__(
+        self, encode: Callable[[str, list[Tensor]], dict[str, Tensor]], stopwatch: Stopwatch, kept: int = 64
+    ) -> None:
         self.encode = encode
         self.stopwatch = stopwatch
         self.kept = kept
         self.seconds: dict[str, float] = {}
-        self._encoded: dict[str, dict[str, Tensor]] = {}
+        self._encoded: dict[bytes, dict[str, Tensor]] = {}
 
-    def __call__(self, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """The conditioning of a batch, each tensor (B, ...), on `device`."""
+    def __call__(
+        self, prompts: Sequence[str], images: Sequence[list[Tensor]], device: torch.device
+    ) -> dict[str, Tensor]:
+        """The conditioning of a batch, each tensor (B, ...), on `device`; `images` are those of each prompt."""
         encoded = []
-        for prompt in prompts:
-            encoded.append(self._encoded.pop(prompt) if prompt in self._encoded else self._encode(prompt))
-            self._encoded[prompt] = encoded[-1]
+        for prompt, seen in zip(prompts, images, strict=True):
+            seen = [image.cpu() for image in seen]
+            key = _digest(prompt, seen)
+            encoded.append(self._encoded.pop(key) if key in self._encoded else self._encode(prompt, seen))
+            self._encoded[key] = encoded[-1]
         while len(self._encoded) > self.kept:
             del self._encoded[next(iter(self._encoded))]
-        return {name: torch.cat([one[name] for one in encoded]).to(device) for name in encoded[0]}
+        return {name: stack_padded([one[name] for one in encoded]).to(device) for name in encoded[0]}
 
-    def _encode(self, prompt: str) -> dict[str, Tensor]:
+    def _encode(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         before = self.stopwatch.seconds.get("encode_prompt", 0.0)
         with self.stopwatch.stage("encode_prompt"):
-            encoded = {name: tensor.cpu() for name, tensor in self.encode([prompt]).items()}
+            encoded = {name: tensor.cpu() for name, tensor in self.encode(prompt, images).items()}
         self.seconds[prompt] = self.stopwatch.seconds["encode_prompt"] - before
         return encoded
 
-    def keep(self, prompts: list[str], processes: int = 1) -> bool:
+    def keep(
+        self, requests: Sequence[PromptRequest], load: Callable[[Sequence[Path]], list[Tensor]], processes: int = 1
+    ) -> bool:
         """Encode these now, and keep them all if they fit: their encoders may go then.
 
         Args:
+            load: reads the images of a prompt.
             processes: how many on this machine do so, and share half of the free memory.
         """
         start = last = time.monotonic()
-        for number, prompt in enumerate(prompts, 1):
-            first = self([prompt], torch.device("cpu"))
+        for number, (prompt, paths) in enumerate(requests, 1):
+            first = self([prompt], [load(paths)], torch.device("cpu"))
             if number == 1:
                 size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
-                if size * len(prompts) * processes > psutil.virtual_memory().available / 2:
+                if size * len(requests) * processes > psutil.virtual_memory().available / 2:
                     return False
-                self.kept = max(self.kept, len(prompts))
+                self.kept = max(self.kept, len(requests))
             if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
-                left = timedelta(seconds=round((last - start) / number * (len(prompts) - number)))
-                log.info(f"{number} of {len(prompts)} prompts encoded  left {left}")
+                left = timedelta(seconds=round((last - start) / number * (len(requests) - number)))
+                log.info(f"{number} of {len(requests)} prompts encoded  left {left}")
         return True
+
+
+def _digest(prompt: str, images: list[Tensor]) -> bytes:
+    """What a prompt and its images are known by."""
+    digest = hashlib.sha256(prompt.encode())
+    for image in images:
+        digest.update(str(tuple(image.shape)).encode())
+        digest.update(image.numpy().tobytes())
+    return digest.digest()

@@ -3,12 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch
+from datamodules.conditions import ConditionImages
+from lightning_modules.lora import PREFIXES
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 @dataclass(frozen=True)
@@ -16,34 +20,41 @@ class Sampling:
     """How a picture is made; names and meanings are those of the diffusers pipelines."""
 
     num_inference_steps: int
-    guidance_scale: float
-    true_cfg_scale: float = 1.0  # the pipelines' own default: none
-    negative_prompt: str = ""
+    guidance_scale: float | None
+    true_cfg_scale: float
+    negative_prompt: str | None
 
     @property
-    def uses_negative(self) -> bool:
-        return self.true_cfg_scale > 1
+    def negative(self) -> str | None:
+        """The prompt of true CFG's other half; None where there is none."""
+        return (self.negative_prompt or "") if self.true_cfg_scale > 1 else None
 
 
 class Family(ABC):
     """A pipeline's own part of encoding, denoising and decoding.
 
-    `transformer_class` is the name of its class in diffusers; `text_components` are the repository's components
-    that only text encoding needs; `prompts_see_images` says that a prompt's conditioning depends on the condition
-    images too.
+    Attributes:
+        transformer_class: the name of its class in diffusers.
+        text_components: the repository's components that only text encoding needs.
+        condition_images: how many it takes, and at what sizes.
+        lora_prefix: stands before the names of layers in LoRA files; one of `lora.PREFIXES`.
     """
 
     transformer_class: ClassVar[str]
     text_components: ClassVar[tuple[str, ...]]
-    prompts_see_images: ClassVar[bool] = False
+    condition_images = ConditionImages()
+    lora_prefix: ClassVar[str] = PREFIXES[0]
 
     @abstractmethod
-    def prompt_settings(self) -> dict[str, Any]:
-        """All settings that the output of `encode_prompts` depends on."""
+    def encoding_settings(self) -> dict[str, Any]:
+        """All settings of the family that the outputs of its encoders depend on."""
 
     @abstractmethod
-    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """The text conditioning by diffusers' argument names, each (B, ...), on the text encoders' device."""
+    def encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+        """The text conditioning by diffusers' argument names, each (...) without a batch; `images` in 8 bits.
+
+        What is as long as the text has its length first, and a mask of ones of that length beside it.
+        """
 
     @abstractmethod
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,13 +85,7 @@ class Family(ABC):
         """Normalized latents (B, C, h, w) -> pixels (B, 3, H, W), about [-1, 1], on the CPU in float32."""
 
     @abstractmethod
-    def pipeline(self) -> Any:
-        """The family's diffusers pipeline around the transformer that is loaded."""
-
-    @abstractmethod
-    def dynamic_shift(self, shape: torch.Size) -> float:
-        """The pipeline's timestep shift for a latent of shape (C, h, w)."""
-
-    @abstractmethod
-    def token_count(self, batch: LatentBatch) -> int:
-        """Tokens that the transformer sees for the batch: text, target and controls."""
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        """Its diffusers pipeline, made to take latents. Imported here and not before: its module imports the classes
+        of the encoders, which training on cached latents does without.
+        """

@@ -1,28 +1,25 @@
-"""FLUX.1 Kontext: an MMDiT over text, target and control tokens (arXiv 2506.15742)."""
+"""FLUX.1 dev and Kontext: an MMDiT over text, target and control tokens (arXiv 2506.15742)."""
 
 import logging
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch
+from datamodules.conditions import ConditionImages
 from lightning_modules.base import EditModule
 from lightning_modules.family import Sampling
-from lightning_modules.flow import dynamic_shift
-from lightning_modules.flux_tokens import pack, position_ids, unpack
-from lightning_modules.loading import load_component, vae_config
+from lightning_modules.patches import pack, unpack
 
 if TYPE_CHECKING:
-    from lightning_modules.kontext_pipeline import LatentKontextPipeline
+    from diffusers import DiffusionPipeline
 
 log = logging.getLogger("retouch")
 
 
 class FluxKontext(EditModule):
-    """FLUX.1 Kontext [dev].
+    """FLUX.1 Kontext [dev]: any number of condition images, each at its own size; none for text to image.
 
     Args:
         max_sequence_length: T5 tokens; its padding is not masked, so use the same in training and prediction.
@@ -39,7 +36,7 @@ class FluxKontext(EditModule):
 
     # Text
 
-    def prompt_settings(self) -> dict[str, Any]:
+    def encoding_settings(self) -> dict[str, Any]:
         return {"max_sequence_length": self.max_sequence_length}
 
     def get_clip_prompt_embeds(self, prompts: list[str]) -> Tensor:
@@ -60,14 +57,12 @@ class FluxKontext(EditModule):
                 )
         return encoder(ids.to(self.components.device("text_encoder_2"))).last_hidden_state.to(self.base_dtype)
 
-    def encode_prompt(self, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """prompt_embeds (B, L, D), pooled_prompt_embeds (B, P) and text_ids (L, 3), as the pipeline's own."""
-        pooled, embeds = self.get_clip_prompt_embeds(prompts), self.get_t5_prompt_embeds(prompts)
-        return embeds, pooled, torch.zeros(embeds.shape[1], 3, device=embeds.device, dtype=embeds.dtype)
-
-    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        embeds, pooled, _ = self.encode_prompt(prompts)
-        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+    def encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+        """prompt_embeds (L, D) and pooled_prompt_embeds (P,)."""
+        return {
+            "prompt_embeds": self.get_t5_prompt_embeds([prompt])[0],
+            "pooled_prompt_embeds": self.get_clip_prompt_embeds([prompt])[0],
+        }
 
     @staticmethod
     def _tokenize(tokenizer: Any, prompts: list[str], length: int) -> Tensor:
@@ -81,11 +76,6 @@ class FluxKontext(EditModule):
         # Asking the model for its device and dtype would walk all of its modules, twice in each step.
         latent = self.components["vae"].encode(pixels.to(self.components.device("vae"), self.base_dtype)).latent_dist
         return latent.mode().to(self.main_device), latent.std.to(self.main_device)
-
-    @cached_property
-    def vae_config(self) -> dict[str, Any]:
-        """Known without loading the autoencoder: training from cached latents never needs its weights."""
-        return vae_config(self.components.repository, self.revision)
 
     def normalize(self, latents: Tensor) -> Tensor:
         return (latents - self.vae_config["shift_factor"]) * self.vae_config["scaling_factor"]
@@ -120,35 +110,12 @@ class FluxKontext(EditModule):
         height, width = x_t.shape[-2:]
         return unpack(predicted[:, : height * width // 4], height, width)
 
-    def dynamic_shift(self, shape: torch.Size) -> float:
-        _, height, width = shape
-        config = self.components["scheduler"].config
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        return dynamic_shift(height * width // 4, **{name: config[name] for name in names if name in config})
-
-    def token_count(self, batch: LatentBatch) -> int:
-        images = [image for image in (batch.target_mean, *batch.controls) if image is not None]
-        tokens = batch.prompt["prompt_embeds"].shape[1] + sum(image[0, 0].numel() // 4 for image in images)
-        return tokens * len(batch.keys)
-
     # Prediction
 
-    def pipeline(self) -> "LatentKontextPipeline":
-        if self._pipeline is None:
-            # Here, because it imports the encoders' classes, which training on cached latents does without.
-            from lightning_modules.kontext_pipeline import LatentKontextPipeline
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        from lightning_modules.kontext_pipeline import LatentKontextPipeline
 
-            self._pipeline = LatentKontextPipeline(
-                scheduler=load_component(self.components.repository, "scheduler", revision=self.revision),
-                vae=self.components["vae"],
-                text_encoder=None,
-                tokenizer=None,
-                text_encoder_2=None,
-                tokenizer_2=None,
-                transformer=self.transformer,
-            )
-            self._pipeline.set_progress_bar_config(disable=True)
-        return self._pipeline
+        return LatentKontextPipeline
 
     def denoise(
         self,
@@ -177,3 +144,17 @@ class FluxKontext(EditModule):
         ).images
         scale = pipeline.vae_scale_factor
         return unpack(latents, height // scale, width // scale)
+
+
+def position_ids(latents: Tensor, image: int) -> Tensor:
+    """(B, C, 2H, 2W) -> (H*W, 3): the number of the image (0 the target, 1, 2, ... its controls), row, column."""
+    height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    ids = torch.stack([torch.full_like(rows, image), rows, columns], dim=-1)
+    return ids.reshape(-1, 3).to(latents.device, torch.float32)
+
+
+class FluxDev(FluxKontext):
+    """FLUX.1 [dev]: Kontext's transformer without condition images."""
+
+    condition_images = ConditionImages(most=0)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,7 @@ from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from datamodules.transforms import PREPROCESSING
-from lightning_modules import loading
+from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora import check_fits, read_header
@@ -74,7 +75,7 @@ class FrozenPipeline(L.LightningModule, Family):
             lambda: self.main_device,
             self.stopwatch,
         )
-        self.prompts = PromptMemory(self.encode_prompts, self.stopwatch)
+        self.prompts = PromptMemory(self.encode_prompt, self.stopwatch)
         self._pipeline: Any = None
         self._meta: Any = None
 
@@ -86,7 +87,7 @@ class FrozenPipeline(L.LightningModule, Family):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             self.stopwatch.synchronize = self.main_device
             with torch.no_grad():
-                kept = self.prompts.keep(data.all_prompts(), self.trainer.num_devices)
+                kept = self.prompts.keep(data.all_prompts(), self.condition_images.for_text, self.trainer.num_devices)
             if kept:
                 self.components.release(*self.text_components)
 
@@ -150,6 +151,18 @@ class FrozenPipeline(L.LightningModule, Family):
             names = [f"lora_{number}" for number in range(len(self.loras))]
             self.pipeline().set_adapters(names, [scale] * len(names))
 
+    def pipeline(self) -> Any:
+        """The family's pipeline around the transformer that is loaded, for all but encoding."""
+        if self._pipeline is None:
+            self._pipeline = self.pipeline_class()(
+                scheduler=loading.load_component(self.components.repository, "scheduler", revision=self.revision),
+                vae=self.components["vae"],
+                transformer=self.transformer,
+                **dict.fromkeys(self.text_components),
+            )
+            self._pipeline.set_progress_bar_config(disable=True)
+        return self._pipeline
+
     @property
     def main_device(self) -> torch.device:
         """Where the transformer is."""
@@ -160,6 +173,23 @@ class FrozenPipeline(L.LightningModule, Family):
         self.transformer = self._pipeline = None
         self.components.release(*self.components.models())
         return super().cpu()
+
+    @cached_property
+    def vae_config(self) -> dict[str, Any]:
+        """Known without loading the autoencoder: training from cached latents never needs its weights."""
+        return loading.vae_config(self.components.repository, self.revision)
+
+    def dynamic_shift(self, shape: torch.Size) -> float:
+        """The pipeline's timestep shift for a latent of shape (C, h, w)."""
+        config = self.components["scheduler"].config
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        return flow.dynamic_shift(shape[-2] * shape[-1] // 4, **{n: config[n] for n in names if n in config})
+
+    def token_count(self, batch: LatentBatch) -> int:
+        """Tokens that the transformer sees for the batch, in patches of 2x2: text, target and controls."""
+        images = [image for image in (batch.target_mean, *batch.controls) if image is not None]
+        tokens = batch.prompt["prompt_embeds"].shape[1] + sum(image[0, 0].numel() // 4 for image in images)
+        return tokens * len(batch.keys)
 
     # Encoding: the one way from pixels and prompts to what the transformer sees
 
@@ -176,16 +206,16 @@ class FrozenPipeline(L.LightningModule, Family):
             "dtype": str(self.base_dtype).removeprefix("torch."),
             "preprocessing": PREPROCESSING,
             "vae_encode_mode": self.vae_encode_mode,
-            "prompts": self.prompt_settings(),
+            "settings": self.encoding_settings(),
             "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         }
 
     @torch.no_grad()
-    def encode(self, batch: RawBatch, empty_prompt: bool = False) -> LatentBatch:
+    def encode(self, batch: RawBatch, negative_prompt: str | None = None) -> LatentBatch:
         """Run the frozen encoders; deterministic, so the result may be cached.
 
         Args:
-            empty_prompt: encode the empty prompt too, for caption dropout.
+            negative_prompt: encode this too, as the batch's `empty_prompt`; in training it is "".
         """
         target_mean = target_std = None
         with torch.autocast(self.main_device.type, enabled=False):
@@ -193,8 +223,10 @@ class FrozenPipeline(L.LightningModule, Family):
                 if batch.target is not None:
                     target_mean, target_std = self.encode_pixels(batch.target)
                 controls = [self.encode_pixels(control)[0] for control in batch.controls]
-            prompt = self.prompts(batch.prompts, self.main_device)
-            empty = self.prompts([""] * len(batch.prompts), self.main_device) if empty_prompt else {}
+            images = batch.prompt_images or [[] for _ in batch.prompts]
+            prompt, empty = self.prompts(batch.prompts, images, self.main_device), {}
+            if negative_prompt is not None:
+                empty = self.prompts([negative_prompt] * len(images), images, self.main_device)
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
 
     # Prediction
@@ -202,7 +234,7 @@ class FrozenPipeline(L.LightningModule, Family):
     def predict_step(self, batch: EditRequest | EncodeRequest, batch_idx: int) -> Any:
         """The latents of a sample, or the pictures of an edit."""
         if isinstance(batch, EncodeRequest):
-            return self.encode(batch.raw, empty_prompt=True)
+            return self.encode(batch.raw, "")
         return self.pictures(batch)
 
     def pictures(self, batch: EditRequest) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -210,7 +242,7 @@ class FrozenPipeline(L.LightningModule, Family):
         assert self.sampling is not None
         seconds = self.stopwatch.seconds
         seconds["encode_image"] = 0.0
-        latents = self.encode(batch.raw)
+        latents = self.encode(batch.raw, self.sampling.negative)
         prompt = batch.raw.prompts[0]
         for scale, seed in itertools.product(batch.lora_scales, batch.seeds):
             self.set_lora_scale(scale)
@@ -237,9 +269,12 @@ class FrozenPipeline(L.LightningModule, Family):
 
     @torch.no_grad()
     def edit(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seed: int) -> Tensor:
-        """One picture (1, 3, H, W), about [-1, 1], from a batch of one: what the stock pipeline gives for the seed."""
+        """One picture (1, 3, H, W), about [-1, 1], from a batch of one: what the stock pipeline gives for the seed.
+
+        True CFG takes the batch's `empty_prompt` as its negative.
+        """
         controls = [self.normalize(control) for control in batch.controls]
-        negative = self.prompts([sampling.negative_prompt], self.main_device) if sampling.uses_negative else None
+        negative = None if sampling.negative is None else batch.empty_prompt
         generator = torch.Generator().manual_seed(seed)
         with self.stopwatch.stage("denoise"):
             latents = self.denoise(controls, batch.prompt, negative, size, sampling, generator)

@@ -6,7 +6,8 @@ import torch
 from diffusers import FluxKontextPipeline
 from torch import Tensor
 
-from lightning_modules.flux_tokens import pack, position_ids
+from lightning_modules.flux import position_ids
+from lightning_modules.patches import pack
 
 
 class LatentKontextPipeline(FluxKontextPipeline):

@@ -21,7 +21,9 @@ HEADER_KEY = "retouch"
 # Where diffusers' own trainers keep the adapter's settings.
 DIFFUSERS_KEY = "lora_adapter_metadata"
 ADAPTER = "default"
-PREFIX = "transformer."
+# What the transformer's layers are called after: diffusers' trainers write the first, ComfyUI's the second. Both read
+# both, but for models whose alpha diffusers reads under one of them only.
+PREFIXES = ("transformer.", "diffusion_model.")
 
 
 class LoRA:
@@ -118,21 +120,23 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The adapter under the names of the file format: `transformer.LAYER.lora_A.weight`, `...lora_B.weight`."""
+    """The adapter's weights as `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
     infix = f".{ADAPTER}."
     return {
-        PREFIX + name.replace(infix, "."): parameter.detach()
+        name.replace(infix, "."): parameter.detach()
         for name, parameter in transformer.named_parameters()
         if infix in name
     }
 
 
-def save_lora(transformer: nn.Module, path: Path, alpha: float, header: Mapping[str, Any]) -> None:
+def save_lora(
+    transformer: nn.Module, path: Path, alpha: float, header: Mapping[str, Any], prefix: str = PREFIXES[0]
+) -> None:
     """Write the adapter, whole or not at all.
 
     Alpha stands beside the weights of each layer, as ComfyUI, kohya's tools and diffusers expect it.
     """
-    state = {name: tensor.cpu().contiguous() for name, tensor in adapter_state(transformer).items()}
+    state = {prefix + name: tensor.cpu().contiguous() for name, tensor in adapter_state(transformer).items()}
     layers = {name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")}
     state |= {f"{layer}.alpha": torch.tensor(float(alpha)) for layer in layers}
     # One entry only: safetensors writes several in random order, and equal weights should be equal files.
@@ -187,7 +191,7 @@ def check_fits(path: Path, transformer: nn.Module, base: str) -> None:
     header = read_header(path) or {}
     with safetensors.safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
-            layer, _, half = key.removeprefix(PREFIX).rpartition(".lora_")
+            layer, _, half = _without_prefix(key).rpartition(".lora_")
             if half not in ("A.weight", "B.weight"):
                 continue
             module = layers.get(layer)
@@ -204,6 +208,12 @@ def check_fits(path: Path, transformer: nn.Module, base: str) -> None:
         raise UserError(f"the LoRA {path} does not fit {base}: {listing(wrong)}{hint}")
 
 
+def _without_prefix(key: str) -> str:
+    for prefix in PREFIXES:
+        key = key.removeprefix(prefix)
+    return key
+
+
 def load_adapter(transformer: nn.Module, path: Path, rank: int, alpha: float) -> None:
     """Copy a file's weights into an injected adapter of the same rank; a file of another alpha is rescaled.
 
@@ -212,10 +222,10 @@ def load_adapter(transformer: nn.Module, path: Path, rank: int, alpha: float) ->
     Raises:
         UserError: layers, rank or shapes differ.
     """
-    stored = safetensors.torch.load_file(path)
+    stored = {_without_prefix(key): tensor for key, tensor in safetensors.torch.load_file(path).items()}
     with safetensors.safe_open(path, framework="pt") as file:
         diffusers_header = json.loads((file.metadata() or {}).get(DIFFUSERS_KEY, "{}"))
-    default_alpha = diffusers_header.get(f"{PREFIX}lora_alpha", rank)
+    default_alpha = diffusers_header.get(f"{PREFIXES[0]}lora_alpha", rank)
     alphas = {key.removesuffix(".alpha"): float(stored.pop(key)) for key in list(stored) if key.endswith(".alpha")}
     own = adapter_state(transformer)
     if stored.keys() != own.keys():

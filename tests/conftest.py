@@ -22,7 +22,7 @@ from PIL import Image
 
 import predict
 import train
-from lightning_modules.embedded import build_pipeline
+from tests.tiny_pipelines import BUILDERS
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
@@ -35,11 +35,19 @@ def _cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
+def repositories(tmp_path_factory) -> dict[str, Path]:
+    """For each model= a tiny pipeline on disk, float32."""
+    folder = tmp_path_factory.mktemp("tiny")
+    folders = {name: folder / name for name in BUILDERS}
+    for name, build in BUILDERS.items():
+        build(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def tiny(repositories) -> Path:
     """A tiny FluxKontextPipeline on disk, float32."""
-    folder = tmp_path_factory.mktemp("tiny") / "kontext"
-    build_pipeline(folder, seed=1)
-    return folder
+    return repositories["flux_kontext"]
 
 
 @pytest.fixture
@@ -50,6 +58,14 @@ def stock(tiny):
     pipeline = FluxKontextPipeline.from_pretrained(tiny)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def randomize(transformer: torch.nn.Module) -> None:
+    """Make the second half of a fresh adapter, which is zero, as random as the first."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in transformer.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
 
 
 def photograph(name: str, width: int, height: int) -> Image.Image:
@@ -146,7 +162,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds
 
 def short(tiny: Path, pairs: Path, output: Path, steps: int, data: str = "cached") -> list[str]:
     """Overrides of a short quiet run."""
-    cache = [f"data.cache_dir={output.parent / 'cache'}"] if data == "cached" else []
+    cache = [f"data.cache_dir={output.parent / 'cache'}"] if data != "pairs" else []
     return [
         f"data={data}",
         *cache,

@@ -80,7 +80,7 @@ def test_cached_and_streamed_training_give_the_same_loss(
             sample.draws = [100 + number]
         with torch.no_grad():
             cached = module.losses(batch)
-            streamed = module.losses(module.encode(collate_pixels(pixels), caption_dropout_rate > 0))
+            streamed = module.losses(module.encode(collate_pixels(pixels), ""))
         torch.testing.assert_close(cached, streamed, rtol=1e-6, atol=1e-6)
         losses += cached.tolist()
     assert len(set(losses)) == 8
@@ -310,7 +310,7 @@ def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
     arguments = [*short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=32"]
     for url in (folder, f"pipe:cat {folder}/latents-00000-000000.tar"):
         error = run("train", *arguments, f"data.shards={url}", ok=False).error
-        assert "does not fit this run: it was encoded with prompts max_sequence_length: 64 (here" in error
+        assert "does not fit this run: it was encoded with settings max_sequence_length: 64 (here" in error
     assert not (tmp_path / "run").exists()
 
 

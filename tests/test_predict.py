@@ -178,7 +178,7 @@ def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp
     [
         (["image=/nowhere.png", "prompt=x"], "image=/nowhere.png: no such file"),
         (["width=32", "height=32"], "say what to do: prompt="),
-        (["prompt=x"], "no image= to edit; for a picture from the prompt alone give width= and height="),
+        (["prompt=x"], "starts from; for a picture from the prompt alone give width= and height="),
         (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
         (["prompt=x", "seed=abc"], "seed=abc: must be a number"),
         (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a number of pixels from 256 on"),

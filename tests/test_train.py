@@ -127,7 +127,7 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
         cfg = compose("train", *overrides, *more)
         module, data = instantiate(cfg.model), instantiate(cfg.data)
         module.configure_model()
-        data.setup("fit")
+        data.scan()
         batch = module.encode(collate(data.pixels(8)))
         total = 0.0
         for i in range(8):

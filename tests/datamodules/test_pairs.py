@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from datamodules.pairs import PairsDataModule, collate
+from datamodules.sources import find_samples
 from tests.conftest import make_pairs, photograph
 
 
 def data_module(root, **settings):
     defaults = {
+        "source": find_samples,
         "batch_size": 2,
         "num_workers": 0,
         "on_missing": "error",
@@ -18,7 +20,7 @@ def data_module(root, **settings):
         "seed": 0,
     }
     data = PairsDataModule(root=root, **{**defaults, **settings})
-    data.setup("fit")
+    data.scan()
     return data
 
 

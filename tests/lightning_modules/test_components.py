@@ -32,26 +32,25 @@ def test_a_stage_within_another_is_not_counted_twice(monkeypatch):
 def test_prompts_are_encoded_once_and_alone_and_the_oldest_forgotten():
     calls = []
 
-    def encode(prompts):
-        calls.extend(prompts)
-        assert len(prompts) == 1
-        return {"prompt_embeds": torch.tensor([[float(len(prompts[0]))]])}
+    def encode(prompt, images):
+        calls.append(prompt)
+        return {"prompt_embeds": torch.tensor([float(len(prompt))])}
 
     memory = PromptMemory(encode, Stopwatch(), kept=2)
-    batch = memory(["a", "bb", "a"], CPU)
+    batch = memory(["a", "bb", "a"], [[], [], []], CPU)
     assert batch["prompt_embeds"].tolist() == [[1.0], [2.0], [1.0]]
     assert calls == ["a", "bb"]
-    memory(["ccc"], CPU)  # "bb" was used longest ago
-    memory(["a"], CPU)
+    memory(["ccc"], [[]], CPU)  # "bb" was used longest ago
+    memory(["a"], [[]], CPU)
     assert calls == ["a", "bb", "ccc"]
-    memory(["bb"], CPU)
+    memory(["bb"], [[]], CPU)
     assert calls == ["a", "bb", "ccc", "bb"]
 
 
 def test_prompts_of_a_prediction_are_all_kept():
-    memory = PromptMemory(lambda prompts: {"x": torch.zeros(1, 1)}, Stopwatch(), kept=2)
+    memory = PromptMemory(lambda prompt, images: {"x": torch.zeros(1)}, Stopwatch(), kept=2)
     prompts = [str(i) for i in range(10)]
-    memory.keep(prompts)
+    memory.keep([(prompt, ()) for prompt in prompts], lambda paths: [])
     memory.encode = None  # the encoders are gone
-    assert memory(prompts, CPU)["x"].shape == (10, 1)
+    assert memory(prompts, [[]] * 10, CPU)["x"].shape == (10, 1)
     assert memory.seconds.keys() == set(prompts)

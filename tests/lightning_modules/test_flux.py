@@ -9,9 +9,10 @@ from datamodules.batch import RawBatch
 from datamodules.transforms import to_tensor
 from lightning_modules import flow
 from lightning_modules.family import Sampling
-from lightning_modules.flux_tokens import pack, position_ids, unpack
+from lightning_modules.flux import position_ids
 from lightning_modules.lora import adapter_state, save_lora
-from tests.conftest import compose, photograph
+from lightning_modules.patches import pack, unpack
+from tests.conftest import compose, photograph, randomize
 
 PROMPTS = ["make it snow", "Turn the cat into a dog, please"]
 
@@ -24,13 +25,6 @@ def module(tiny):
     module.configure_model()
     randomize(module.transformer)
     return module
-
-
-def randomize(transformer):
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in transformer.named_parameters():
-        if ".lora_B." in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
 
 
 def raw_batch(names=("astronaut", "coffee"), size=(48, 32), control_sizes=((48, 32),)) -> RawBatch:
@@ -47,10 +41,11 @@ def raw_batch(names=("astronaut", "coffee"), size=(48, 32), control_sizes=((48, 
 
 
 def test_prompt_embeddings_equal_the_pipelines(module, stock):
-    embeds, pooled, text_ids = module.encode_prompt(PROMPTS)
-    expected = stock.encode_prompt(PROMPTS, None, max_sequence_length=64)
-    for own, theirs in zip((embeds, pooled, text_ids), expected, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-5)
+    for prompt in PROMPTS:
+        own = module.encode_prompt(prompt, [])
+        embeds, pooled, _ = stock.encode_prompt(prompt, None, max_sequence_length=64)
+        torch.testing.assert_close(own["prompt_embeds"], embeds[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(own["pooled_prompt_embeds"], pooled[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(module.get_clip_prompt_embeds(PROMPTS), stock._get_clip_prompt_embeds(PROMPTS))
     torch.testing.assert_close(
         module.get_t5_prompt_embeds(PROMPTS), stock._get_t5_prompt_embeds(PROMPTS, max_sequence_length=64)
@@ -107,7 +102,7 @@ def test_edited_picture_equals_the_pipelines(module, stock, tmp_path, size, true
 
     raw = RawBatch(["x"], [0], PROMPTS[:1], None, [to_tensor(image)[None]])
     sampling = Sampling(5, 2.5, true_cfg_scale, "blurry")
-    own = module.edit(module.encode(raw), sampling, size, seed=7) / 2 + 0.5
+    own = module.edit(module.encode(raw, sampling.negative), sampling, size, seed=7) / 2 + 0.5
     torch.testing.assert_close(own.clamp(0, 1), expected, rtol=0, atol=1e-5)
     assert (expected - unadapted).abs().max() > 1e-2
 
@@ -117,7 +112,7 @@ def independent_losses(stock, module, batch: RawBatch):
     transformer, vae = stock.transformer, stock.vae
     transformer.requires_grad_(False)
     transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    weights = {name.removeprefix("transformer."): value for name, value in adapter_state(module.transformer).items()}
+    weights = adapter_state(module.transformer)
     for name, parameter in transformer.named_parameters():
         if "lora_" in name:
             parameter.data = weights[name.replace(".default", "")].clone()
@@ -187,7 +182,7 @@ def test_dropped_caption_is_the_empty_prompt(module):
     captioned = module.losses(module.encode(batch))
     uncaptioned = module.losses(module.encode(empty))
     module.caption_dropout_rate = 1.0
-    encoded = module.encode(batch, empty_prompt=True)
+    encoded = module.encode(batch, negative_prompt="")
     torch.testing.assert_close(module.losses(encoded), uncaptioned)
     assert not torch.allclose(captioned, uncaptioned)
     drawn = flow.draw(module.seed, batch.draws, torch.Size([1, 2, 2]), module.timesteps, 1.0).dropout
@@ -212,7 +207,7 @@ def test_gradient_checkpointing_changes_no_gradient(module):
 def test_two_control_images_condition_the_picture(module):
     raw = raw_batch(names=("astronaut",), control_sizes=((48, 32), (32, 32)))
     raw.target = None
-    sampling = Sampling(3, 2.5)
+    sampling = Sampling(3, 2.5, 1.0, None)
     both = module.edit(module.encode(raw), sampling, (48, 32), seed=1)
     raw.controls[1] = -raw.controls[1]
     other = module.edit(module.encode(raw), sampling, (48, 32), seed=1)

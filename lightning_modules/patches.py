@@ -1,6 +1,5 @@
-"""FLUX's tokens: 2x2 patches of the latents, each with its place."""
+"""Latents as a transformer's tokens: 2x2 patches."""
 
-import torch
 from torch import Tensor
 
 
@@ -16,11 +15,3 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     batch, _, channels = tokens.shape
     patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(batch, channels // 4, height, width)
-
-
-def position_ids(latents: Tensor, image: int) -> Tensor:
-    """(B, C, 2H, 2W) -> (H*W, 3): the number of the image (0 the target, 1, 2, ... its controls), row, column."""
-    height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    ids = torch.stack([torch.full_like(rows, image), rows, columns], dim=-1)
-    return ids.reshape(-1, 3).to(latents.device, torch.float32)

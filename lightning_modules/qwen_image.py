@@ -1,0 +1,129 @@
+"""Qwen-Image-Edit and Edit-Plus: a 20B MMDiT conditioned by a vision-language model (arXiv 2508.02324)."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from datamodules.conditions import ConditionImages
+from lightning_modules.base import EditModule
+from lightning_modules.family import Sampling
+from lightning_modules.patches import pack, unpack
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+
+class QwenImageEdit(EditModule):
+    """Qwen-Image-Edit: one condition image, which the text encoder sees too.
+
+    Args:
+        vae_image_size: pixels that condition images are resized to for the autoencoder, in their own proportions;
+            None for their own size.
+        condition_image_size: the same for the text encoder.
+    """
+
+    transformer_class = "QwenImageTransformer2DModel"
+    text_components = ("tokenizer", "processor", "text_encoder")
+    lora_prefix = "diffusion_model."
+    most_condition_images = 1
+
+    def __init__(self, vae_image_size: int | None, condition_image_size: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.condition_images = ConditionImages(self.most_condition_images, 1, vae_image_size, condition_image_size)
+
+    def encoding_settings(self) -> dict[str, Any]:
+        sizes = self.condition_images
+        return {"vae_image_size": sizes.vae_image_size, "condition_image_size": sizes.condition_image_size}
+
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        from lightning_modules.qwen_pipelines import LatentEditPipeline
+
+        return LatentEditPipeline
+
+    def encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+        """prompt_embeds (L, D) and prompt_embeds_mask (L,), by the pipeline's own template."""
+        parts = dict.fromkeys((*self.text_components, "scheduler", "vae", "transformer"))
+        # The language model without its head, whose logits nobody needs.
+        parts |= {"processor": self.components["processor"], "text_encoder": self.components["text_encoder"].model}
+        device = self.components.device("text_encoder")
+        embeds, mask = self.pipeline_class()(**parts)._get_qwen_prompt_embeds(prompt, images, device, self.base_dtype)
+        return {"prompt_embeds": embeds[0], "prompt_embeds_mask": mask[0]}
+
+    # Images: the autoencoder is one for videos, (B, C, 1, H, W)
+
+    def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        frames = pixels.to(self.components.device("vae"), self.base_dtype).unsqueeze(2)
+        latent = self.components["vae"].encode(frames).latent_dist
+        return latent.mode().squeeze(2).to(self.main_device), latent.std.squeeze(2).to(self.main_device)
+
+    def _statistic(self, name: str, latents: Tensor) -> Tensor:
+        """A number for each channel of the latents."""
+        return torch.tensor(self.vae_config[name]).view(1, -1, 1, 1).to(latents)
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        return (latents - self._statistic("latents_mean", latents)) / self._statistic("latents_std", latents)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.components["vae"]
+        latents = latents.to(self.components.device("vae"), self.base_dtype)
+        inverse = 1 / self._statistic("latents_std", latents.float())  # as the pipeline rounds in bf16
+        latents = latents / inverse.to(latents) + self._statistic("latents_mean", latents)
+        return vae.decode(latents.unsqueeze(2)).sample.squeeze(2).float().cpu()
+
+    # The transformer
+
+    def velocity(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
+        transformer: Any = self.transformer
+        images = [x_t, *controls]
+        # A sample alone has no padding; kernels without a mask are the faster ones.
+        mask = prompt["prompt_embeds_mask"]
+        padded = len(x_t) > 1 and not mask.all()
+        predicted = transformer(
+            hidden_states=torch.cat([pack(image) for image in images], dim=1),
+            timestep=t,
+            encoder_hidden_states=prompt["prompt_embeds"],
+            encoder_hidden_states_mask=mask if padded else None,
+            img_shapes=image_shapes(images),
+            return_dict=False,
+        )[0]
+        height, width = x_t.shape[-2:]
+        return unpack(predicted[:, : height * width // 4], height, width)
+
+    def denoise(
+        self,
+        controls: list[Tensor],
+        prompt: Mapping[str, Tensor],
+        negative: Mapping[str, Tensor] | None,
+        size: tuple[int, int],
+        sampling: Sampling,
+        generator: torch.Generator,
+    ) -> Tensor:
+        return self.pipeline().edit(
+            controls,
+            size,
+            **prompt,
+            **{f"negative_{name}": tensor for name, tensor in (negative or {}).items()},
+            true_cfg_scale=sampling.true_cfg_scale,
+            num_inference_steps=sampling.num_inference_steps,
+            guidance_scale=sampling.guidance_scale,
+            generator=generator,
+        )
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit-2509 and -2511: up to three condition images."""
+
+    most_condition_images = 3
+
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        from lightning_modules.qwen_pipelines import LatentEditPlusPipeline
+
+        return LatentEditPlusPipeline
+
+
+def image_shapes(images: list[Tensor]) -> list[list[tuple[int, int, int]]]:
+    """(B, C, 2H, 2W) each -> for every sample the (frames, H, W) of each image, as the transformer wants them."""
+    return [[(1, image.shape[-2] // 2, image.shape[-1] // 2) for image in images]] * len(images[0])

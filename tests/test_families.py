@@ -1,0 +1,220 @@
+"""What is promised of every model, by the command line: whoever adds a YAML and a tiny pipeline is held to it."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from hydra.utils import instantiate
+from PIL import Image
+
+from datamodules.cache import Cache
+from datamodules.latents import LatentReader, ShardIndex
+from datamodules.pairs import collate
+from datamodules.remote import find_shards
+from datamodules.streaming import collate as collate_items
+from datamodules.streaming import read_items
+from tests.conftest import compose, lora_bytes, photograph, short
+from tests.tiny_pipelines import BUILDERS
+
+AREA = 64 * 32
+# Condition images of few pixels, where a model has a size of its own for them.
+SMALLER = [f"model.vae_image_size={AREA}", f"model.condition_image_size={AREA}"]
+SETTINGS = {name: SMALLER if name.startswith("qwen") else ["model.max_sequence_length=64"] for name in BUILDERS}
+DATA = {name: "captions" if name == "flux_dev" else "cached" for name in BUILDERS}
+# Of most samples, width and height of the target and of each condition image
+SIZES = {name: [] if name == "flux_dev" else [(64, 32)] for name in BUILDERS}
+SIZES["qwen_image_edit_plus"] = [(64, 32), (32, 48)]
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """For each model= six samples, one of them of another size, their captions of different lengths."""
+    folders = {}
+    for model in BUILDERS:
+        folders[model] = root = tmp_path_factory.mktemp(model)
+        targets, controls = root / "training_images", root / "control_images"
+        for folder in (targets, controls):
+            folder.mkdir()
+        for i in range(6):
+            name = ("astronaut", "chelsea", "coffee")[i % 3]
+            photograph(name, *((48, 48) if i == 5 else (64, 32))).save(targets / f"{i}.png")
+            (targets / f"{i}.txt").write_text("make it snow" + " and rain" * i)
+            for k, (width, height) in enumerate(SIZES[model][: 1 if i == 4 else None]):
+                picture = photograph(("rocket", "retina")[k], width, height).transpose(Image.Transpose(i % 2))
+                picture.save(controls / (f"{i}.png" if k == 0 else f"{i}_control_{k}.png"))
+        if not SIZES[model]:
+            folders[model] = targets
+    return folders
+
+
+@pytest.fixture
+def arguments(repositories, datasets):
+    """Overrides of a short quiet run."""
+
+    def arguments(model, output, steps, *more):
+        common = short(repositories[model], datasets[model], output, steps, DATA[model])
+        return [f"model={model}", "model.dtype=float32", *common, *SETTINGS[model], *more]
+
+    return arguments
+
+
+EVERY_MODEL = pytest.mark.parametrize("model", BUILDERS)
+
+
+def stock_picture(model, repository, lora, monkeypatch, **settings):
+    """What the stock pipeline makes with a LoRA, its condition images as small as the run's."""
+    dimensions = pipeline_qwenimage_edit.calculate_dimensions
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(AREA, ratio))
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", AREA)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", AREA)
+    pipeline = DiffusionPipeline.from_pretrained(repository)
+    pipeline.set_progress_bar_config(disable=True)
+    if lora is not None:
+        pipeline.load_lora_weights(lora)
+    generator = torch.Generator().manual_seed(11)
+    return pipeline(**settings, generator=generator, output_type="np").images[0]
+
+
+@EVERY_MODEL
+def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipeline(
+    run, arguments, repositories, datasets, tmp_path, monkeypatch, model
+):
+    settings = ["adapter.alpha=7", "adapter.target_modules=all-linear", "optimizer.lr=3e-2", "data.batch_size=2"]
+    run("train", *arguments(model, tmp_path / "run", 6, *settings))
+    monkeypatch.chdir(tmp_path)
+    request = [
+        "seed=11",
+        "num_inference_steps=3",
+        "true_cfg_scale=3",
+        "negative_prompt=blurry",
+        "width=64",
+        "height=32",
+    ]
+    call = {"num_inference_steps": 3, "true_cfg_scale": 3.0, "negative_prompt": "blurry", "width": 64, "height": 32}
+    controls = sorted(datasets[model].glob("control_images/0*"))
+    if controls:
+        request.append(f"image={controls[0]}")
+        images = [Image.open(path) for path in controls]
+        call["image"] = images if model == "qwen_image_edit_plus" else images[0]
+    if model.startswith("flux"):
+        call |= {"max_sequence_length": 64, "guidance_scale": 2.0}
+        request.append("guidance_scale=2.0")
+    if model == "flux_kontext":
+        call |= {"_auto_resize": False, "max_area": 64 * 32}
+    run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
+    (picture,) = (tmp_path / "out").glob("*.png")
+    lora = tmp_path / "run" / "lora" / "last"
+    stock = stock_picture(model, repositories[model], lora, monkeypatch, prompt="make it snow", **call)
+    without = stock_picture(model, repositories[model], None, monkeypatch, prompt="make it snow", **call)
+    own = np.asarray(Image.open(picture)).astype(int)
+    assert np.abs(own - (stock * 255).round().astype(int)).max() <= 1
+    assert np.abs(own - without * 255).max() > 8
+
+
+@EVERY_MODEL
+def test_cached_and_streamed_training_give_the_same_loss(run, arguments, tmp_path, model):
+    """Encoded in the step, read from local shards, and streamed: the same batch, with and without the caption."""
+    overrides = arguments(model, tmp_path / "run", 1, "data.caption_dropout_rate=0.5")
+    run("train", *overrides)
+    cfg = compose("train", *overrides)
+    module, data = instantiate(cfg.model), instantiate(cfg.data)
+    module.configure_model()
+    data.serve(module)
+    cache = data.cache(module)
+    data.open(cache)
+    assert len(data.samples) == 6
+    raw = instantiate(compose("train", *overrides, "data.cache_dir=null").data)
+    raw.serve(module)
+    raw.scan()
+    alike = range(4)  # these are of one size
+    local = data.reader(empty_prompt=True)([(i, i) for i in alike])
+    pixels = collate(raw.pixels(4))
+    pixels.draws = local.draws = list(range(4))
+    shards, _ = find_shards(cache.folder.as_uri())
+    items = {item.key: item for shard in shards for _, item in read_items(shard, empty_prompt=True)}
+    remote = collate_items([items[key] for key in pixels.keys])
+    remote.draws = list(range(4))
+    with torch.no_grad():
+        for rate in (0.0, 0.5, 1.0):
+            module.caption_dropout_rate = rate
+            expected = module.losses(module.encode(pixels, ""))
+            torch.testing.assert_close(module.losses(local), expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(module.losses(remote), expected, rtol=1e-5, atol=1e-6)
+
+
+@EVERY_MODEL
+def test_batch_gives_what_its_samples_give_alone(run, arguments, tmp_path, model):
+    """Different condition images, prompts of different lengths: neither the neighbours nor padding have a say."""
+    cfg = compose("train", *arguments(model, tmp_path / "run", 1, "data.cache_dir=null"))
+    module, data = instantiate(cfg.model), instantiate(cfg.data)
+    module.configure_model()
+    data.serve(module)
+    data.scan()
+    samples = data.pixels(4)
+    with torch.no_grad():
+        alone = torch.cat([module.losses(module.encode(sample)) for sample in samples])
+        together = module.losses(module.encode(collate(samples)))
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert alone.unique().numel() == 4
+
+
+@EVERY_MODEL
+def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, model):
+    settings = ["data.batch_size=2", "data.caption_dropout_rate=0.5", "scheduler=constant"]
+    run("train", *arguments(model, tmp_path / "whole", 6, *settings))
+    run("train", *arguments(model, tmp_path / "halves", 3, *settings))
+    run("train", *arguments(model, tmp_path / "halves", 6, *settings), "ckpt_path=last")
+    assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
+    rows = list(csv.DictReader((tmp_path / "halves" / "metrics.csv").open()))
+    assert len({row["loss"] for row in rows}) == 6
+
+
+@EVERY_MODEL
+def test_sample_pictures_come_from_the_cache_and_equal_prediction(run, arguments, tmp_path, model, datasets):
+    """In the middle of training no text encoder is at hand: true CFG takes the cached empty prompt."""
+    more = ["callbacks.sample_images.count=1", "callbacks.sample_images.num_inference_steps=2"]
+    overrides = [a for a in arguments(model, tmp_path / "run", 2) if not a.startswith("callbacks.sample_images=")]
+    outcome = run("train", *overrides, *more)
+    assert outcome.text.count("loading text_encoder\n") == 1  # to encode, not to sample
+    (strip,) = (tmp_path / "run" / "samples").glob("step-000002/*.png")
+    shown = np.asarray(Image.open(strip)).astype(int)
+    request = ["num_inference_steps=2", "width=64", "height=32"]
+    controls = sorted(datasets[model].glob("control_images/0*"))
+    request += [f"image={controls[0]}"] if controls else []
+    run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", f"output_dir={tmp_path / 'out'}", *request)
+    (picture,) = (tmp_path / "out").glob("*.png")
+    own = np.asarray(Image.open(picture)).astype(int)
+    result = shown[:, -128:-64]
+    assert np.abs(own - result).max() <= 1
+
+
+def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arguments, tmp_path):
+    """Keyed by the prompt and every condition image: changing the second image encodes the prompt again."""
+    import shutil
+
+    model = "qwen_image_edit_plus"
+    overrides = arguments(model, tmp_path / "run", 1)
+    root = tmp_path / "data"
+    (source,) = [a.removeprefix("data.root=") for a in overrides if a.startswith("data.root=")]
+    shutil.copytree(source, root)
+    for text in (root / "training_images").glob("*.txt"):
+        text.write_text("one instruction for all")
+    arguments_here = [a for a in overrides if not a.startswith("data.root=")] + [f"data.root={root}"]
+    run("train", *arguments_here)
+    (folder,) = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
+    rows = list(Cache(folder, {}).rows())
+    kinds = {row["id"] for row in rows if "key" not in row}
+    pictures = {tuple(sorted(p.read_bytes() for p in root.glob(f"control_images/{i}*"))) for i in range(6)}
+    assert len(kinds) == 2 * len(pictures)
+    photograph("cat", 32, 48).save(root / "control_images" / "0_control_1.png")
+    outcome = run("train", *arguments_here[:-1], f"data.root={root}", f"output_dir={tmp_path / 'again'}")
+    assert "encoded 1 samples" in outcome.text
+    index = ShardIndex(Cache(folder, {}).rows())
+    keys = [key for key in index.keys if key == "0"]
+    assert len(keys) == 2
+    read = LatentReader(folder, index, [i for i, key in enumerate(index.keys) if key == "0"], keys, empty_prompt=False)
+    before, after = read([(0, 0)]), read([(1, 0)])
+    assert not torch.equal(before.prompt["prompt_embeds"], after.prompt["prompt_embeds"])

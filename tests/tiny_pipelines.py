@@ -1,0 +1,119 @@
+"""Tiny pipelines of the real classes, random and in float32, in diffusers' folder layout."""
+
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxPipeline,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
+    QwenImageTransformer2DModel,
+)
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+from lightning_modules.embedded import CHARACTERS, build_pipeline
+
+
+def build_kontext(folder: Path) -> None:
+    build_pipeline(folder, seed=1)
+
+
+def build_flux_dev(folder: Path) -> None:
+    """Kontext's parts under the name of FLUX.1 [dev]."""
+    build_pipeline(folder, seed=2)
+    FluxPipeline(**FluxKontextPipeline.from_pretrained(folder).components).save_pretrained(folder)
+
+
+def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
+    """A QwenImageEditPipeline or QwenImageEditPlusPipeline; zero_cond_t as in the 2511 version."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+    special += ["<|image_pad|>", "<|video_pad|>"]
+    pieces = [*CHARACTERS, "Ġ", "Ċ"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], extra_special_tokens=special
+    )
+    ids = {piece: tokenizer.convert_tokens_to_ids(piece) for piece in special}
+    torch.manual_seed(5)
+    text_encoder = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": len(tokenizer),
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "rope_parameters": {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+                "bos_token_id": ids["<|endoftext|>"],
+                "eos_token_id": ids["<|im_end|>"],
+                "pad_token_id": ids["<|endoftext|>"],
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "fullatt_block_indexes": [1],
+                "window_size": 56,
+            },
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
+        )
+    )
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
+    pipeline_class = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
+    pipeline_class(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_image_seq_len=256,
+            max_image_seq_len=8192,
+            base_shift=0.5,
+            max_shift=0.9,
+            shift_terminal=0.02,
+            time_shift_type="exponential",
+        ),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=[-0.7, 0.3, 0.1, -0.2],
+            latents_std=[2.8, 1.4, 0.7, 1.2],
+        ),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        processor=processor,
+        transformer=QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(4, 6, 6),
+            zero_cond_t=zero_cond_t,
+        ),
+    ).save_pretrained(folder)
+
+
+# By the names of their YAMLs
+BUILDERS = {
+    "flux_kontext": build_kontext,
+    "flux_dev": build_flux_dev,
+    "qwen_image_edit": lambda folder: build_qwen(folder, plus=False),
+    "qwen_image_edit_plus": lambda folder: build_qwen(folder, plus=True, zero_cond_t=True),
+}
