@@ -197,6 +197,27 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     return trainer
 
 
+def dry_run(cfg: DictConfig) -> None:
+    """Say what the run will need, without reading weights."""
+    from hydra.utils import instantiate
+
+    from callbacks.dry_run import show_plan
+    from datamodules.cached import CachedDataModule
+    from datamodules.streaming import StreamedDataModule
+    from lightning_modules.footprint import local_configuration, measure
+
+    name = cfg.model.pretrained_model_name_or_path
+    with local_configuration(name) as cfg.model.pretrained_model_name_or_path:
+        module = instantiate(cfg.model, _convert_="all")
+        module.preflight()
+        data = instantiate(cfg.data, _convert_="all")
+        if isinstance(data, StreamedDataModule) or getattr(data, "shards", None) is not None:
+            raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
+        data.serve(module)
+        data.scan()
+        show_plan(measure(module, data), name, module, data, caches=isinstance(data, CachedDataModule))
+
+
 def report(trainer: "L.Trainer", output_dir: Path) -> float:
     """Say where things are; the running mean of the loss is what a sweep compares."""
     from callbacks.lora_checkpoint import LoRACheckpoint
@@ -221,7 +242,7 @@ def report(trainer: "L.Trainer", output_dir: Path) -> float:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def run(cfg: DictConfig) -> float:
+def run(cfg: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -232,6 +253,10 @@ def run(cfg: DictConfig) -> float:
     fresh = is_first_process() and not any(output_dir.iterdir())
     try:
         with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
+            if cfg.task == "dry_run":
+                return dry_run(cfg)
+            if cfg.task != "fit":
+                raise UserError(f"task={cfg.task}: choose fit or dry_run")
             return report(fit(cfg, output_dir), output_dir)
     finally:
         if fresh and not (output_dir / "config.yaml").exists():  # the run did not start: leave no traces

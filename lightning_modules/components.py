@@ -83,9 +83,13 @@ class Components:
         """The folder or hub id that components come from."""
         return resolve_repository(self.repository_name)
 
+    def place(self, name: str) -> torch.device | None:
+        """Where the settings put a component; None for beside the transformer."""
+        return self.placement["vae" if name == "vae" else "text_encoder"]
+
     def device(self, name: str) -> torch.device:
         """Where a component is or will be."""
-        return self.placement["vae" if name == "vae" else "text_encoder"] or self.main_device()
+        return self.place(name) or self.main_device()
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
@@ -94,6 +98,10 @@ class Components:
                     self.repository, name, revision=self.revision, dtype=self.dtype, device=self.device(name)
                 )
         return self._loaded[name]
+
+    def hold(self, name: str, part: Any) -> None:
+        """Use this in place of what would be loaded."""
+        self._loaded[name] = part
 
     def models(self) -> dict[str, nn.Module]:
         """The models that are in memory now."""

@@ -57,6 +57,12 @@ class Family(ABC):
         """
 
     @abstractmethod
+    def prompt_shapes(self, prompt: str, images: list[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+        """The shapes that `encode_prompt` gives, masks left out, for condition images whose autoencoder sees these
+        (width, height): as far as can be said without a tokenizer. Memory is estimated by them.
+        """
+
+    @abstractmethod
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) in [-1, 1] -> mean and std (B, C, h, w) of the latent, before shift and scale."""
 

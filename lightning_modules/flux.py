@@ -64,6 +64,13 @@ class FluxKontext(EditModule):
             "pooled_prompt_embeds": self.get_clip_prompt_embeds([prompt])[0],
         }
 
+    def prompt_shapes(self, prompt: str, images: list[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+        config = self.meta_transformer().config
+        return {
+            "prompt_embeds": (self.max_sequence_length, config.joint_attention_dim),
+            "pooled_prompt_embeds": (config.pooled_projection_dim,),
+        }
+
     @staticmethod
     def _tokenize(tokenizer: Any, prompts: list[str], length: int) -> Tensor:
         return tokenizer(

@@ -186,6 +186,20 @@ def meta_transformer(cls: type[Any], repository: str, revision: str | None = Non
         return cls.from_config({k: v for k, v in config.items() if k not in ("_subfolder", "quantization_config")})
 
 
+def meta_component(repository: str, name: str, revision: str | None = None) -> Any:
+    """A component without weights; None where it has none."""
+    cls = component_class(repository, name, revision)
+    if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
+        return None
+    path = repository_file(repository, f"{name}/config.json", revision)
+    if path is None:
+        raise UserError(f"{repository} has no {name}/config.json: it must be a whole pipeline in diffusers' layout")
+    config = json.loads(path.read_text())
+    with torch.device("meta"):
+        model = cls.from_config(config) if hasattr(cls, "from_config") else cls(cls.config_class.from_dict(config))
+        return model.requires_grad_(False)
+
+
 def load_transformer(
     cls: type[Any],
     repository: str,

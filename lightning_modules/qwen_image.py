@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from datamodules.conditions import ConditionImages
+from datamodules.transforms import size_of_area
 from lightning_modules.base import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.patches import pack, unpack
@@ -51,6 +52,14 @@ class QwenImageEdit(EditModule):
         embeds, mask = self.pipeline_class()(**parts)._get_qwen_prompt_embeds(prompt, images, device, self.base_dtype)
         return {"prompt_embeds": embeds[0], "prompt_embeds_mask": mask[0]}
 
+    def prompt_shapes(self, prompt: str, images: list[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+        """Text at four characters a token; of images one token for 28x28 pixels, and a few words between."""
+        area = self.condition_images.condition_image_size
+        assert area is not None
+        seen = [size_of_area(*image, area) for image in images]
+        tokens = sum(round(width / 28) * round(height / 28) + 8 for width, height in seen)
+        return {"prompt_embeds": (8 + len(prompt) // 4 + tokens, self.meta_transformer().config.joint_attention_dim)}
+
     # Images: the autoencoder is one for videos, (B, C, 1, H, W)
 
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,8 +88,8 @@ class QwenImageEdit(EditModule):
         transformer: Any = self.transformer
         images = [x_t, *controls]
         # A sample alone has no padding; kernels without a mask are the faster ones.
-        mask = prompt["prompt_embeds_mask"]
-        padded = len(x_t) > 1 and not mask.all()
+        mask = prompt.get("prompt_embeds_mask")
+        padded = mask is not None and len(x_t) > 1 and not mask.all()
         predicted = transformer(
             hidden_states=torch.cat([pack(image) for image in images], dim=1),
             timestep=t,

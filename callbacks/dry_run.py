@@ -1,0 +1,92 @@
+"""The plan of a run: what `task=dry_run` prints."""
+
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from datamodules.pairs import PairsDataModule
+from lightning_modules.base import EditModule
+from lightning_modules.footprint import Footprint
+
+
+def show_plan(plan: Footprint, name: str, module: EditModule, data: PairsDataModule, caches: bool) -> None:
+    """Print the estimates.
+
+    Args:
+        name: of the model.
+        caches: whether the data is encoded once, before the training.
+    """
+    assert module.adapter is not None
+    table = Table.grid(padding=(0, 2))
+    for row, text in rows(plan, name, module, data, caches).items():
+        table.add_row(f"[bold]{row}[/bold]", escape(text))
+    for note in data.notes:
+        table.add_row("[bold yellow]note[/bold yellow]", escape(note))
+    Console(stderr=True).print(Panel(table, title="Retouch, dry run", title_align="left", expand=False))
+
+
+def rows(plan: Footprint, name: str, module: EditModule, data: PairsDataModule, caches: bool) -> dict[str, str]:
+    """The plan by its parts. Parts that settings place on the CPU count with the host's memory."""
+    adapter = module.adapter
+    assert adapter is not None
+    on_host = {
+        part for part in plan.encoders if (place := module.components.place(part)) is not None and place.type == "cpu"
+    }
+    encoders = {part: size for part, size in plan.encoders.items() if part not in on_host}
+    texts = {part: size for part, size in encoders.items() if part != "vae"}
+    vae = encoders.get("vae", 0)
+    chosen = module.gradient_checkpointing
+    training = {
+        "weights": plan.weights,
+        "LoRA": plan.adapter,
+        "optimizer": plan.optimizer,
+        "activations": plan.activations[chosen],
+    }
+    if not caches:
+        training |= encoders
+    encoding = texts | ({"vae": vae, "its activations": plan.encode} if vae else {})
+    # Prompts that are shared come first, and their encoders go before the autoencoder comes.
+    together = module.condition_images.text_sees_them or not caches
+    encoding_peak = sum(encoding.values()) if together else max(sum(texts.values()), vae + plan.encode)
+    decoding = plan.weights + plan.adapter + plan.optimizer + vae + plan.decode
+    samples, (images, _), tokens = plan.batch
+    pictures = " + ".join(f"{width}x{height}" for width, height in images)
+    other = "without" if chosen else "with"
+    peak = max(sum(training.values()), encoding_peak if caches else 0, decoding)
+    host = {"this process": plan.process, "prompts while encoding": plan.prompts, "reading ahead": plan.read_ahead}
+    host |= {part: plan.encoders[part] for part in sorted(on_host)}
+    if not caches:
+        del host["prompts while encoding"], host["reading ahead"]
+    return {
+        "model": f"{name} ({str(module.base_dtype)[6:]}), {plan.parameters:,} parameters",
+        "trains": f"LoRA rank {adapter.rank}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
+        "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
+        "heaviest batch": f"{samples} of {pictures}, {tokens:,} tokens",
+        "GPU, training": _sum(training),
+        "": f"activations {other} gradient checkpointing: {decimal(plan.activations[not chosen])}",
+        "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
+        "GPU, sampling": f"{decimal(decoding)} while a picture is decoded beside the training state",
+        "host": _sum(host),
+        "cache": f"{decimal(plan.cache)} on disk" if caches else "none",
+        "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{_against_this_machine(peak)}",
+    }
+
+
+def _sum(parts: dict[str, int], total: int | None = None) -> str:
+    """`a 1 GB + b 2 GB = 3 GB`; another total where parts are not there at once."""
+    listed = " + ".join(f"{name} {decimal(size)}" for name, size in parts.items())
+    all_parts = sum(parts.values())
+    if total is None or total == all_parts:
+        return f"{listed} = {decimal(all_parts)}"
+    return f"{listed}, at most {decimal(total)} at once"
+
+
+def _against_this_machine(peak: int) -> str:
+    if not torch.cuda.is_available():
+        return ""
+    memory = torch.cuda.get_device_properties(0).total_memory
+    verdict = "fits" if peak + 1e9 < memory else "does not fit: see docs/training.md, Less memory"
+    return f". This machine's {torch.cuda.get_device_name(0)} has {decimal(memory)}: {verdict}"

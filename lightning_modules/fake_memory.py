@@ -1,0 +1,113 @@
+"""Programs on fake tensors: how much memory they would have taken, without taking it."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+def fake_like(tensor: Tensor | None) -> Tensor:
+    """A fake tensor; to be called within a FakeTensorMode."""
+    assert tensor is not None
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def fake_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same model with fake tensors in place of its meta ones, frozen weights in `dtype`."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                kind = parameter.dtype if parameter.requires_grad else dtype
+                fake = torch.empty(parameter.shape, dtype=kind)
+                module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
+        attributes: tuple[dict[str, Any], ...] = (module._buffers, vars(module))
+        for place in attributes:
+            place.update({name: fake_like(value) for name, value in place.items() if isinstance(value, Tensor)})
+    return model
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made inside and still alive.
+
+    Attributes:
+        peak: the most since `restart`, beyond what there was then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, int] = {}
+        self._now = self._start = self._most = 0
+
+    @property
+    def peak(self) -> int:
+        return self._most - self._start
+
+    def restart(self) -> None:
+        """Count from here."""
+        self._start = self._most = self._now
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._alive:
+                    self._alive[key] = storage.nbytes()
+                    self._now += self._alive[key]
+                    self._most = max(self._most, self._now)
+                    weakref.finalize(storage, self._free, key)
+        return out
+
+    def _free(self, key: int) -> None:
+        self._now -= self._alive.pop(key)
+
+
+@contextmanager
+def as_on_cuda(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, fake tensors of the CPU take what they would on a GPU: norms in float32 under autocast, fused attention.
+
+    Args:
+        dtype: of the base.
+    """
+
+    def in_float32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            args = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
+            kwargs = {name: arg.float() if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
+            return norm(input.float(), *args, **kwargs)
+
+        return run
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        return _FusedAttention.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+
+    with ExitStack() as patches:
+        for name in ("layer_norm", "rms_norm", "group_norm"):
+            patches.enter_context(mock.patch.object(F, name, in_float32(getattr(F, name))))
+        patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        yield
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The memory of FlashAttention: it keeps its inputs, its output, and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, torch.empty(query.shape[:-1]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

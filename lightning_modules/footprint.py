@@ -1,0 +1,225 @@
+"""What a run will need, worked out without any weights: from the configuration, by a training step on fake tensors."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+from datamodules.batch import LatentBatch
+from datamodules.pairs import PairsDataModule, Size
+from datamodules.sampler import samples_per_batch
+from lightning_modules import flow, loading
+from lightning_modules.base import EditModule
+from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
+from lightning_modules.lora import trainable
+
+CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
+# Both autoencoders make one latent of 8x8 pixels.
+PIXELS_PER_LATENT = 8
+
+
+@dataclass
+class Footprint:
+    """Bytes, but for the first two.
+
+    Attributes:
+        parameters, trainable: how many the transformer has, and how many the adapter.
+        batch: samples, size and tokens of the heaviest batch.
+        weights: of the transformer.
+        adapter: its weights and gradients.
+        optimizer: its state.
+        activations: the most that a step has in memory beside these, by `gradient_checkpointing`.
+        encoders: the weights of the other components.
+        encode, decode: the most that the autoencoder has in memory beside its weights.
+        prompts: all embeddings of the data set.
+        cache: all that is encoded.
+        read_ahead: batches that wait in the host's memory.
+        process: what this process has in memory now.
+    """
+
+    parameters: int
+    trainable: int
+    batch: tuple[int, Size, int]
+    weights: int
+    adapter: int
+    optimizer: int
+    activations: dict[bool, int]
+    encoders: dict[str, int]
+    encode: int
+    decode: int
+    prompts: int
+    cache: int
+    read_ahead: int
+    process: int
+
+
+@contextmanager
+def local_configuration(name: str) -> Iterator[str]:
+    """For the models that are known here, a folder with their configuration; else the name itself."""
+    file = CONFIGURATIONS / f"{name.replace('/', '--')}.json"
+    if Path(name).is_dir() or not file.is_file():
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for filename, content in json.loads(file.read_text(encoding="utf-8"))["files"].items():
+            path = Path(folder, filename)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(content), encoding="utf-8")
+        yield folder
+
+
+def measure(module: EditModule, data: PairsDataModule) -> Footprint:
+    """The footprint of training `module` on `data`, which has been scanned."""
+    assert module.adapter is not None
+    assert module.optimizer is not None
+    transformer = module.meta_transformer()
+    parameters = sum(p.numel() for p in transformer.parameters())
+    module.adapter.inject(transformer)
+    count = sum(p.numel() for p in trainable(transformer).values())
+    caption = max((sample.prompt for sample in data.samples), key=len, default="")
+    heaviest = _heaviest_batch(module, data, caption)
+    samples, size, _ = heaviest
+    one = {size: _latents(module, size, 1, caption) for size in set(data.sizes)}
+    sizes = {size: _latent_bytes(batch, module.vae_encode_mode == "sample") for size, batch in one.items()}
+    prompt = {size: sum(tensor.nbytes for tensor in batch.prompt.values()) for size, batch in one.items()}
+    prompts = (
+        sum(2 * prompt[size] for size in data.sizes)
+        if module.condition_images.text_sees_them
+        else prompt[size] * (len({sample.prompt for sample in data.samples}) + 1)
+    )
+    vae, encoders = None, {}
+    for name in (*module.text_components, "vae"):
+        part = loading.meta_component(module.components.repository, name, module.revision)
+        if part is not None:
+            encoders[name] = sum(p.numel() for p in part.parameters()) * module.base_dtype.itemsize
+            vae = part if name == "vae" else vae
+    assert vae is not None
+    encode, decode = autoencoder_peaks(module, vae, data.sizes)
+    return Footprint(
+        parameters=parameters,
+        trainable=count,
+        batch=heaviest,
+        weights=parameters * module.base_dtype.itemsize,
+        adapter=2 * count * 4,
+        optimizer=round(count * bytes_per_parameter(module.optimizer)),
+        # Gradients are made in the step too, and counted with the adapter.
+        activations={
+            checkpointing: peak - count * 4
+            for checkpointing, peak in step_peaks(module, _latents(module, size, samples, caption)).items()
+        },
+        encoders=encoders,
+        encode=encode,
+        decode=decode,
+        prompts=prompts,
+        cache=sum(sizes[size] for size in data.sizes) + prompts,
+        read_ahead=(2 * data.num_workers + 1) * samples * (sizes[size] + 2 * prompt[size]),
+        process=psutil.Process().memory_info().rss,
+    )
+
+
+def _heaviest_batch(module: EditModule, data: PairsDataModule, caption: str) -> tuple[int, Size, int]:
+    """Samples, size and tokens of the batch with the most tokens."""
+    batches = []
+    for size in set(data.sizes):
+        tokens = module.token_count(_latents(module, size, 1, caption))
+        samples = samples_per_batch(data.batch_size, data.max_tokens_per_batch, tokens)
+        batches.append((samples, size, samples * tokens))
+    return max(batches, key=lambda batch: batch[2])
+
+
+def _latents(module: EditModule, size: Size, samples: int, caption: str) -> LatentBatch:
+    """A batch without content, on the meta device."""
+    (target, *controls), masked = size
+    channels = module.meta_transformer().config.in_channels // 4
+
+    def empty(image: tuple[int, int]) -> Tensor:
+        return torch.empty(samples, channels, *_in_latents(*image), dtype=module.base_dtype, device="meta")
+
+    prompt = {
+        name: torch.empty(samples, *shape, dtype=module.base_dtype, device="meta")
+        for name, shape in module.prompt_shapes(caption, controls).items()
+    }
+    mask = torch.empty(samples, 1, target[1], target[0], dtype=torch.uint8, device="meta") if masked else None
+    return LatentBatch(
+        [""] * samples, [0] * samples, empty(target), empty(target), [empty(one) for one in controls], prompt, {}, mask
+    )
+
+
+def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
+    """What a sample without its prompt takes in a shard."""
+    std = batch.target_std if with_std else None
+    return sum(tensor.nbytes for tensor in (batch.target_mean, std, batch.mask, *batch.controls) if tensor is not None)
+
+
+def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
+    """The optimizer's state, by taking a step with it on a small parameter."""
+    parameter = nn.Parameter(torch.zeros(1 << 16))
+    made = optimizer([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
+    state = [tensor for tensor in tree_iter(made.state) if isinstance(tensor, Tensor)]
+    return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
+
+
+def step_peaks(module: EditModule, batch: LatentBatch) -> dict[bool, int]:
+    """The most bytes beside weights that forward and backward of a batch hold, with gradient checkpointing or not."""
+    transformer = module.meta_transformer()
+    peaks = {}
+    mixed = module.base_dtype != torch.float32
+    with FakeTensorMode(), PeakMemory() as memory:
+        module.transformer = fake_model(transformer, module.base_dtype).train()
+        x_t, eps, *controls = (
+            fake_like(latent).float() for latent in (batch.target_mean, batch.target_mean, *batch.controls)
+        )
+        prompt = {name: fake_like(tensor) for name, tensor in batch.prompt.items()}
+        mask = None if batch.mask is None else fake_like(batch.mask).float()
+        t = torch.empty(len(x_t))
+        for checkpointing in (True, False):
+            (
+                transformer.enable_gradient_checkpointing
+                if checkpointing
+                else transformer.disable_gradient_checkpointing
+            )()
+            memory.restart()
+            with torch.autocast("cpu", module.base_dtype) if mixed else nullcontext(), as_on_cuda(module.base_dtype):
+                velocity = module.velocity(x_t, t, controls, prompt)
+                flow.flow_loss(velocity, eps, mask).mean().backward()
+            peaks[checkpointing] = memory.peak
+            del velocity
+            transformer.zero_grad(set_to_none=True)
+    module.transformer = None
+    return peaks
+
+
+def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: list[Size]) -> tuple[int, int]:
+    """Beside its weights, what encoding the largest picture holds at most, and decoding the largest target."""
+
+    def largest(pictures: set[tuple[int, int]]) -> tuple[int, int]:
+        return max(pictures, key=lambda size: size[0] * size[1])
+
+    width, height = largest({image for images, _ in sizes for image in images})
+    pixels = (1, 3, height, width)
+    width, height = largest({images[0] for images, _ in sizes})
+    latents = (1, module.meta_transformer().config.in_channels // 4, *_in_latents(width, height))
+    with FakeTensorMode(), PeakMemory() as memory, torch.no_grad():
+        module.components.hold("vae", fake_model(vae, module.base_dtype))
+        peaks = []
+        for run, shape in ((module.encode_pixels, pixels), (module.decode, latents)):
+            memory.restart()
+            run(torch.empty(shape))
+            peaks.append(memory.peak)
+    module.components.release("vae")
+    return peaks[0], peaks[1]
+
+
+def _in_latents(width: int, height: int) -> tuple[int, int]:
+    """(width, height) in pixels -> (h, w) in latents."""
+    return height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
