@@ -120,7 +120,7 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)
     finally:
-        if trainer.interrupted:
+        if trainer.interrupted and (output_dir / "predictions.jsonl").exists():
             log.info(f"interrupted; finished pictures are in {output_dir}")
 
 

@@ -254,7 +254,8 @@ def run(cfg: DictConfig) -> float | None:
     try:
         with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
             if cfg.task == "dry_run":
-                return dry_run(cfg)
+                dry_run(cfg)
+                return None
             if cfg.task != "fit":
                 raise UserError(f"task={cfg.task}: choose fit or dry_run")
             return report(fit(cfg, output_dir), output_dir)

@@ -34,12 +34,14 @@ class Family(ABC):
     """A pipeline's own part of encoding, denoising and decoding.
 
     Attributes:
+        pipeline_name: the diffusers pipeline that its repositories name.
         transformer_class: the name of its class in diffusers.
         text_components: the repository's components that only text encoding needs.
         condition_images: how many it takes, and at what sizes.
         lora_prefix: stands before the names of layers in LoRA files; one of `lora.PREFIXES`.
     """
 
+    pipeline_name: ClassVar[str]
     transformer_class: ClassVar[str]
     text_components: ClassVar[tuple[str, ...]]
     condition_images = ConditionImages()

@@ -26,6 +26,7 @@ class FluxKontext(EditModule):
         training_guidance_scale: the guidance embedding in training; the distilled model wants 1.
     """
 
+    pipeline_name = "FluxKontextPipeline"
     transformer_class = "FluxTransformer2DModel"
     text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
@@ -164,4 +165,5 @@ def position_ids(latents: Tensor, image: int) -> Tensor:
 class FluxDev(FluxKontext):
     """FLUX.1 [dev]: Kontext's transformer without condition images."""
 
+    pipeline_name = "FluxPipeline"
     condition_images = ConditionImages(most=0)

@@ -87,7 +87,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     caption = max((sample.prompt for sample in data.samples), key=len, default="")
     heaviest = _heaviest_batch(module, data, caption)
     samples, size, _ = heaviest
-    one = {size: _latents(module, size, 1, caption) for size in set(data.sizes)}
+    one = {size: latents(module, size, 1, caption) for size in set(data.sizes)}
     sizes = {size: _latent_bytes(batch, module.vae_encode_mode == "sample") for size, batch in one.items()}
     prompt = {size: sum(tensor.nbytes for tensor in batch.prompt.values()) for size, batch in one.items()}
     prompts = (
@@ -113,7 +113,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         # Gradients are made in the step too, and counted with the adapter.
         activations={
             checkpointing: peak - count * 4
-            for checkpointing, peak in step_peaks(module, _latents(module, size, samples, caption)).items()
+            for checkpointing, peak in step_peaks(module, latents(module, size, samples, caption)).items()
         },
         encoders=encoders,
         encode=encode,
@@ -129,13 +129,13 @@ def _heaviest_batch(module: EditModule, data: PairsDataModule, caption: str) -> 
     """Samples, size and tokens of the batch with the most tokens."""
     batches = []
     for size in set(data.sizes):
-        tokens = module.token_count(_latents(module, size, 1, caption))
+        tokens = module.token_count(latents(module, size, 1, caption))
         samples = samples_per_batch(data.batch_size, data.max_tokens_per_batch, tokens)
         batches.append((samples, size, samples * tokens))
     return max(batches, key=lambda batch: batch[2])
 
 
-def _latents(module: EditModule, size: Size, samples: int, caption: str) -> LatentBatch:
+def latents(module: EditModule, size: Size, samples: int, caption: str) -> LatentBatch:
     """A batch without content, on the meta device."""
     (target, *controls), masked = size
     channels = module.meta_transformer().config.in_channels // 4
@@ -161,7 +161,7 @@ def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
 
 def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
     """The optimizer's state, by taking a step with it on a small parameter."""
-    parameter = nn.Parameter(torch.zeros(1 << 16))
+    parameter = nn.Parameter(torch.ones(1 << 16))
     made = optimizer([parameter])
     parameter.grad = torch.ones_like(parameter)
     made.step()

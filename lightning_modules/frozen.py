@@ -1,6 +1,7 @@
 """The frozen pipeline: loading it part by part, encoding with it, and making pictures with it."""
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -21,6 +22,8 @@ from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora import check_fits, read_header
+
+log = logging.getLogger("retouch")
 
 
 class FrozenPipeline(L.LightningModule, Family):
@@ -93,7 +96,18 @@ class FrozenPipeline(L.LightningModule, Family):
 
     def preflight(self) -> None:
         """Find what would go wrong before any weights are read: the repository, the shapes of LoRAs."""
-        loading.read_index(self.components.repository, self.revision)
+        made_for = loading.read_index(self.components.repository, self.revision).get("_class_name")
+        found = loading.transformer_config(*self._transformer_source()).get("_class_name")
+        if found != self.transformer_class:
+            raise UserError(
+                f"{self.transformer_name} holds a {found}, {type(self).__name__} needs a {self.transformer_class}: "
+                "choose the model= that goes with it"
+            )
+        if made_for != self.pipeline_name:
+            log.warning(
+                f"note: {self.repository_name} is made for {made_for}, {type(self).__name__} uses it as "
+                f"{self.pipeline_name} does: is it the right model=?"
+            )
         for file in self.loras:
             # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
             if read_header(file) is not None:

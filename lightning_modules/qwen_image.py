@@ -25,6 +25,7 @@ class QwenImageEdit(EditModule):
         condition_image_size: the same for the text encoder.
     """
 
+    pipeline_name = "QwenImageEditPipeline"
     transformer_class = "QwenImageTransformer2DModel"
     text_components = ("tokenizer", "processor", "text_encoder")
     lora_prefix = "diffusion_model."
@@ -125,6 +126,7 @@ class QwenImageEdit(EditModule):
 class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit-2509 and -2511: up to three condition images."""
 
+    pipeline_name = "QwenImageEditPlusPipeline"
     most_condition_images = 3
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":

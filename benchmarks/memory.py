@@ -1,0 +1,116 @@
+"""Estimated against measured memory of a training step: `python benchmarks/memory.py`, on a GPU where there is one.
+
+The real configurations with fewer blocks (DEPTH), so that they fit anywhere; weights are random.
+
+    python benchmarks/memory.py [--model flux_kontext] [--depth 4] [--side 512] [--batch 1] [--dtype bfloat16]
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import open_dict
+
+from datamodules.batch import LatentBatch
+from lightning_modules import flow, footprint
+from lightning_modules.lora import trainable
+
+ROOT = Path(__file__).parent.parent
+
+
+def compose(model: str, folder: str, dtype: str) -> Any:
+    """The config of train.py for a local model."""
+    import train  # noqa: F401 (its resolvers)
+
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        settings = [f"model={model}", f"model.pretrained_model_name_or_path={folder}", f"model.dtype={dtype}"]
+        cfg = hydra.compose("train", overrides=settings, return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
+def step(module: Any, batch: LatentBatch, device: torch.device) -> None:
+    """Forward and backward on random numbers."""
+    assert batch.target_mean is not None
+    images = [torch.randn(image.shape, device=device) for image in (batch.target_mean, *batch.controls)]
+    prompt = {name: torch.randn(x.shape, device=device).to(module.base_dtype) for name, x in batch.prompt.items()}
+    t = torch.rand(len(images[0]), device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=module.base_dtype == torch.bfloat16):
+        velocity = module.velocity(images[0], t, images[1:], prompt)
+        flow.flow_loss(velocity, images[0]).mean().backward()
+    for parameter in trainable(module.transformer).values():
+        parameter.grad = None
+
+
+def measure(module: Any, batch: LatentBatch, device: torch.device) -> int:
+    """The most that torch allocates in a second step (libraries warmed up) beside what there is."""
+    step(module, batch, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(module, batch, device)
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step(module, batch, device)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="flux_kontext")
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--side", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = compose(options.model, "x", options.dtype).model
+    with tempfile.TemporaryDirectory() as folder:
+        yaml: Any = hydra.utils.get_class(name._target_)
+        source = next(
+            path
+            for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))
+            if json.loads(path.read_text())["files"]["model_index.json"]["_class_name"] == yaml.pipeline_name
+        )
+        for file, content in json.loads(source.read_text())["files"].items():
+            content |= {key: options.depth for key in ("num_layers", "num_single_layers") if key in content}
+            Path(folder, file).parent.mkdir(exist_ok=True)
+            Path(folder, file).write_text(json.dumps(content))
+        cfg = compose(options.model, folder, options.dtype)
+        size = (((options.side, options.side),) * (1 if options.model == "flux_dev" else 2), False)
+        estimating, module = instantiate(cfg.model, _convert_="all"), instantiate(cfg.model, _convert_="all")
+        batch = footprint.latents(estimating, size, options.batch, "make it snow")
+        estimating.adapter.inject(estimating.meta_transformer())
+        estimates = footprint.step_peaks(estimating, batch)
+        torch.set_default_dtype(module.base_dtype)
+        with torch.device(device):
+            module.transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
+        torch.set_default_dtype(torch.float32)
+        module.adapter.inject(module.transformer.train())
+        what = f"depth {options.depth}, batch {options.batch} of {options.side}"
+        print(f"{options.model}, {what}, {options.dtype}, {device}")
+        for checkpointing, estimate in estimates.items():
+            if checkpointing:
+                module.transformer.enable_gradient_checkpointing()
+            else:
+                module.transformer.disable_gradient_checkpointing()
+            measured = measure(module, batch, device)
+            print(
+                f"  gradient checkpointing {checkpointing!s:5}: estimated {estimate / 1e9:.3f} GB, "
+                f"measured {measured / 1e9:.3f} GB, {estimate / measured - 1:+.1%}"
+            )
+
+
+if __name__ == "__main__":
+    main()

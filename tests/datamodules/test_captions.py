@@ -1,0 +1,60 @@
+"""Pictures with captions, and how they reach a model that makes pictures from text."""
+
+import shutil
+
+import pytest
+
+from datamodules.captions import find_captioned
+from datamodules.errors import UserError
+from tests.conftest import make_pairs, photograph
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a.png", "b.jpg", "c.webp", "c_mask.png"):
+        photograph("coffee", 32, 32).save(tmp_path / name)
+    (tmp_path / "a.txt").write_text("\ufeffa cup of coffee \n", encoding="utf-8")
+    return tmp_path
+
+
+def test_caption_is_the_text_beside_or_empty(folder):
+    found = find_captioned([folder], None)
+    assert [(sample.key, sample.prompt) for sample in found.samples] == [("a", "a cup of coffee"), ("b", ""), ("c", "")]
+    assert all(sample.controls == () for sample in found.samples)
+    assert found.incomplete == []
+
+
+def test_instance_prompt_stands_for_the_captions_that_are_missing(folder):
+    found = find_captioned([folder], "a photo of sks cup")
+    assert [sample.prompt for sample in found.samples] == [
+        "a cup of coffee",
+        "a photo of sks cup",
+        "a photo of sks cup",
+    ]
+
+
+def test_mask_belongs_to_its_picture(folder):
+    masks = {sample.key: sample.mask for sample in find_captioned([folder], None).samples}
+    assert masks == {"a": None, "b": None, "c": folder / "c_mask.png"}
+
+
+def test_caption_without_picture_is_said(folder):
+    (folder / "d.txt").write_text("gone")
+    assert find_captioned([folder], None).incomplete == [f"{folder / 'd.txt'} has no picture beside it"]
+
+
+def test_keys_of_several_roots_differ(folder):
+    second = shutil.copytree(folder, folder / "second")
+    assert len({sample.key for sample in find_captioned([folder, second], None).samples}) == 6
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "empty", "pairs"])
+def test_what_is_no_caption_folder_is_refused(tmp_path, kind):
+    root = tmp_path / kind
+    if kind == "empty":
+        root.mkdir()
+    if kind == "pairs":
+        make_pairs(root, [(32, 32)])
+    message = {"nowhere": "no such folder", "empty": "no pictures in the folder itself", "pairs": "is a set of pairs"}
+    with pytest.raises(UserError, match=message[kind]):
+        find_captioned([root], None)

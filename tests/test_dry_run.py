@@ -1,0 +1,108 @@
+"""The plan of a run: from the real configurations, without weights."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from datamodules.cache import Cache
+from lightning_modules import flow
+from lightning_modules.fake_memory import PeakMemory
+from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure
+from tests.conftest import ROOT, compose, make_pairs, short
+
+# As published on the models' pages
+PARAMETERS = {
+    "flux_kontext": 11_901_408_320,
+    "flux_dev": 11_901_408_320,
+    "qwen_image_edit": 20_430_401_088,
+    "qwen_image_edit_plus": 20_430_401_088,
+}
+MODELS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_is_planned_without_weights(run, pairs, tmp_path, model):
+    data = ["data=captions", f"data.root={pairs}/training_images"] if model == "flux_dev" else [f"data.root={pairs}"]
+    outcome = run("train", "task=dry_run", f"model={model}", f"output_dir={tmp_path / 'out'}", *data)
+    if model in PARAMETERS:
+        assert f"{PARAMETERS[model]:,} parameters" in outcome.text
+    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "on disk"):
+        assert part in outcome.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_configurations_name_their_source():
+    import json
+
+    for file in (ROOT / "assets" / "configurations").glob("*.json"):
+        assert json.loads(file.read_text())["source"] == f"https://huggingface.co/{file.stem.replace('--', '/')}"
+    assert len(list((ROOT / "assets" / "configurations").glob("*.json"))) == 5
+
+
+def test_folders_and_unknown_names_are_left_as_they_are(tmp_path):
+    for name in (str(tmp_path), "somebody/something"):
+        with local_configuration(name) as folder:
+            assert folder == name
+
+
+@pytest.mark.parametrize(("name", "expected"), [("adamw", 8), ("adamw_8bit", 2), ("prodigy", 16)])
+def test_optimizer_state_is_what_the_optimizer_keeps(name, expected):
+    cfg = compose("train", f"optimizer={name}")
+    assert bytes_per_parameter(instantiate(cfg.optimizer)) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.fixture
+def planned(run, tiny, tmp_path):
+    """The plan of a tiny run on pictures of two sizes, its module, and the data."""
+    root = make_pairs(tmp_path / "data", [(64, 48)] * 2 + [(128, 96)] * 3)
+    overrides = short(tiny, root, tmp_path / "run", 1)
+    cfg = compose("train", *overrides, "data.batch_size=2")
+    module, data = instantiate(cfg.model), instantiate(cfg.data)
+    data.serve(module)
+    data.scan()
+    return measure(module, data), module, data, overrides, cfg
+
+
+def test_cache_is_as_large_as_planned(run, planned, tmp_path):
+    plan, _, _, overrides, _ = planned
+    run("train", *overrides)
+    (folder,) = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
+    headers = 450 * len(rows := list(Cache(folder, {}).rows()))
+    assert sum(row["bytes"] for row in rows) - headers == pytest.approx(plan.cache, rel=0.05)
+
+
+def test_activations_are_what_a_real_step_holds(planned):
+    """The same step on real tensors, its memory counted in the same way."""
+    plan, _, _, _, cfg = planned
+    samples, (images, _), _ = plan.batch
+    assert (samples, images) == (2, ((128, 96), (128, 96)))
+    module = instantiate(cfg.model)
+    module.configure_model()
+    x_t = torch.randn(2, 8, 12, 16)
+    prompt = {"prompt_embeds": torch.randn(2, 64, 32), "pooled_prompt_embeds": torch.randn(2, 32)}
+    peaks = {}
+    for checkpointing in (True, False):
+        if checkpointing:
+            module.transformer.enable_gradient_checkpointing()
+        else:
+            module.transformer.disable_gradient_checkpointing()
+        with PeakMemory() as memory:
+            known = [tensor.detach() for tensor in (*module.transformer.parameters(), x_t, *prompt.values())]
+            t, control = torch.rand(2), torch.randn_like(x_t)
+            memory.restart()
+            velocity = module.velocity(x_t, t, [control], prompt)
+            flow.flow_loss(velocity, x_t).mean().backward()
+        assert known
+        peaks[checkpointing] = memory.peak - plan.adapter // 2
+        module.transformer.zero_grad(set_to_none=True)
+    assert peaks[False] > 1.5 * peaks[True]
+    for checkpointing, peak in peaks.items():
+        assert plan.activations[checkpointing] == pytest.approx(peak, rel=0.05)
+
+
+def test_adapter_and_weights_are_counted(planned):
+    plan, module, _, _, _ = planned
+    assert module.transformer is None
+    assert plan.weights == 4 * plan.parameters
+    assert plan.adapter == 8 * plan.trainable
+    assert plan.optimizer == 8 * plan.trainable
