@@ -42,7 +42,7 @@ def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
         axis.text(0.5, -0.04, _plain(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
     counts = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
     roots = ", ".join(map(str, data.roots))
-    lines = [f"{len(shown)} of {len(data.sizes)} pairs of {roots}: {counts}; {len(buckets)} buckets", *data.notes]
+    lines = [f"{len(shown)} of {len(data.sizes)} {data.noun} of {roots}: {counts}; {len(buckets)} buckets", *data.notes]
     figure.suptitle("\n".join(textwrap.shorten(_plain(line), 50 * columns) for line in lines), fontsize=10)
     figure.tight_layout()
     with replacing(path) as temporary:

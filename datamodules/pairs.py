@@ -219,7 +219,7 @@ class PairsDataModule(L.LightningDataModule):
         if empty := sum(not sample.prompt for sample in self.samples):
             self.notes.append(f"{empty} captions are empty")
         if rounded:
-            self.notes.append(f"{rounded} pairs have sides rounded down to a multiple of 16")
+            self.notes.append(f"{rounded} {self.noun} have sides rounded down to a multiple of 16")
 
     def batch_limits(self) -> Mapping[Size, int] | int:
         """How many samples of a size make a batch."""
@@ -259,9 +259,14 @@ class PairsDataModule(L.LightningDataModule):
         """The first few samples, to make pictures of; whether with the empty prompt's conditioning, if encoded."""
         return [Example(pictures(raw), raw) for raw in self.pixels(count)]
 
+    @property
+    def noun(self) -> str:
+        """What the samples are."""
+        return "pairs" if any(len(images) > 1 for images, _ in self.sizes) else "pictures"
+
     def describe(self) -> str:
         """What there is to learn from, for the summary."""
-        return f"{len(self.sizes)} pairs of {', '.join(map(str, self.roots))}"
+        return f"{len(self.sizes)} {self.noun} of {', '.join(map(str, self.roots))}"
 
     def batches_per_epoch(self) -> float:
         """Of this process."""

@@ -81,8 +81,7 @@ class FluxKontext(EditModule):
     # Images
 
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        # Asking the model for its device and dtype would walk all of its modules, twice in each step.
-        latent = self.components["vae"].encode(pixels.to(self.components.device("vae"), self.base_dtype)).latent_dist
+        latent = self.components["vae"].encode(self.for_vae(pixels)).latent_dist
         return latent.mode().to(self.main_device), latent.std.to(self.main_device)
 
     def normalize(self, latents: Tensor) -> Tensor:

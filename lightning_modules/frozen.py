@@ -193,6 +193,10 @@ class FrozenPipeline(L.LightningModule, Family):
         """Known without loading the autoencoder: training from cached latents never needs its weights."""
         return loading.vae_config(self.components.repository, self.revision)
 
+    def for_vae(self, pixels: Tensor) -> Tensor:
+        """Pixels on the autoencoder's device, in its dtype and in diffusers' layout, by which bf16 kernels round."""
+        return pixels.to(self.components.device("vae"), self.base_dtype, memory_format=torch.channels_last)
+
     def dynamic_shift(self, shape: torch.Size) -> float:
         """The pipeline's timestep shift for a latent of shape (C, h, w)."""
         config = self.components["scheduler"].config

@@ -64,8 +64,7 @@ class QwenImageEdit(EditModule):
     # Images: the autoencoder is one for videos, (B, C, 1, H, W)
 
     def encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        frames = pixels.to(self.components.device("vae"), self.base_dtype).unsqueeze(2)
-        latent = self.components["vae"].encode(frames).latent_dist
+        latent = self.components["vae"].encode(self.for_vae(pixels).unsqueeze(2)).latent_dist
         return latent.mode().squeeze(2).to(self.main_device), latent.std.squeeze(2).to(self.main_device)
 
     def _statistic(self, name: str, latents: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
@@ -65,18 +66,33 @@ def arguments(repositories, datasets):
 EVERY_MODEL = pytest.mark.parametrize("model", BUILDERS)
 
 
-def stock_picture(model, repository, lora, monkeypatch, **settings):
+def stock_picture(model, repository, lora, monkeypatch, dtype=torch.float32, **settings):
     """What the stock pipeline makes with a LoRA, its condition images as small as the run's."""
     dimensions = pipeline_qwenimage_edit.calculate_dimensions
     monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(AREA, ratio))
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", AREA)
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", AREA)
-    pipeline = DiffusionPipeline.from_pretrained(repository)
+    pipeline = DiffusionPipeline.from_pretrained(repository, torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     if lora is not None:
         pipeline.load_lora_weights(lora)
     generator = torch.Generator().manual_seed(11)
     return pipeline(**settings, generator=generator, output_type="np").images[0]
+
+
+def with_images(model, root, call, request):
+    """The stock pipeline's arguments and predict.py's with the first sample's condition images."""
+    controls = sorted(root.glob("control_images/0*"))
+    if controls:
+        request = [*request, f"image={controls[0]}"]
+        images = [Image.open(path) for path in controls]
+        call = call | {"image": images if model == "qwen_image_edit_plus" else images[0]}
+    if model.startswith("flux"):
+        call = call | {"max_sequence_length": 64, "guidance_scale": 2.0}
+        request = [*request, "guidance_scale=2.0"]
+    if model == "flux_kontext":
+        call = call | {"_auto_resize": False, "max_area": 64 * 32}
+    return call, request
 
 
 @EVERY_MODEL
@@ -95,16 +111,7 @@ def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipelin
         "height=32",
     ]
     call = {"num_inference_steps": 3, "true_cfg_scale": 3.0, "negative_prompt": "blurry", "width": 64, "height": 32}
-    controls = sorted(datasets[model].glob("control_images/0*"))
-    if controls:
-        request.append(f"image={controls[0]}")
-        images = [Image.open(path) for path in controls]
-        call["image"] = images if model == "qwen_image_edit_plus" else images[0]
-    if model.startswith("flux"):
-        call |= {"max_sequence_length": 64, "guidance_scale": 2.0}
-        request.append("guidance_scale=2.0")
-    if model == "flux_kontext":
-        call |= {"_auto_resize": False, "max_area": 64 * 32}
+    call, request = with_images(model, datasets[model], call, request)
     run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
     (picture,) = (tmp_path / "out").glob("*.png")
     lora = tmp_path / "run" / "lora" / "last"
@@ -289,3 +296,30 @@ def test_repository_of_another_model_is_refused_or_said(run, repositories, pairs
     outcome = train("qwen_image_edit", "qwen_image_edit_plus")
     assert "is made for QwenImageEditPlusPipeline, QwenImageEdit uses it as QwenImageEditPipeline does" in outcome.text
     assert outcome.status == 0
+
+
+@EVERY_MODEL
+def test_bf16_base_trains_a_float32_adapter_and_predicts_as_the_stock_pipeline(
+    run, arguments, repositories, datasets, tmp_path, monkeypatch, model
+):
+    """The models' own dtype: everything that the stock pipeline rounds is rounded alike."""
+    overrides = [a for a in arguments(model, tmp_path / "run", 2, "optimizer.lr=1e-2") if a != "model.dtype=float32"]
+    run("train", *overrides)
+    lora = tmp_path / "run" / "lora" / "last"
+    dtypes = {t.dtype for t in safetensors.torch.load_file(lora / "pytorch_lora_weights.safetensors").values()}
+    assert dtypes == {torch.float32}
+    request = [
+        "seed=11",
+        "num_inference_steps=2",
+        "true_cfg_scale=3",
+        "negative_prompt=blurry",
+        "width=64",
+        "height=32",
+    ]
+    call = {"num_inference_steps": 2, "true_cfg_scale": 3.0, "negative_prompt": "blurry", "width": 64, "height": 32}
+    call, request = with_images(model, datasets[model], call, request)
+    run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", f"output_dir={tmp_path / 'out'}", *request)
+    (picture,) = (tmp_path / "out").glob("*.png")
+    stock = stock_picture(model, repositories[model], lora, monkeypatch, torch.bfloat16, prompt="make it snow", **call)
+    own = np.asarray(Image.open(picture)).astype(int)
+    assert np.abs(own - (stock * 255).round().astype(int)).max() <= 1
