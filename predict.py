@@ -1,6 +1,7 @@
 """Edit pictures with a trained LoRA: `python predict.py --help` tells how."""
 
 import contextlib
+import re
 import shlex
 import shutil
 import sys
@@ -147,7 +148,7 @@ def cache(cfg: DictConfig, overrides: list[str]) -> None:
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
     log.info(f"done: {folder} holds {manifest['samples']} samples, {decimal(manifest['bytes'])}")
-    same = [shlex.quote(o) for o in overrides if o.partition(".")[0] in ("data", "model") or o.startswith("model=")]
+    same = [shlex.quote(override) for override in overrides if re.match(r"(data|model)[.=]", override)]
     log.info(f"train on it: {' '.join(['python train.py', *same])}")
 
 

@@ -197,27 +197,6 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     return trainer
 
 
-def dry_run(cfg: DictConfig) -> None:
-    """Say what the run will need, without reading weights."""
-    from hydra.utils import instantiate
-
-    from callbacks.dry_run import show_plan
-    from datamodules.cached import CachedDataModule
-    from datamodules.streaming import StreamedDataModule
-    from lightning_modules.footprint import local_configuration, measure
-
-    name = cfg.model.pretrained_model_name_or_path
-    with local_configuration(name) as cfg.model.pretrained_model_name_or_path:
-        module = instantiate(cfg.model, _convert_="all")
-        module.preflight()
-        data = instantiate(cfg.data, _convert_="all")
-        if isinstance(data, StreamedDataModule) or getattr(data, "shards", None) is not None:
-            raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
-        data.serve(module)
-        data.scan()
-        show_plan(measure(module, data), name, module, data, caches=isinstance(data, CachedDataModule))
-
-
 def report(trainer: "L.Trainer", output_dir: Path) -> float:
     """Say where things are; the running mean of the loss is what a sweep compares."""
     from callbacks.lora_checkpoint import LoRACheckpoint
@@ -237,7 +216,9 @@ def report(trainer: "L.Trainer", output_dir: Path) -> float:
     if metrics is not None and not metrics.latest:
         log.info(f"nothing to do: {output_dir} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
     log.info(f"done: {output_dir / 'lora' / 'last'}")
-    log.info(f'try it: python predict.py lora={output_dir} image=PHOTO prompt="..."')
+    module: Any = trainer.lightning_module
+    image = "" if module.condition_images.most == 0 else "image=PHOTO "
+    log.info(f'try it: python predict.py lora={output_dir} {image}prompt="..."')
     return metrics.latest.get("loss_avg", float("nan")) if metrics is not None else float("nan")
 
 
@@ -254,6 +235,8 @@ def run(cfg: DictConfig) -> float | None:
     try:
         with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
             if cfg.task == "dry_run":
+                from callbacks.dry_run import dry_run
+
                 dry_run(cfg)
                 return None
             if cfg.task != "fit":

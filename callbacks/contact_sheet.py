@@ -10,7 +10,8 @@ from torch import Tensor
 from callbacks.image_writer import to_image
 from datamodules.batch import RawBatch
 from datamodules.files import replacing
-from datamodules.pairs import PairsDataModule, pictures
+from datamodules.pairs import PairsDataModule
+from datamodules.pixels import pictures
 
 COLUMNS = 4
 

@@ -1,27 +1,36 @@
 """The plan of a run: what `task=dry_run` prints."""
 
 import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from datamodules.cached import CachedDataModule
+from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
+from datamodules.streaming import StreamedDataModule
 from lightning_modules.base import EditModule
-from lightning_modules.footprint import Footprint
+from lightning_modules.footprint import Footprint, local_configuration, measure
 
 
-def show_plan(plan: Footprint, name: str, module: EditModule, data: PairsDataModule, caches: bool) -> None:
-    """Print the estimates.
-
-    Args:
-        name: of the model.
-        caches: whether the data is encoded once, before the training.
-    """
-    assert module.adapter is not None
+def dry_run(cfg: DictConfig) -> None:
+    """Print what the run of train.py's config will need, without reading weights."""
+    name = cfg.model.pretrained_model_name_or_path
+    with local_configuration(name) as cfg.model.pretrained_model_name_or_path:
+        module = instantiate(cfg.model, _convert_="all")
+        module.preflight()
+        data = instantiate(cfg.data, _convert_="all")
+        if isinstance(data, StreamedDataModule) or getattr(data, "shards", None) is not None:
+            raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
+        data.serve(module)
+        data.scan()
+        plan = measure(module, data)
     table = Table.grid(padding=(0, 2))
-    for row, text in rows(plan, name, module, data, caches).items():
+    for row, text in rows(plan, name, module, data, caches=isinstance(data, CachedDataModule)).items():
         table.add_row(f"[bold]{row}[/bold]", escape(text))
     for note in data.notes:
         table.add_row("[bold yellow]note[/bold yellow]", escape(note))
@@ -29,7 +38,12 @@ def show_plan(plan: Footprint, name: str, module: EditModule, data: PairsDataMod
 
 
 def rows(plan: Footprint, name: str, module: EditModule, data: PairsDataModule, caches: bool) -> dict[str, str]:
-    """The plan by its parts. Parts that settings place on the CPU count with the host's memory."""
+    """The plan by its parts. Parts that settings place on the CPU count with the host's memory.
+
+    Args:
+        name: of the model.
+        caches: whether the data is encoded once, before the training.
+    """
     adapter = module.adapter
     assert adapter is not None
     on_host = {

@@ -9,7 +9,8 @@ from datamodules.cache import Cache, check_fit, fingerprint, fingerprint_parts
 from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
 from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
-from datamodules.pairs import Example, PairsDataModule, Size, pictures, require_whole_numbers
+from datamodules.pairs import Example, PairsDataModule, Size, require_whole_numbers
+from datamodules.pixels import pictures
 from datamodules.sampler import samples_per_batch
 from datamodules.streaming import StreamedDataModule
 

@@ -14,7 +14,8 @@ from datamodules.cache import Cache
 from datamodules.conditions import ConditionImages, PromptRequest
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
-from datamodules.pairs import PairDataset, PairsDataModule, leave_signals_to_the_trainer
+from datamodules.pairs import PairsDataModule
+from datamodules.pixels import PairDataset, leave_signals_to_the_trainer
 from datamodules.shards import sample_id
 from datamodules.sources import Sample
 

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from datamodules.batch import LatentBatch, stack_padded
 from datamodules.cache import check_fit, fingerprint_parts
 from datamodules.latents import latent_batch, size_of
-from datamodules.pairs import Example, Size, leave_signals_to_the_trainer, refuse_epochs
+from datamodules.pairs import Example, Size, refuse_epochs
+from datamodules.pixels import leave_signals_to_the_trainer
 from datamodules.remote import Shard, find_shards, read_groups
 from datamodules.sampler import samples_per_batch
 from datamodules.shards import Row

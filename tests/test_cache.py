@@ -13,7 +13,7 @@ from PIL import Image
 
 import train
 from datamodules.cache import Cache
-from datamodules.pairs import collate as collate_pixels
+from datamodules.pixels import collate as collate_pixels
 from datamodules.shards import scan
 from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start, wait_until
 from tests.datamodules.test_shards import content

@@ -14,7 +14,7 @@ from PIL import Image
 
 from datamodules.cache import Cache
 from datamodules.latents import LatentReader, ShardIndex
-from datamodules.pairs import collate
+from datamodules.pixels import collate
 from datamodules.remote import find_shards
 from datamodules.streaming import collate as collate_items
 from datamodules.streaming import read_items

@@ -115,7 +115,7 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
     """200 steps on 8 fixed pairs, measured at noise that training never saw."""
     from hydra.utils import instantiate
 
-    from datamodules.pairs import collate
+    from datamodules.pixels import collate
     from tests.conftest import compose
 
     settings = ["adapter.rank=16", "adapter.target_modules=all-linear", "optimizer.lr=3e-3", "data.batch_size=4"]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from datamodules.pairs import PairsDataModule, collate
+from datamodules.pairs import PairsDataModule
+from datamodules.pixels import collate
 from datamodules.sources import find_samples
 from tests.conftest import make_pairs, photograph
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from datamodules.batch import RawBatch
 from datamodules.conditions import ConditionImages
-from datamodules.pairs import collate
+from datamodules.pixels import collate
 from datamodules.transforms import size_of_area, to_tensor
 from lightning_modules import flow
 from lightning_modules.family import Sampling
