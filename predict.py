@@ -60,16 +60,15 @@ def model_settings(cfg: DictConfig, headers: list[dict[str, Any] | None], overri
     return model
 
 
-def warn_of_other_base(cfg: DictConfig, files: list[Path], headers: list[dict[str, Any] | None]) -> None:
-    """A LoRA fits the base that it was trained on, and the base's precision too."""
-    here = {
-        "base": cfg.model.pretrained_model_name_or_path,
-        "base_precision": cfg.model.dtype,
-    }
+def warn_of_other_base(module: Any, files: list[Path], headers: list[dict[str, Any] | None]) -> None:
+    """A LoRA fits the base that it was trained on, the base's precision, and what the encoders were told."""
+    provenance = module.provenance()
+    here = {name: provenance[name] for name in ("base", "base_precision")} | module.encoding_settings()
     for file, header in zip(files, headers, strict=True):
+        trained = {} if header is None else {**header["model"], **header}
         for key, value in here.items():
-            if header is not None and header[key] != value:
-                log.warning(f"note: {file} was trained on {key} {header[key]}, this is {value}")
+            if key in trained and trained[key] != value:
+                log.warning(f"note: {file} was trained on {key} {trained[key]}, this is {value}")
 
 
 def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
@@ -89,14 +88,12 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     files = [find_weights(lora) for lora in as_list(cfg.lora)] if cfg.lora is not None else []
     headers = [read_header(file) for file in files]
     cfg.model = model_settings(cfg, headers, overrides)
-    warn_of_other_base(cfg, files, headers)
     scales = numbers(cfg, "lora_scale", float)
     if not files and scales != [1.0]:
         raise UserError("lora_scale needs lora=: name the weights that it scales")
-    for key in ("num_inference_steps", "num_images_per_prompt"):
-        if not isinstance(cfg[key], int) or cfg[key] < 1:
-            raise UserError(f"{key}={cfg[key]}: must be a whole number from 1 on")
     count = cfg.num_images_per_prompt
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"num_images_per_prompt={count}: must be a whole number from 1 on")
     sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt)
     if sampling.negative is not None and cfg.negative_prompt is None:
         log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
@@ -115,6 +112,7 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _partial_=True)(
         loras=files, sampling=sampling
     )
+    warn_of_other_base(module, files, headers)
     silence_libraries()
     place_trainer(cfg)
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=[ImageWriter(str(output_dir))], logger=False)

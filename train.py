@@ -237,6 +237,8 @@ def run(cfg: DictConfig) -> float | None:
             if cfg.task == "dry_run":
                 from callbacks.dry_run import dry_run
 
+                if HydraConfig.get().mode is RunMode.MULTIRUN:
+                    raise UserError("task=dry_run plans one run: leave -m and the lists out")
                 dry_run(cfg)
                 return None
             if cfg.task != "fit":

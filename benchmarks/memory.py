@@ -75,13 +75,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = compose(options.model, "x", options.dtype).model
     with tempfile.TemporaryDirectory() as folder:
-        yaml: Any = hydra.utils.get_class(name._target_)
+        family: Any = hydra.utils.get_class(compose(options.model, "x", options.dtype).model._target_)
         source = next(
             path
             for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))
-            if json.loads(path.read_text())["files"]["model_index.json"]["_class_name"] == yaml.pipeline_name
+            if json.loads(path.read_text())["files"]["model_index.json"]["_class_name"] == family.pipeline_name
         )
         for file, content in json.loads(source.read_text())["files"].items():
             content |= {key: options.depth for key in ("num_layers", "num_single_layers") if key in content}
@@ -101,10 +100,7 @@ def main() -> None:
         what = f"depth {options.depth}, batch {options.batch} of {options.side}"
         print(f"{options.model}, {what}, {options.dtype}, {device}")
         for checkpointing, estimate in estimates.items():
-            if checkpointing:
-                module.transformer.enable_gradient_checkpointing()
-            else:
-                module.transformer.disable_gradient_checkpointing()
+            footprint.set_checkpointing(module.transformer, checkpointing)
             measured = measure(module, batch, device)
             print(
                 f"  gradient checkpointing {checkpointing!s:5}: estimated {estimate / 1e9:.3f} GB, "

@@ -19,30 +19,31 @@ from lightning_modules.footprint import Footprint, local_configuration, measure
 
 def dry_run(cfg: DictConfig) -> None:
     """Print what the run of train.py's config will need, without reading weights."""
-    name = cfg.model.pretrained_model_name_or_path
-    with local_configuration(name) as cfg.model.pretrained_model_name_or_path:
+    with local_configuration(cfg.model.pretrained_model_name_or_path):
         module = instantiate(cfg.model, _convert_="all")
         module.preflight()
         data = instantiate(cfg.data, _convert_="all")
-        if isinstance(data, StreamedDataModule) or getattr(data, "shards", None) is not None:
+        caches = isinstance(data, CachedDataModule)
+        if isinstance(data, StreamedDataModule) or (caches and data.shards is not None):
             raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
         data.serve(module)
         data.scan()
         plan = measure(module, data)
     table = Table.grid(padding=(0, 2))
-    for row, text in rows(plan, name, module, data, caches=isinstance(data, CachedDataModule)).items():
+    samples = cfg.callbacks.get("sample_images") is not None
+    for row, text in rows(plan, module, data, caches, samples).items():
         table.add_row(f"[bold]{row}[/bold]", escape(text))
     for note in data.notes:
         table.add_row("[bold yellow]note[/bold yellow]", escape(note))
     Console(stderr=True).print(Panel(table, title="Retouch, dry run", title_align="left", expand=False))
 
 
-def rows(plan: Footprint, name: str, module: EditModule, data: PairsDataModule, caches: bool) -> dict[str, str]:
+def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: bool, samples: bool) -> dict[str, str]:
     """The plan by its parts. Parts that settings place on the CPU count with the host's memory.
 
     Args:
-        name: of the model.
         caches: whether the data is encoded once, before the training.
+        samples: whether sample pictures are made, for which the autoencoder stays loaded.
     """
     adapter = module.adapter
     assert adapter is not None
@@ -61,28 +62,30 @@ def rows(plan: Footprint, name: str, module: EditModule, data: PairsDataModule, 
     }
     if not caches:
         training |= encoders
+    elif samples and vae:
+        training["vae"] = vae
     encoding = texts | ({"vae": vae, "its activations": plan.encode} if vae else {})
     # Prompts that are shared come first, and their encoders go before the autoencoder comes.
     together = module.condition_images.text_sees_them or not caches
     encoding_peak = sum(encoding.values()) if together else max(sum(texts.values()), vae + plan.encode)
     decoding = plan.weights + plan.adapter + plan.optimizer + vae + plan.decode
-    samples, (images, _), tokens = plan.batch
+    count, (images, _), tokens = plan.batch
     pictures = " + ".join(f"{width}x{height}" for width, height in images)
     other = "without" if chosen else "with"
-    peak = max(sum(training.values()), encoding_peak if caches else 0, decoding)
+    peak = max(sum(training.values()), encoding_peak if caches else 0, decoding if samples else 0)
     host = {"this process": plan.process, "prompts while encoding": plan.prompts, "reading ahead": plan.read_ahead}
     host |= {part: plan.encoders[part] for part in sorted(on_host)}
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]
     return {
-        "model": f"{name} ({str(module.base_dtype)[6:]}), {plan.parameters:,} parameters",
+        "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}), {plan.parameters:,} parameters",
         "trains": f"LoRA rank {adapter.rank}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
-        "heaviest batch": f"{samples} of {pictures}, {tokens:,} tokens",
+        "heaviest batch": f"{count} of {pictures}, {tokens:,} tokens",
         "GPU, training": _sum(training),
         "": f"activations {other} gradient checkpointing: {decimal(plan.activations[not chosen])}",
         "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
-        "GPU, sampling": f"{decimal(decoding)} while a picture is decoded beside the training state",
+        "GPU, sampling": f"{decimal(decoding)} while a picture is decoded" if samples else "no sample pictures",
         "host": _sum(host),
         "cache": f"{decimal(plan.cache)} on disk" if caches else "none",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{_against_this_machine(peak)}",

@@ -93,6 +93,7 @@ class CachedDataModule(PairsDataModule):
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
+        self.serve(self.trainer.lightning_module)
         self.open(self.cache(self.trainer.lightning_module))
 
     def open(self, cache: Cache) -> None:

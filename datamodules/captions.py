@@ -1,14 +1,15 @@
 """Pictures with captions, for text-to-image."""
 
+import glob
 from collections.abc import Iterable
 from pathlib import Path
 
 from datamodules.errors import UserError
-from datamodules.sources import Found, Sample, controls_folder, folder_images, read_text, scan_roots
+from datamodules.sources import IMAGE_SUFFIXES, Found, Sample, controls_folder, folder_images, read_text, scan_roots
 
 
 def find_captioned(roots: Iterable[str | Path], instance_prompt: str | None) -> Found:
-    """Every `X.png` (.jpg, ...) of the folders with the caption `X.txt`; `X_mask.*` weighs the loss.
+    """Every `X.png` (.jpg, ...) in the folders and below with the caption `X.txt`; `X_mask.*` weighs the loss.
 
     Args:
         instance_prompt: the caption of pictures without one; None for the empty caption.
@@ -19,26 +20,31 @@ def find_captioned(roots: Iterable[str | Path], instance_prompt: str | None) -> 
     return scan_roots(roots, lambda folder: _scan(folder, instance_prompt or ""))
 
 
-def _scan(folder: Path, instance_prompt: str) -> Found:
-    if not folder.is_dir():
-        raise UserError(f"data.root={folder}: no such folder (looked for {folder.absolute()})")
-    images = folder_images(folder)
-    masks = {stem: path for stem, path in images.items() if stem.endswith("_mask") and stem[:-5] in images}
-    if not images:
-        if controls_folder(folder) is not None:
-            raise UserError(
-                f"data.root={folder} is a set of pairs: leave data=cached for a model that edits, or train on its "
-                "targets alone by naming their folder"
-            )
+def _scan(root: Path, instance_prompt: str) -> Found:
+    if not root.is_dir():
+        what = "data=captions reads folders" if root.exists() else f"no such folder (looked for {root.absolute()})"
+        raise UserError(f"data.root={root}: {what}")
+    if controls_folder(root) is not None:
         raise UserError(
-            f"data.root={folder}: no pictures in the folder itself; data=captions looks for X.png and X.txt"
+            f"data.root={root} is a set of pairs: leave data=cached for a model that edits, or train on its "
+            "targets alone by naming their folder"
         )
-    samples = []
-    for stem, path in images.items():
-        if stem in masks:
-            continue
-        caption = path.with_suffix(".txt")
-        prompt = read_text(caption).strip() if caption.is_file() else instance_prompt
-        samples.append(Sample(stem, path, (), prompt, masks.get(f"{stem}_mask")))
-    orphans = [path for path in sorted(folder.glob("*.txt")) if path.stem not in images]
-    return Found(samples, [f"{path} has no picture beside it" for path in orphans])
+    below = [path for path in sorted(root.rglob("*")) if path.is_dir() and "/." not in f"/{path.relative_to(root)}"]
+    samples: list[Sample] = []
+    unread: list[str] = []
+    for folder in (root, *below):
+        images = folder_images(folder)
+        for stem, path in images.items():
+            if stem.endswith("_mask") and stem.removesuffix("_mask") in images:
+                continue
+            caption = path.with_suffix(".txt")
+            prompt = read_text(caption).strip() if caption.is_file() else instance_prompt
+            key = str((folder / stem).relative_to(root))
+            samples.append(Sample(key, path, (), prompt, images.get(f"{stem}_mask")))
+        for caption in sorted(folder.glob("*.txt")):
+            others = [path for path in folder.glob(f"{glob.escape(caption.stem)}.*") if path != caption]
+            if caption.stem not in images and others:
+                unread.append(f"{others[0]} has a caption, but is none of {', '.join(sorted(IMAGE_SUFFIXES))}")
+    if not samples:
+        raise UserError(f"data.root={root}: no pictures ({', '.join(sorted(IMAGE_SUFFIXES))}) in it or below")
+    return Found(samples, unread)

@@ -96,11 +96,21 @@ class EditsDataModule(L.LightningDataModule):
                 raise UserError(f"{model} takes {most} condition image{'s' if most > 1 else ''}, {listed} are {count}")
 
     def all_prompts(self) -> list[PromptRequest]:
-        """Everything that the text encoders must see."""
+        """Everything that this process's text encoders must see."""
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
-        prompts = dict.fromkeys([*self.prompts, *negative])
-        images = self.images if self.condition_images.text_sees_them else [()]
-        return [(prompt, seen) for seen in images for prompt in prompts]
+        if not self.condition_images.text_sees_them:
+            return [(prompt, ()) for prompt in dict.fromkeys([*self.prompts, *negative])]
+        mine = [divmod(index, len(self.prompts)) for index in self.share()]
+        return list(
+            dict.fromkeys(
+                (prompt, self.images[image]) for image, number in mine for prompt in (self.prompts[number], *negative)
+            )
+        )
+
+    def share(self) -> range:
+        """The numbers of this process's requests."""
+        assert self.trainer is not None
+        return range(self.trainer.global_rank, len(self.images) * len(self.prompts), self.trainer.world_size)
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
         """This process's share of the requests, one by one."""
@@ -109,8 +119,9 @@ class EditsDataModule(L.LightningDataModule):
         assert trainer is not None
         if trainer.world_size > len(requests):
             raise UserError(f"{trainer.world_size} processes for {len(requests)} images and prompts: use fewer devices")
-        mine = Subset(requests, range(trainer.global_rank, len(requests), trainer.world_size))
-        return DataLoader(dataset=mine, batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
+        return DataLoader(
+            dataset=Subset(requests, self.share()), batch_size=1, collate_fn=lambda items: items[0], num_workers=0
+        )
 
 
 class _Requests(Dataset[EditRequest]):

@@ -100,7 +100,9 @@ class LatentReader:
         empty_prompt = {}
         if self.empty_prompt:
             shared = empty[:1] if len(set(empty)) == 1 else empty
-            empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in self._read_empty(shared).items()}
+            # Where each sample has its own, there is nothing to keep.
+            read = self._read_empty if len(shared) == 1 else self._read
+            empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in read(shared).items()}
         keys, draws = [self.keys[index] for index, _ in items], [draw for _, draw in items]
         return latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
 

@@ -178,12 +178,18 @@ class ShardStream(IterableDataset[LatentBatch]):
             rng = random.Random(f"{self.seed} {self.start} {place}")
             samples = wds.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(samples)
         waiting: dict[Size, list[Item]] = {}
+        longest: dict[Size, int] = {}  # a batch is padded to its longest prompt
         for row, item in samples:
             size = size_of(row)
-            if any(item.key == other.key for other in waiting.get(size, ())):
-                yield collate(waiting.pop(size))  # of a rare size all have come, and a new epoch begins
-            waiting.setdefault(size, []).append(item)
-            if len(waiting[size]) >= self.limit(row["tokens"]):
+            group = waiting.setdefault(size, [])
+            tokens = max(row["tokens"], longest.get(size, 0) if group else 0)
+            # Of a rare size all have come when one comes again: a new epoch begins.
+            if group and (any(item.key == other.key for other in group) or len(group) >= self.limit(tokens)):
+                yield collate(waiting.pop(size))
+                group, tokens = waiting.setdefault(size, []), row["tokens"]
+            group.append(item)
+            longest[size] = tokens
+            if len(group) >= self.limit(tokens):
                 yield collate(waiting.pop(size))
 
     def order(self, epoch: int) -> list[Shard]:
@@ -202,7 +208,8 @@ def read_items(shard: Shard, empty_prompt: bool) -> Iterator[tuple[Row, Item]]:
     for row, data in read_groups(shard):
         tensors = safetensors.torch.load(data)
         if "key" not in row:
-            prompts[row["id"]] = tensors
+            if empty_prompt or not row["id"].startswith("empty_prompt-"):
+                prompts[row["id"]] = tensors
             continue
         name = row["empty_prompt"]
         empty = {k.removeprefix("empty_"): x for k, x in prompts[name].items()} if empty_prompt else {}

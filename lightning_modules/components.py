@@ -133,7 +133,7 @@ class PromptMemory:
         self.encode = encode
         self.stopwatch = stopwatch
         self.kept = kept
-        self.seconds: dict[str, float] = {}
+        self._seconds: dict[bytes, float] = {}
         self._encoded: dict[bytes, dict[str, Tensor]] = {}
 
     def __call__(
@@ -142,19 +142,22 @@ class PromptMemory:
         """The conditioning of a batch, each tensor (B, ...), on `device`; `images` are those of each prompt."""
         encoded = []
         for prompt, seen in zip(prompts, images, strict=True):
-            seen = [image.cpu() for image in seen]
             key = _digest(prompt, seen)
-            encoded.append(self._encoded.pop(key) if key in self._encoded else self._encode(prompt, seen))
+            encoded.append(self._encoded.pop(key) if key in self._encoded else self._encode(key, prompt, seen))
             self._encoded[key] = encoded[-1]
         while len(self._encoded) > self.kept:
             del self._encoded[next(iter(self._encoded))]
         return {name: stack_padded([one[name] for one in encoded]).to(device) for name in encoded[0]}
 
-    def _encode(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def seconds(self, prompt: str, images: list[Tensor]) -> float:
+        """What encoding it has taken."""
+        return self._seconds[_digest(prompt, images)]
+
+    def _encode(self, key: bytes, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         before = self.stopwatch.seconds.get("encode_prompt", 0.0)
         with self.stopwatch.stage("encode_prompt"):
             encoded = {name: tensor.cpu() for name, tensor in self.encode(prompt, images).items()}
-        self.seconds[prompt] = self.stopwatch.seconds["encode_prompt"] - before
+        self._seconds[key] = self.stopwatch.seconds["encode_prompt"] - before
         return encoded
 
     def keep(
@@ -186,5 +189,5 @@ def _digest(prompt: str, images: list[Tensor]) -> bytes:
     digest = hashlib.sha256(prompt.encode())
     for image in images:
         digest.update(str(tuple(image.shape)).encode())
-        digest.update(image.numpy().tobytes())
+        digest.update(image.cpu().numpy().tobytes())
     return digest.digest()

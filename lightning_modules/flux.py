@@ -19,7 +19,7 @@ log = logging.getLogger("retouch")
 
 
 class FluxKontext(EditModule):
-    """FLUX.1 Kontext [dev]: any number of condition images, each at its own size; none for text to image.
+    """FLUX.1 Kontext [dev]: any number of condition images, each at its own size; prediction works without any too.
 
     Args:
         max_sequence_length: T5 tokens; its padding is not masked, so use the same in training and prediction.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -62,18 +64,18 @@ class Footprint:
 
 
 @contextmanager
-def local_configuration(name: str) -> Iterator[str]:
-    """For the models that are known here, a folder with their configuration; else the name itself."""
+def local_configuration(name: str) -> Iterator[None]:
+    """Inside, a model that is known here is read from its configuration, without network."""
     file = CONFIGURATIONS / f"{name.replace('/', '--')}.json"
     if Path(name).is_dir() or not file.is_file():
-        yield name
+        yield
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(loading.STAND_INS, {name: folder}):
         for filename, content in json.loads(file.read_text(encoding="utf-8"))["files"].items():
             path = Path(folder, filename)
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(content), encoding="utf-8")
-        yield folder
+        yield
 
 
 def measure(module: EditModule, data: PairsDataModule) -> Footprint:
@@ -169,6 +171,14 @@ def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> floa
     return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
 
 
+def set_checkpointing(transformer: Any, on: bool) -> None:
+    """Turn a diffusers model's gradient checkpointing on or off."""
+    if on:
+        transformer.enable_gradient_checkpointing()
+    else:
+        transformer.disable_gradient_checkpointing()
+
+
 def step_peaks(module: EditModule, batch: LatentBatch) -> dict[bool, int]:
     """The most bytes beside weights that forward and backward of a batch hold, with gradient checkpointing or not."""
     transformer = module.meta_transformer()
@@ -183,11 +193,7 @@ def step_peaks(module: EditModule, batch: LatentBatch) -> dict[bool, int]:
         mask = None if batch.mask is None else fake_like(batch.mask).float()
         t = torch.empty(len(x_t))
         for checkpointing in (True, False):
-            (
-                transformer.enable_gradient_checkpointing
-                if checkpointing
-                else transformer.disable_gradient_checkpointing
-            )()
+            set_checkpointing(transformer, checkpointing)
             memory.restart()
             with torch.autocast("cpu", module.base_dtype) if mixed else nullcontext(), as_on_cuda(module.base_dtype):
                 velocity = module.velocity(x_t, t, controls, prompt)

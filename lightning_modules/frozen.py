@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from datamodules.transforms import PREPROCESSING
 from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
@@ -96,7 +96,13 @@ class FrozenPipeline(L.LightningModule, Family):
 
     def preflight(self) -> None:
         """Find what would go wrong before any weights are read: the repository, the shapes of LoRAs."""
-        made_for = loading.read_index(self.components.repository, self.revision).get("_class_name")
+        index = loading.read_index(self.components.repository, self.revision)
+        made_for = index.get("_class_name")
+        if lacking := [name for name in (*self.text_components, "vae", "scheduler") if name not in index]:
+            raise UserError(
+                f"{self.repository_name} has no {listing(lacking)}, which {type(self).__name__} needs: it is made for "
+                f"{made_for}"
+            )
         found = loading.transformer_config(*self._transformer_source()).get("_class_name")
         if found != self.transformer_class:
             raise UserError(
@@ -261,14 +267,14 @@ class FrozenPipeline(L.LightningModule, Family):
         seconds = self.stopwatch.seconds
         seconds["encode_image"] = 0.0
         latents = self.encode(batch.raw, self.sampling.negative)
-        prompt = batch.raw.prompts[0]
+        [prompt], [images] = batch.raw.prompts, batch.raw.prompt_images or [[]]
         for scale, seed in itertools.product(batch.lora_scales, batch.seeds):
             self.set_lora_scale(scale)
             seconds["denoise"] = seconds["decode"] = 0.0
             pixels = self.edit(latents, self.sampling, batch.size, seed)
             marks = [f"_seed{seed}"] if len(batch.seeds) > 1 else []
             marks += [f"_scale{scale:g}"] if len(batch.lora_scales) > 1 else []
-            taken = {**seconds, "encode_prompt": self.prompts.seconds[prompt]}
+            taken = {**seconds, "encode_prompt": self.prompts.seconds(prompt, images)}
             yield (
                 pixels,
                 {
@@ -297,7 +303,13 @@ class FrozenPipeline(L.LightningModule, Family):
         with self.stopwatch.stage("denoise"):
             latents = self.denoise(controls, batch.prompt, negative, size, sampling, generator)
         with self.stopwatch.stage("decode"):
-            return self.decode(latents)
+            pixels = self.decode(latents)
+        if not pixels.isfinite().all():
+            log.warning(
+                "note: a picture is not finite, and black where it is not: some schedules divide by zero with "
+                f"num_inference_steps=1 (here {sampling.num_inference_steps}); else weights have diverged"
+            )
+        return pixels
 
     def provenance(self) -> dict[str, Any]:
         """What a LoRA file's header says of its base."""

@@ -16,6 +16,8 @@ from datamodules.files import FileHashes, hash_file
 log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
+# Folders that are read in place of repositories.
+STAND_INS: dict[str, str] = {}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Classes whose components are built without weights.
 WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
@@ -24,7 +26,7 @@ WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 def resolve_repository(name: str) -> str:
     """The name itself, but `embedded` becomes the folder of the model that comes with Retouch."""
     if name != EMBEDDED:
-        return name
+        return STAND_INS.get(name, name)
     from lightning_modules.embedded import embedded_model
 
     return str(embedded_model())

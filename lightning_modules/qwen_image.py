@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from datamodules.conditions import ConditionImages
+from datamodules.errors import UserError
 from datamodules.transforms import size_of_area
 from lightning_modules.base import EditModule
 from lightning_modules.family import Sampling
@@ -31,8 +32,10 @@ class QwenImageEdit(EditModule):
     lora_prefix = "diffusion_model."
     most_condition_images = 1
 
-    def __init__(self, vae_image_size: int | None, condition_image_size: int, **settings: Any) -> None:
+    def __init__(self, vae_image_size: int | None, condition_image_size: int | None, **settings: Any) -> None:
         super().__init__(**settings)
+        if condition_image_size is None:
+            raise UserError("model.condition_image_size=null: the text encoder sees every image, at a number of pixels")
         self.condition_images = ConditionImages(self.most_condition_images, 1, vae_image_size, condition_image_size)
 
     def encoding_settings(self) -> dict[str, Any]:

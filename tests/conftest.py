@@ -22,7 +22,7 @@ from PIL import Image
 
 import predict
 import train
-from tests.tiny_pipelines import BUILDERS
+from tests.tiny_pipelines import MODELS
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
@@ -38,10 +38,9 @@ def _cache(tmp_path_factory):
 def repositories(tmp_path_factory) -> dict[str, Path]:
     """For each model= a tiny pipeline on disk, float32."""
     folder = tmp_path_factory.mktemp("tiny")
-    folders = {name: folder / name for name in BUILDERS}
-    for name, build in BUILDERS.items():
-        build(folders[name])
-    return folders
+    for name, model in MODELS.items():
+        model.build(folder / name)
+    return {name: folder / name for name in MODELS}
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,11 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.cache import Cache
-from lightning_modules import flow
+from lightning_modules import flow, loading
 from lightning_modules.fake_memory import PeakMemory
-from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure
+from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure, set_checkpointing
 from tests.conftest import ROOT, compose, make_pairs, short
+from tests.tiny_pipelines import MODELS
 
 # As published on the models' pages
 PARAMETERS = {
@@ -17,18 +18,31 @@ PARAMETERS = {
     "qwen_image_edit": 20_430_401_088,
     "qwen_image_edit_plus": 20_430_401_088,
 }
-MODELS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+YAMLS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", YAMLS)
 def test_every_model_is_planned_without_weights(run, pairs, tmp_path, model):
-    data = ["data=captions", f"data.root={pairs}/training_images"] if model == "flux_dev" else [f"data.root={pairs}"]
+    captions = model in MODELS and MODELS[model].data == "captions"
+    data = ["data=captions", f"data.root={pairs}/training_images"] if captions else [f"data.root={pairs}"]
     outcome = run("train", "task=dry_run", f"model={model}", f"output_dir={tmp_path / 'out'}", *data)
     if model in PARAMETERS:
         assert f"{PARAMETERS[model]:,} parameters" in outcome.text
     for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "on disk"):
         assert part in outcome.text
+    assert "loading" not in outcome.text
     assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):
+    arguments = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}"]
+    line = run("train", "model=flux_dev", *arguments, ok=False).error
+    assert line.startswith("error: black-forest-labs/FLUX.1-dev makes pictures from text alone")
+    other = "model.pretrained_model_name_or_path=black-forest-labs/FLUX.1-dev"
+    line = run("train", "model=qwen_image_edit", other, *arguments, ok=False).error
+    assert line.startswith("error: black-forest-labs/FLUX.1-dev has no processor, which QwenImageEdit needs")
+    outcome = run("train", "-m", "adapter.rank=4,8", *arguments, ok=False)
+    assert "task=dry_run plans one run" in outcome.text
 
 
 def test_configurations_name_their_source():
@@ -36,13 +50,16 @@ def test_configurations_name_their_source():
 
     for file in (ROOT / "assets" / "configurations").glob("*.json"):
         assert json.loads(file.read_text())["source"] == f"https://huggingface.co/{file.stem.replace('--', '/')}"
-    assert len(list((ROOT / "assets" / "configurations").glob("*.json"))) == 5
 
 
 def test_folders_and_unknown_names_are_left_as_they_are(tmp_path):
     for name in (str(tmp_path), "somebody/something"):
-        with local_configuration(name) as folder:
-            assert folder == name
+        with local_configuration(name):
+            assert loading.resolve_repository(name) == name
+    with local_configuration("Qwen/Qwen-Image-Edit"):
+        folder = loading.resolve_repository("Qwen/Qwen-Image-Edit")
+        assert loading.transformer_config(folder)["num_layers"] == 60
+    assert loading.resolve_repository("Qwen/Qwen-Image-Edit") == "Qwen/Qwen-Image-Edit"
 
 
 @pytest.mark.parametrize(("name", "expected"), [("adamw", 8), ("adamw_8bit", 2), ("prodigy", 16)])
@@ -82,10 +99,7 @@ def test_activations_are_what_a_real_step_holds(planned):
     prompt = {"prompt_embeds": torch.randn(2, 64, 32), "pooled_prompt_embeds": torch.randn(2, 32)}
     peaks = {}
     for checkpointing in (True, False):
-        if checkpointing:
-            module.transformer.enable_gradient_checkpointing()
-        else:
-            module.transformer.disable_gradient_checkpointing()
+        set_checkpointing(module.transformer, checkpointing)
         with PeakMemory() as memory:
             known = [tensor.detach() for tensor in (*module.transformer.parameters(), x_t, *prompt.values())]
             t, control = torch.rand(2), torch.randn_like(x_t)

@@ -1,6 +1,7 @@
 """What is promised of every model, by the command line: whoever adds a YAML and a tiny pipeline is held to it."""
 
 import csv
+import json
 import shutil
 
 import numpy as np
@@ -18,24 +19,16 @@ from datamodules.pixels import collate
 from datamodules.remote import find_shards
 from datamodules.streaming import collate as collate_items
 from datamodules.streaming import read_items
+from lightning_modules.frozen import FrozenPipeline
 from tests.conftest import compose, lora_bytes, photograph, short
-from tests.tiny_pipelines import BUILDERS
-
-AREA = 64 * 32
-# Condition images of few pixels, where a model has a size of its own for them.
-SMALLER = [f"model.vae_image_size={AREA}", f"model.condition_image_size={AREA}"]
-SETTINGS = {name: SMALLER if name.startswith("qwen") else ["model.max_sequence_length=64"] for name in BUILDERS}
-DATA = {name: "captions" if name == "flux_dev" else "cached" for name in BUILDERS}
-# Of most samples, width and height of the target and of each condition image
-SIZES = {name: [] if name == "flux_dev" else [(64, 32)] for name in BUILDERS}
-SIZES["qwen_image_edit_plus"] = [(64, 32), (32, 48)]
+from tests.tiny_pipelines import AREA, MODELS
 
 
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory):
     """For each model= six samples, one of them of another size, their captions of different lengths."""
     folders = {}
-    for model in BUILDERS:
+    for model, tiny in MODELS.items():
         folders[model] = root = tmp_path_factory.mktemp(model)
         targets, controls = root / "training_images", root / "control_images"
         for folder in (targets, controls):
@@ -44,10 +37,10 @@ def datasets(tmp_path_factory):
             name = ("astronaut", "chelsea", "coffee")[i % 3]
             photograph(name, *((48, 48) if i == 5 else (64, 32))).save(targets / f"{i}.png")
             (targets / f"{i}.txt").write_text("make it snow" + " and rain" * i)
-            for k, (width, height) in enumerate(SIZES[model][: 1 if i == 4 else None]):
+            for k, (width, height) in enumerate(tiny.controls[: 1 if i == 4 else None]):
                 picture = photograph(("rocket", "retina")[k], width, height).transpose(Image.Transpose(i % 2))
                 picture.save(controls / (f"{i}.png" if k == 0 else f"{i}_control_{k}.png"))
-        if not SIZES[model]:
+        if not tiny.controls:
             folders[model] = targets
     return folders
 
@@ -57,13 +50,13 @@ def arguments(repositories, datasets):
     """Overrides of a short quiet run."""
 
     def arguments(model, output, steps, *more):
-        common = short(repositories[model], datasets[model], output, steps, DATA[model])
-        return [f"model={model}", "model.dtype=float32", *common, *SETTINGS[model], *more]
+        common = short(repositories[model], datasets[model], output, steps, MODELS[model].data)
+        return [f"model={model}", "model.dtype=float32", *common, *MODELS[model].settings, *more]
 
     return arguments
 
 
-EVERY_MODEL = pytest.mark.parametrize("model", BUILDERS)
+EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 
 
 def stock_picture(model, repository, lora, monkeypatch, dtype=torch.float32, **settings):
@@ -86,13 +79,10 @@ def with_images(model, root, call, request):
     if controls:
         request = [*request, f"image={controls[0]}"]
         images = [Image.open(path) for path in controls]
-        call = call | {"image": images if model == "qwen_image_edit_plus" else images[0]}
-    if model.startswith("flux"):
-        call = call | {"max_sequence_length": 64, "guidance_scale": 2.0}
-        request = [*request, "guidance_scale=2.0"]
-    if model == "flux_kontext":
-        call = call | {"_auto_resize": False, "max_area": 64 * 32}
-    return call, request
+        call = call | {"image": images if MODELS[model].takes_list else images[0]}
+    if "guidance_scale" in MODELS[model].call:
+        request = [*request, f"guidance_scale={MODELS[model].call['guidance_scale']}"]
+    return call | MODELS[model].call, request
 
 
 @EVERY_MODEL
@@ -248,7 +238,7 @@ MISMATCHES = {
 @pytest.mark.parametrize(("model", "data", "samples_of", "words"), MISMATCHES.values(), ids=MISMATCHES)
 def test_data_of_another_kind_is_one_line(run, repositories, datasets, tmp_path, model, data, samples_of, words):
     overrides = short(repositories[model], datasets[samples_of], tmp_path / "run", 1, data)
-    outcome = run("train", f"model={model}", "model.dtype=float32", *overrides, *SETTINGS[model], ok=False)
+    outcome = run("train", f"model={model}", "model.dtype=float32", *overrides, *MODELS[model].settings, ok=False)
     assert words in outcome.error
     assert "loading" not in outcome.text
     assert not (tmp_path / "run").exists()
@@ -279,7 +269,7 @@ def test_prediction_with_more_or_fewer_images_than_the_model_takes(run, reposito
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
     request = [f"image={tmp_path / 'x.png'}"] if images else ["width=32", "height=32"]
     outcome = run(
-        "predict", *settings, *SETTINGS[model], "prompt=x", *request, f"output_dir={tmp_path / 'out'}", ok=False
+        "predict", *settings, *MODELS[model].settings, "prompt=x", *request, f"output_dir={tmp_path / 'out'}", ok=False
     )
     assert words in outcome.error
     assert "loading" not in outcome.text
@@ -289,10 +279,10 @@ def test_prediction_with_more_or_fewer_images_than_the_model_takes(run, reposito
 def test_repository_of_another_model_is_refused_or_said(run, repositories, pairs, tmp_path):
     def train(model, repository):
         overrides = short(repositories[repository], pairs, tmp_path / f"{model}-{repository}", 1)
-        return run("train", f"model={model}", "model.dtype=float32", *overrides, *SETTINGS[model], ok=False)
+        return run("train", f"model={model}", "model.dtype=float32", *overrides, *MODELS[model].settings, ok=False)
 
     line = train("qwen_image_edit", "flux_kontext").error
-    assert "holds a FluxTransformer2DModel, QwenImageEdit needs a QwenImageTransformer2DModel" in line
+    assert "has no processor, which QwenImageEdit needs: it is made for FluxKontextPipeline" in line
     outcome = train("qwen_image_edit", "qwen_image_edit_plus")
     assert "is made for QwenImageEditPlusPipeline, QwenImageEdit uses it as QwenImageEditPipeline does" in outcome.text
     assert outcome.status == 0
@@ -323,3 +313,51 @@ def test_bf16_base_trains_a_float32_adapter_and_predicts_as_the_stock_pipeline(
     stock = stock_picture(model, repositories[model], lora, monkeypatch, torch.bfloat16, prompt="make it snow", **call)
     own = np.asarray(Image.open(picture)).astype(int)
     assert np.abs(own - (stock * 255).round().astype(int)).max() <= 1
+
+
+@EVERY_MODEL
+def test_text_encoders_have_left_before_the_transformer_comes(
+    run, repositories, datasets, tmp_path, monkeypatch, model
+):
+    beside = []
+    load = FrozenPipeline.load_transformer
+
+    def watch(module):
+        beside.append(set(module.components.models()))
+        return load(module)
+
+    monkeypatch.setattr(FrozenPipeline, "load_transformer", watch)
+    settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
+    controls = sorted(datasets[model].glob("control_images/5.*"))
+    request = [f"image={controls[0]}"] if controls else ["width=32", "height=32"]
+    request += ["prompt=[make it snow,make it rain]", "true_cfg_scale=2", "negative_prompt=x", "num_inference_steps=2"]
+    run("predict", *settings, *MODELS[model].settings, *request, f"output_dir={tmp_path / 'out'}")
+    assert beside == [set()]
+    seconds = [json.loads(line)["seconds"] for line in (tmp_path / "out" / "predictions.jsonl").open()]
+    assert len({entry["encode_prompt"] for entry in seconds}) == 2
+
+
+def test_own_size_of_condition_images_goes_with_the_weights(run, arguments, datasets, tmp_path):
+    """vae_image_size=null in training holds in prediction; a model that is named with other settings is said."""
+    model = "qwen_image_edit"
+    overrides = [a for a in arguments(model, tmp_path / "run", 1) if not a.startswith("model.vae_image_size")]
+    run("train", *overrides, "model.vae_image_size=null")
+    again = ["model.vae_image_size=null", f"adapter.init_from={tmp_path / 'run'}", f"output_dir={tmp_path / 'more'}"]
+    run("train", *overrides, *again)
+    image = f"image={datasets[model] / 'control_images' / '0.png'}"
+    request = [f"lora={tmp_path / 'run'}", "prompt=x", "num_inference_steps=2", image]
+    assert "trained on" not in run("predict", *request, f"output_dir={tmp_path / 'a'}").text
+    repository = [a for a in overrides if a.startswith("model.")]
+    other = [f"model={model}", *repository, "model.vae_image_size=4096", "model.dtype=float32"]
+    text = run("predict", *request, *other, f"output_dir={tmp_path / 'b'}").text
+    assert "was trained on vae_image_size None, this is 4096" in text
+    assert (tmp_path / "a" / "0.png").read_bytes() != (tmp_path / "b" / "0.png").read_bytes()
+
+
+def test_picture_that_is_not_finite_is_said(run, repositories, datasets, tmp_path):
+    """Qwen's schedule divides by zero where there is one step."""
+    model = "qwen_image_edit"
+    settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
+    image = f"image={datasets[model] / 'control_images' / '0.png'}"
+    request = [image, "prompt=x", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
+    assert "a picture is not finite" in run("predict", *settings, *MODELS[model].settings, *request).text

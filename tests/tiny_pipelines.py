@@ -1,6 +1,9 @@
 """Tiny pipelines of the real classes, random and in float32, in diffusers' folder layout."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -110,10 +113,47 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
     ).save_pretrained(folder)
 
 
+@dataclass(frozen=True)
+class Tiny:
+    """A model as the tests see it.
+
+    Attributes:
+        build: saves its tiny pipeline in a folder.
+        settings: overrides that make it quick.
+        data: the kind of data it learns from.
+        controls: (width, height) of a sample's condition images.
+        call: what its stock pipeline must be told to do as we do.
+        takes_list: whether that takes several images.
+    """
+
+    build: Callable[[Path], None]
+    settings: tuple[str, ...]
+    data: str = "cached"
+    controls: tuple[tuple[int, int], ...] = ((64, 32),)
+    call: Mapping[str, Any] = field(default_factory=dict)
+    takes_list: bool = False
+
+
+# Pixels of condition images, where a model has a size of its own for them.
+AREA = 64 * 32
+FLUX: dict[str, Any] = {
+    "settings": ("model.max_sequence_length=64",),
+    "call": {"max_sequence_length": 64, "guidance_scale": 2.0},
+}
+QWEN: dict[str, Any] = {"settings": (f"model.vae_image_size={AREA}", f"model.condition_image_size={AREA}")}
 # By the names of their YAMLs
-BUILDERS = {
-    "flux_kontext": build_kontext,
-    "flux_dev": build_flux_dev,
-    "qwen_image_edit": lambda folder: build_qwen(folder, plus=False),
-    "qwen_image_edit_plus": lambda folder: build_qwen(folder, plus=True, zero_cond_t=True),
+MODELS = {
+    "flux_kontext": Tiny(
+        build_kontext,
+        settings=FLUX["settings"],
+        call={**FLUX["call"], "_auto_resize": False, "max_area": AREA},
+    ),
+    "flux_dev": Tiny(build_flux_dev, **FLUX, data="captions", controls=()),
+    "qwen_image_edit": Tiny(lambda folder: build_qwen(folder, plus=False), **QWEN),
+    "qwen_image_edit_plus": Tiny(
+        lambda folder: build_qwen(folder, plus=True, zero_cond_t=True),
+        **QWEN,
+        controls=((64, 32), (32, 48)),
+        takes_list=True,
+    ),
 }

@@ -38,23 +38,44 @@ def test_mask_belongs_to_its_picture(folder):
     assert masks == {"a": None, "b": None, "c": folder / "c_mask.png"}
 
 
-def test_caption_without_picture_is_said(folder):
-    (folder / "d.txt").write_text("gone")
-    assert find_captioned([folder], None).incomplete == [f"{folder / 'd.txt'} has no picture beside it"]
+def test_text_of_a_picture_in_another_format_is_said_and_other_text_is_not(folder):
+    (folder / "README.txt").write_text("about these pictures")
+    assert find_captioned([folder], None).incomplete == []
+    (folder / "d.txt").write_text("a cup")
+    (folder / "d.heic").write_bytes(b"")
+    [line] = find_captioned([folder], None).incomplete
+    assert line.startswith(f"{folder / 'd.heic'} has a caption, but is none of .bmp, .jpeg")
+
+
+def test_pictures_below_belong_to_it_but_not_hidden_ones(folder):
+    for name in ("more/deep", ".thumbnails"):
+        (folder / name).mkdir(parents=True)
+        photograph("coffee", 32, 32).save(folder / name / "a.png")
+    (folder / "more" / "deep" / "a.txt").write_text("another cup")
+    found = find_captioned([folder], None).samples
+    assert [(s.key, s.prompt) for s in found if "/" in s.key] == [("more/deep/a", "another cup")]
+    assert len(found) == 4
 
 
 def test_keys_of_several_roots_differ(folder):
-    second = shutil.copytree(folder, folder / "second")
+    second = shutil.copytree(folder, folder.with_name("second"))
     assert len({sample.key for sample in find_captioned([folder, second], None).samples}) == 6
 
 
-@pytest.mark.parametrize("kind", ["nowhere", "empty", "pairs"])
+@pytest.mark.parametrize("kind", ["nowhere", "empty", "pairs", "file"])
 def test_what_is_no_caption_folder_is_refused(tmp_path, kind):
     root = tmp_path / kind
     if kind == "empty":
         root.mkdir()
+    if kind == "file":
+        root.write_text("file_name,prompt")
     if kind == "pairs":
         make_pairs(root, [(32, 32)])
-    message = {"nowhere": "no such folder", "empty": "no pictures in the folder itself", "pairs": "is a set of pairs"}
+    message = {
+        "nowhere": "no such folder",
+        "empty": r"no pictures \(.bmp",
+        "file": "data=captions reads folders",
+        "pairs": "is a set of pairs",
+    }
     with pytest.raises(UserError, match=message[kind]):
         find_captioned([root], None)

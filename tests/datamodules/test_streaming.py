@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from datamodules import remote
 from datamodules.errors import UserError
 from datamodules.remote import find_shards
-from datamodules.streaming import ShardStream, StreamLoader, read_items
+from datamodules.sampler import samples_per_batch
+from datamodules.streaming import Item, ShardStream, StreamLoader, read_items
 from tests.datamodules.test_shards import cache, tensors  # noqa: F401  a fixture
 
 
@@ -248,6 +250,21 @@ def test_rare_size_does_not_wait_for_copies_of_itself(cache, server):  # noqa: F
     batches = list(itertools.islice(stream(shards, limit=16), 12))
     assert all(len(batch.keys) == len(set(batch.keys)) for batch in batches)
     assert Counter(keys(batches)) == dict.fromkeys(ALL, 6)
+
+
+def test_batch_padded_to_its_longest_prompt_keeps_within_the_budget():
+    """900 tokens and nine times 100 are 10 x 900 once they are padded, not 1800."""
+    lengths = [900, 100, 100, 400, 300, 100, 300, 100, 100, 100, 100, 100, 100, 1100, 50]
+    stream = ShardStream([], partial(samples_per_batch, 1, 1000), 0, 7, 0, 1, 0, empty_prompt=False)
+    items = [
+        Item(str(number), {"target_mean": torch.zeros(1, 2, 2)}, {"prompt_embeds": torch.ones(length, 1)}, {}, "")
+        for number, length in enumerate(lengths)
+    ]
+    rows = [{"tokens": length, "sizes": [[16, 16]], "mask": False} for length in lengths]
+    stream._samples = lambda place, places: zip(rows, items, strict=True)
+    shapes = [tuple(batch.prompt["prompt_embeds"].shape[:2]) for batch in stream]
+    assert all(count == 1 or count * longest <= 1000 for count, longest in shapes)
+    assert shapes == [(1, 900), (2, 100), (2, 400), (3, 300), (5, 100), (1, 1100)]
 
 
 def test_page_that_is_no_manifest(cache, server):  # noqa: F811

@@ -53,4 +53,21 @@ def test_prompts_of_a_prediction_are_all_kept():
     memory.keep([(prompt, ()) for prompt in prompts], lambda paths: [])
     memory.encode = None  # the encoders are gone
     assert memory(prompts, [[]] * 10, CPU)["x"].shape == (10, 1)
-    assert memory.seconds.keys() == set(prompts)
+    assert all(memory.seconds(prompt, []) >= 0 for prompt in prompts)
+
+
+def test_prompt_is_known_by_the_images_that_its_encoder_sees():
+    calls = []
+
+    def encode(prompt, images):
+        calls.append((prompt, len(images)))
+        length = 2 + len(calls)
+        return {"prompt_embeds": torch.full((length, 3), float(len(calls))), "prompt_embeds_mask": torch.ones(length)}
+
+    memory = PromptMemory(encode, Stopwatch())
+    image = torch.arange(12, dtype=torch.uint8).view(3, 2, 2)
+    batch = memory(["a", "a", "a", "a"], [[image], [image + 1], [image.clone()], [image, image]], CPU)
+    assert calls == [("a", 1), ("a", 1), ("a", 2)]
+    assert batch["prompt_embeds"][:, 0, 0].tolist() == [1, 2, 1, 3]
+    assert batch["prompt_embeds_mask"].sum(1).tolist() == [3, 4, 3, 5]
+    assert batch["prompt_embeds"][0, 3:].abs().sum() == 0
