@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from datamodules.batch import LatentBatch, RawBatch, pad_to
 from datamodules.errors import UserError, listing
 from lightning_modules import flow
-from lightning_modules.frozen import FrozenPipeline
 from lightning_modules.lora import LoRA, check_fits, trainable
+from lightning_modules.prediction import Predictor
 
 log = logging.getLogger("retouch")
 
 
-class EditModule(FrozenPipeline):
+class EditModule(Predictor):
     """A frozen pipeline with a trainable adapter in its transformer.
 
     Args:
@@ -26,7 +26,7 @@ class EditModule(FrozenPipeline):
         adapter: what trains; None in prediction.
         optimizer: called with the trainable parameters.
         scheduler: called with the optimizer; counts optimizer steps.
-        pipeline: of `FrozenPipeline`.
+        pipeline: of `Predictor` and `FrozenPipeline`.
     """
 
     def __init__(

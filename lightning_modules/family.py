@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from datamodules.conditions import ConditionImages
@@ -86,23 +85,13 @@ class Family(ABC):
         """The transformer's prediction (B, C, h, w) at t (B,) in [0, 1]; controls are normalized latents."""
 
     @abstractmethod
-    def denoise(
-        self,
-        controls: list[Tensor],
-        prompt: Mapping[str, Tensor],
-        negative: Mapping[str, Tensor] | None,
-        size: tuple[int, int],
-        sampling: Sampling,
-        generator: torch.Generator,
-    ) -> Tensor:
-        """One picture of `size` (width, height) by the family's pipeline: normalized latents (1, C, h, w)."""
-
-    @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """Normalized latents (B, C, h, w) -> pixels (B, 3, H, W), about [-1, 1], on the CPU in float32."""
 
     @abstractmethod
     def pipeline_class(self) -> "type[DiffusionPipeline]":
-        """Its diffusers pipeline, made to take latents. Imported here and not before: its module imports the classes
-        of the encoders, which training on cached latents does without.
+        """Its diffusers pipeline, with a method `edit(controls, size, **arguments)` that takes and gives latents.
+
+        Imported here and not before: its module imports the classes of the encoders, which training on cached latents
+        does without.
         """

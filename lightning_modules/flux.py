@@ -9,7 +9,6 @@ from torch import Tensor
 
 from datamodules.conditions import ConditionImages
 from lightning_modules.base import EditModule
-from lightning_modules.family import Sampling
 from lightning_modules.patches import pack, unpack
 
 if TYPE_CHECKING:
@@ -123,34 +122,6 @@ class FluxKontext(EditModule):
         from lightning_modules.kontext_pipeline import LatentKontextPipeline
 
         return LatentKontextPipeline
-
-    def denoise(
-        self,
-        controls: list[Tensor],
-        prompt: Mapping[str, Tensor],
-        negative: Mapping[str, Tensor] | None,
-        size: tuple[int, int],
-        sampling: Sampling,
-        generator: torch.Generator,
-    ) -> Tensor:
-        width, height = size
-        pipeline = self.pipeline()
-        pipeline.controls = controls
-        latents = pipeline(
-            image=None,
-            **prompt,
-            **{f"negative_{name}": tensor for name, tensor in (negative or {}).items()},
-            true_cfg_scale=sampling.true_cfg_scale,
-            height=height,
-            width=width,
-            max_area=height * width,
-            num_inference_steps=sampling.num_inference_steps,
-            guidance_scale=sampling.guidance_scale,
-            generator=generator,
-            output_type="latent",
-        ).images
-        scale = pipeline.vae_scale_factor
-        return unpack(latents, height // scale, width // scale)
 
 
 def position_ids(latents: Tensor, image: int) -> Tensor:

@@ -1,9 +1,7 @@
-"""The frozen pipeline: loading it part by part, encoding with it, and making pictures with it."""
+"""The frozen pipeline: loading it part by part, and encoding with it."""
 
-import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -14,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.batch import LatentBatch, RawBatch
-from datamodules.edits import EditRequest
-from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError, listing
 from datamodules.transforms import PREPROCESSING
 from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
-from lightning_modules.family import Family, Sampling
-from lightning_modules.lora import check_fits, read_header
+from lightning_modules.family import Family
 
 log = logging.getLogger("retouch")
 
@@ -29,8 +24,8 @@ log = logging.getLogger("retouch")
 class FrozenPipeline(L.LightningModule, Family):
     """A pipeline whose own weights never change.
 
-    Nothing is loaded before `setup`; the transformer comes in `configure_model`, each other component when
-    it is first used. The frozen encoders are not submodules: Lightning neither moves nor saves them.
+    Nothing is loaded before `setup`; the transformer comes in `configure_model` where one is needed, each other
+    component when it is first used. The frozen encoders are not submodules: Lightning neither moves nor saves them.
 
     Args:
         pretrained_model_name_or_path: folder or hub id in diffusers' layout, or `embedded`.
@@ -40,8 +35,6 @@ class FrozenPipeline(L.LightningModule, Family):
         devices: for `text_encoder` and `vae`, where they live; None for beside the transformer. For
             `transformer`, train.py and predict.py set the trainer to it.
         vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
-        loras: weights files to apply in prediction.
-        sampling: how predicted pictures are made; None where none are.
     """
 
     def __init__(
@@ -52,8 +45,6 @@ class FrozenPipeline(L.LightningModule, Family):
         dtype: str,
         devices: Mapping[str, str | None],
         vae_encode_mode: str,
-        loras: Sequence[str | Path] = (),
-        sampling: Sampling | None = None,
     ) -> None:
         super().__init__()
         if vae_encode_mode not in ("sample", "mode"):
@@ -66,8 +57,6 @@ class FrozenPipeline(L.LightningModule, Family):
             name: loading.resolve_device(device, f"model.devices.{name}") for name, device in devices.items()
         }
         self.vae_encode_mode = vae_encode_mode
-        self.loras = [Path(lora) for lora in loras]
-        self.sampling = sampling
         self.transformer: nn.Module | None = None
         self.stopwatch = Stopwatch()
         self.components = Components(
@@ -79,7 +68,6 @@ class FrozenPipeline(L.LightningModule, Family):
             self.stopwatch,
         )
         self.prompts = PromptMemory(self.encode_prompt, self.stopwatch)
-        self._pipeline: Any = None
         self._meta: Any = None
 
     # Loading
@@ -95,7 +83,7 @@ class FrozenPipeline(L.LightningModule, Family):
                 self.components.release(*self.text_components)
 
     def preflight(self) -> None:
-        """Find what would go wrong before any weights are read: the repository, the shapes of LoRAs."""
+        """Find what would go wrong before any weights are read."""
         index = loading.read_index(self.components.repository, self.revision)
         made_for = index.get("_class_name")
         if lacking := [name for name in (*self.text_components, "vae", "scheduler") if name not in index]:
@@ -104,7 +92,7 @@ class FrozenPipeline(L.LightningModule, Family):
                 f"{made_for}"
             )
         found = loading.transformer_config(*self._transformer_source()).get("_class_name")
-        if found != self.transformer_class:
+        if found not in (self.transformer_class, None):
             raise UserError(
                 f"{self.transformer_name} holds a {found}, {type(self).__name__} needs a {self.transformer_class}: "
                 "choose the model= that goes with it"
@@ -114,10 +102,6 @@ class FrozenPipeline(L.LightningModule, Family):
                 f"note: {self.repository_name} is made for {made_for}, {type(self).__name__} uses it as "
                 f"{self.pipeline_name} does: is it the right model=?"
             )
-        for file in self.loras:
-            # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
-            if read_header(file) is not None:
-                check_fits(file, self.meta_transformer(), self.repository_name)
 
     def meta_transformer(self) -> Any:
         """The transformer without weights."""
@@ -134,12 +118,6 @@ class FrozenPipeline(L.LightningModule, Family):
         same = self.transformer_name == self.repository_name
         return loading.resolve_repository(self.transformer_name), self.revision if same else None
 
-    def configure_model(self) -> None:
-        """Load the transformer where pictures are made; encoding needs none."""
-        if self.transformer is None and self.sampling is not None:
-            self.transformer = self.load_transformer()
-            self._load_loras()
-
     def load_transformer(self) -> Any:
         """The transformer on its device, frozen."""
         import diffusers
@@ -154,35 +132,6 @@ class FrozenPipeline(L.LightningModule, Family):
                 device=self.main_device,
             )
 
-    def _load_loras(self) -> None:
-        for number, file in enumerate(self.loras):
-            try:
-                self.pipeline().load_lora_weights(file.parent, weight_name=file.name, adapter_name=f"lora_{number}")
-            except (ValueError, RuntimeError, KeyError) as error:
-                first = str(error).strip().splitlines()[0]
-                raise UserError(f"the LoRA {file} does not fit {self.repository_name}: {first}") from error
-            if f"lora_{number}" not in getattr(self.transformer, "peft_config", {}):
-                raise UserError(f"the LoRA {file} holds no layer of {self.repository_name}'s transformer")
-        self.requires_grad_(False)
-
-    def set_lora_scale(self, scale: float) -> None:
-        """Weigh the LoRAs of a prediction, all by the same factor."""
-        if self.loras:
-            names = [f"lora_{number}" for number in range(len(self.loras))]
-            self.pipeline().set_adapters(names, [scale] * len(names))
-
-    def pipeline(self) -> Any:
-        """The family's pipeline around the transformer that is loaded, for all but encoding."""
-        if self._pipeline is None:
-            self._pipeline = self.pipeline_class()(
-                scheduler=loading.load_component(self.components.repository, "scheduler", revision=self.revision),
-                vae=self.components["vae"],
-                transformer=self.transformer,
-                **dict.fromkeys(self.text_components),
-            )
-            self._pipeline.set_progress_bar_config(disable=True)
-        return self._pipeline
-
     @property
     def main_device(self) -> torch.device:
         """Where the transformer is."""
@@ -190,7 +139,7 @@ class FrozenPipeline(L.LightningModule, Family):
 
     def cpu(self) -> Self:
         """Lightning's last call in every run: let the weights go, instead of copying them to the host's memory."""
-        self.transformer = self._pipeline = None
+        self.transformer = None
         self.components.release(*self.components.models())
         return super().cpu()
 
@@ -252,64 +201,6 @@ class FrozenPipeline(L.LightningModule, Family):
             if negative_prompt is not None:
                 empty = self.prompts([negative_prompt] * len(images), images, self.main_device)
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
-
-    # Prediction
-
-    def predict_step(self, batch: EditRequest | EncodeRequest, batch_idx: int) -> Any:
-        """The latents of a sample, or the pictures of an edit."""
-        if isinstance(batch, EncodeRequest):
-            return self.encode(batch.raw, "")
-        return self.pictures(batch)
-
-    def pictures(self, batch: EditRequest) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """The request's pictures, each (1, 3, H, W) about [-1, 1], with the facts of how it was made."""
-        assert self.sampling is not None
-        seconds = self.stopwatch.seconds
-        seconds["encode_image"] = 0.0
-        latents = self.encode(batch.raw, self.sampling.negative)
-        [prompt], [images] = batch.raw.prompts, batch.raw.prompt_images or [[]]
-        for scale, seed in itertools.product(batch.lora_scales, batch.seeds):
-            self.set_lora_scale(scale)
-            seconds["denoise"] = seconds["decode"] = 0.0
-            pixels = self.edit(latents, self.sampling, batch.size, seed)
-            marks = [f"_seed{seed}"] if len(batch.seeds) > 1 else []
-            marks += [f"_scale{scale:g}"] if len(batch.lora_scales) > 1 else []
-            taken = {**seconds, "encode_prompt": self.prompts.seconds(prompt, images)}
-            yield (
-                pixels,
-                {
-                    "name": batch.name + "".join(marks),
-                    "image": batch.image,
-                    "prompt": prompt,
-                    **asdict(self.sampling),
-                    "width": batch.size[0],
-                    "height": batch.size[1],
-                    "seed": seed,
-                    "lora": [str(lora) for lora in self.loras],
-                    "lora_scale": scale,
-                    "seconds": {name: round(value, 4) for name, value in taken.items()},
-                },
-            )
-
-    @torch.no_grad()
-    def edit(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seed: int) -> Tensor:
-        """One picture (1, 3, H, W), about [-1, 1], from a batch of one: what the stock pipeline gives for the seed.
-
-        True CFG takes the batch's `empty_prompt` as its negative.
-        """
-        controls = [self.normalize(control) for control in batch.controls]
-        negative = None if sampling.negative is None else batch.empty_prompt
-        generator = torch.Generator().manual_seed(seed)
-        with self.stopwatch.stage("denoise"):
-            latents = self.denoise(controls, batch.prompt, negative, size, sampling, generator)
-        with self.stopwatch.stage("decode"):
-            pixels = self.decode(latents)
-        if not pixels.isfinite().all():
-            log.warning(
-                "note: a picture is not finite, and black where it is not: some schedules divide by zero with "
-                f"num_inference_steps=1 (here {sampling.num_inference_steps}); else weights have diverged"
-            )
-        return pixels
 
     def provenance(self) -> dict[str, Any]:
         """What a LoRA file's header says of its base."""

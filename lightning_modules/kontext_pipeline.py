@@ -7,13 +7,21 @@ from diffusers import FluxKontextPipeline
 from torch import Tensor
 
 from lightning_modules.flux import position_ids
-from lightning_modules.patches import pack
+from lightning_modules.patches import pack, unpack
 
 
 class LatentKontextPipeline(FluxKontextPipeline):
     """The stock pipeline for controls that are already latents: any number of them, each at its own size."""
 
     controls: list[Tensor]
+
+    def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
+        """One picture of `size` (width, height), as latents (1, C, h, w)."""
+        width, height = size
+        self.controls = controls
+        sides = {"height": height, "width": width, "max_area": height * width}
+        latents = self(image=None, **sides, output_type="latent", **arguments).images
+        return unpack(latents, height // self.vae_scale_factor, width // self.vae_scale_factor)
 
     def prepare_latents(self, image: None, batch_size: int, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         latents, _, latent_ids, _ = super().prepare_latents(image, batch_size, *args, **kwargs)

@@ -10,7 +10,6 @@ from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError
 from datamodules.transforms import size_of_area
 from lightning_modules.base import EditModule
-from lightning_modules.family import Sampling
 from lightning_modules.patches import pack, unpack
 
 if TYPE_CHECKING:
@@ -103,26 +102,6 @@ class QwenImageEdit(EditModule):
         )[0]
         height, width = x_t.shape[-2:]
         return unpack(predicted[:, : height * width // 4], height, width)
-
-    def denoise(
-        self,
-        controls: list[Tensor],
-        prompt: Mapping[str, Tensor],
-        negative: Mapping[str, Tensor] | None,
-        size: tuple[int, int],
-        sampling: Sampling,
-        generator: torch.Generator,
-    ) -> Tensor:
-        return self.pipeline().edit(
-            controls,
-            size,
-            **prompt,
-            **{f"negative_{name}": tensor for name, tensor in (negative or {}).items()},
-            true_cfg_scale=sampling.true_cfg_scale,
-            num_inference_steps=sampling.num_inference_steps,
-            guidance_scale=sampling.guidance_scale,
-            generator=generator,
-        )
 
 
 class QwenImageEditPlus(QwenImageEdit):

@@ -73,8 +73,11 @@ def stock_picture(model, repository, lora, monkeypatch, dtype=torch.float32, **s
     return pipeline(**settings, generator=generator, output_type="np").images[0]
 
 
-def with_images(model, root, call, request):
-    """The stock pipeline's arguments and predict.py's with the first sample's condition images."""
+def same_request(model, root):
+    """The stock pipeline's arguments and predict.py's, with the first sample's condition images and true CFG."""
+    request = ["seed=11", "width=64", "height=32"]
+    request += ["num_inference_steps=3", "true_cfg_scale=3", "negative_prompt=blurry"]
+    call = {"num_inference_steps": 3, "true_cfg_scale": 3.0, "negative_prompt": "blurry", "width": 64, "height": 32}
     controls = sorted(root.glob("control_images/0*"))
     if controls:
         request = [*request, f"image={controls[0]}"]
@@ -92,16 +95,7 @@ def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipelin
     settings = ["adapter.alpha=7", "adapter.target_modules=all-linear", "optimizer.lr=3e-2", "data.batch_size=2"]
     run("train", *arguments(model, tmp_path / "run", 6, *settings))
     monkeypatch.chdir(tmp_path)
-    request = [
-        "seed=11",
-        "num_inference_steps=3",
-        "true_cfg_scale=3",
-        "negative_prompt=blurry",
-        "width=64",
-        "height=32",
-    ]
-    call = {"num_inference_steps": 3, "true_cfg_scale": 3.0, "negative_prompt": "blurry", "width": 64, "height": 32}
-    call, request = with_images(model, datasets[model], call, request)
+    call, request = same_request(model, datasets[model])
     run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
     (picture,) = (tmp_path / "out").glob("*.png")
     lora = tmp_path / "run" / "lora" / "last"
@@ -298,16 +292,7 @@ def test_bf16_base_trains_a_float32_adapter_and_predicts_as_the_stock_pipeline(
     lora = tmp_path / "run" / "lora" / "last"
     dtypes = {t.dtype for t in safetensors.torch.load_file(lora / "pytorch_lora_weights.safetensors").values()}
     assert dtypes == {torch.float32}
-    request = [
-        "seed=11",
-        "num_inference_steps=2",
-        "true_cfg_scale=3",
-        "negative_prompt=blurry",
-        "width=64",
-        "height=32",
-    ]
-    call = {"num_inference_steps": 2, "true_cfg_scale": 3.0, "negative_prompt": "blurry", "width": 64, "height": 32}
-    call, request = with_images(model, datasets[model], call, request)
+    call, request = same_request(model, datasets[model])
     run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", f"output_dir={tmp_path / 'out'}", *request)
     (picture,) = (tmp_path / "out").glob("*.png")
     stock = stock_picture(model, repositories[model], lora, monkeypatch, torch.bfloat16, prompt="make it snow", **call)
