@@ -1,5 +1,7 @@
 """The plan of a run: what `task=dry_run` prints."""
 
+import logging
+
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -16,6 +18,8 @@ from datamodules.streaming import StreamedDataModule
 from lightning_modules.base import EditModule
 from lightning_modules.footprint import Footprint, local_configuration, measure
 
+log = logging.getLogger("retouch")
+
 
 def dry_run(cfg: DictConfig) -> None:
     """Print what the run of train.py's config will need, without reading weights."""
@@ -28,6 +32,7 @@ def dry_run(cfg: DictConfig) -> None:
             raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
         data.serve(module)
         data.scan()
+        log.info(f"taking a step of {module.repository_name} on tensors without content")
         plan = measure(module, data)
     table = Table.grid(padding=(0, 2))
     samples = cfg.callbacks.get("sample_images") is not None

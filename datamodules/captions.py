@@ -1,6 +1,6 @@
 """Pictures with captions, for text-to-image."""
 
-import glob
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,10 +29,11 @@ def _scan(root: Path, instance_prompt: str) -> Found:
             f"data.root={root} is a set of pairs: leave data=cached for a model that edits, or train on its "
             "targets alone by naming their folder"
         )
-    below = [path for path in sorted(root.rglob("*")) if path.is_dir() and "/." not in f"/{path.relative_to(root)}"]
     samples: list[Sample] = []
     unread: list[str] = []
-    for folder in (root, *below):
+    for place, below, _ in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        folder = Path(place)
         images = folder_images(folder)
         for stem, path in images.items():
             if stem.endswith("_mask") and stem.removesuffix("_mask") in images:
@@ -41,10 +42,10 @@ def _scan(root: Path, instance_prompt: str) -> Found:
             prompt = read_text(caption).strip() if caption.is_file() else instance_prompt
             key = str((folder / stem).relative_to(root))
             samples.append(Sample(key, path, (), prompt, images.get(f"{stem}_mask")))
-        for caption in sorted(folder.glob("*.txt")):
-            others = [path for path in folder.glob(f"{glob.escape(caption.stem)}.*") if path != caption]
-            if caption.stem not in images and others:
-                unread.append(f"{others[0]} has a caption, but is none of {', '.join(sorted(IMAGE_SUFFIXES))}")
+        for path in sorted(folder.iterdir()):
+            caption = path.with_suffix(".txt")
+            if path.suffix != ".txt" and path.stem not in images and caption.is_file():
+                unread.append(f"{path} has a caption, but is none of {', '.join(sorted(IMAGE_SUFFIXES))}")
     if not samples:
         raise UserError(f"data.root={root}: no pictures ({', '.join(sorted(IMAGE_SUFFIXES))}) in it or below")
     return Found(samples, unread)

@@ -41,7 +41,7 @@ class Footprint:
         activations: the most that a step has in memory beside these, by `gradient_checkpointing`.
         encoders: the weights of the other components.
         encode, decode: the most that the autoencoder has in memory beside its weights.
-        prompts: all embeddings of the data set.
+        prompts: embeddings that are held in the host's memory while encoding.
         cache: all that is encoded.
         read_ahead: batches that wait in the host's memory.
         process: what this process has in memory now.
@@ -92,11 +92,9 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     one = {size: latents(module, size, 1, caption) for size in set(data.sizes)}
     sizes = {size: _latent_bytes(batch, module.vae_encode_mode == "sample") for size, batch in one.items()}
     prompt = {size: sum(tensor.nbytes for tensor in batch.prompt.values()) for size, batch in one.items()}
-    prompts = (
-        sum(2 * prompt[size] for size in data.sizes)
-        if module.condition_images.text_sees_them
-        else prompt[size] * (len({sample.prompt for sample in data.samples}) + 1)
-    )
+    alone = module.condition_images.text_sees_them
+    shared = len({sample.prompt for sample in data.samples} | {""})
+    prompts = sum(2 * prompt[size] for size in data.sizes) if alone else prompt[size] * shared
     vae, encoders = None, {}
     for name in (*module.text_components, "vae"):
         part = loading.meta_component(module.components.repository, name, module.revision)
@@ -120,7 +118,8 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         encoders=encoders,
         encode=encode,
         decode=decode,
-        prompts=prompts,
+        # Those that no other sample shares are written at once, and few are kept.
+        prompts=min(prompts, module.prompts.kept * max(prompt.values())) if alone else prompts,
         cache=sum(sizes[size] for size in data.sizes) + prompts,
         read_ahead=(2 * data.num_workers + 1) * samples * (sizes[size] + 2 * prompt[size]),
         process=psutil.Process().memory_info().rss,

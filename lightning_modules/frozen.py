@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,12 @@ from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family
 
 log = logging.getLogger("retouch")
+
+
+@cache
+def _note_once(text: str) -> None:
+    """A run has several modules."""
+    log.warning(f"note: {text}")
 
 
 class FrozenPipeline(L.LightningModule, Family):
@@ -98,8 +104,8 @@ class FrozenPipeline(L.LightningModule, Family):
                 "choose the model= that goes with it"
             )
         if made_for != self.pipeline_name:
-            log.warning(
-                f"note: {self.repository_name} is made for {made_for}, {type(self).__name__} uses it as "
+            _note_once(
+                f"{self.repository_name} is made for {made_for}, {type(self).__name__} uses it as "
                 f"{self.pipeline_name} does: is it the right model=?"
             )
 
