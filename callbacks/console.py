@@ -25,7 +25,7 @@ DISK_ERRORS = {
     errno.ENOTDIR,
     errno.EEXIST,
 }
-TEXTS = {"prompt", "negative_prompt"}
+TEXTS = {"prompt", "negative_prompt", "data.source.instance_prompt"}
 PATHS = {
     "image",
     "prompts_file",

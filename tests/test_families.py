@@ -369,3 +369,15 @@ def test_picture_that_is_not_finite_is_said(run, repositories, datasets, tmp_pat
     image = f"image={datasets[model] / 'control_images' / '0.png'}"
     request = [image, "prompt=x", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
     assert "a picture is not finite" in run("predict", *settings, *MODELS[model].settings, *request).text
+
+
+def test_instance_prompt_is_learned_with_the_pictures_that_have_no_caption(run, arguments, datasets, tmp_path):
+    root = shutil.copytree(datasets["flux_dev"], tmp_path / "pictures")
+    (root / "0.txt").unlink()
+    overrides = [a for a in arguments("flux_dev", tmp_path / "run", 1) if not a.startswith("data.root=")]
+    prompt = "data.source.instance_prompt=a photo of sks rocket, [old] and 50% larger"
+    assert "6 pictures" in run("train", *overrides, f"data.root={root}", prompt).text
+    [folder] = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
+    captions = {row["key"]: row["caption"] for row in Cache(folder, {}).rows() if "key" in row}
+    assert captions["0"] == prompt.partition("=")[2]
+    assert captions["1"] == "make it snow and rain"
