@@ -77,15 +77,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         family: Any = hydra.utils.get_class(compose(options.model, "x", options.dtype).model._target_)
-        source = next(
-            path
-            for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))
-            if json.loads(path.read_text())["files"]["model_index.json"]["_class_name"] == family.pipeline_name
-        )
-        for file, content in json.loads(source.read_text())["files"].items():
+        known = [json.loads(path.read_text())["files"] for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))]
+        files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
+        for content in files.values():
             content |= {key: options.depth for key in ("num_layers", "num_single_layers") if key in content}
-            Path(folder, file).parent.mkdir(exist_ok=True)
-            Path(folder, file).write_text(json.dumps(content))
+        footprint.write_files(files, Path(folder))
         cfg = compose(options.model, folder, options.dtype)
         size = (((options.side, options.side),) * (1 if options.model == "flux_dev" else 2), False)
         estimating, module = instantiate(cfg.model, _convert_="all"), instantiate(cfg.model, _convert_="all")

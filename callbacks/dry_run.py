@@ -7,10 +7,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
-from rich.panel import Panel
-from rich.table import Table
 
+from callbacks.progress import panel
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
@@ -34,13 +32,9 @@ def dry_run(cfg: DictConfig) -> None:
         data.scan()
         log.info(f"taking a step of {module.repository_name} on tensors without content")
         plan = measure(module, data)
-    table = Table.grid(padding=(0, 2))
     samples = cfg.callbacks.get("sample_images") is not None
-    for row, text in rows(plan, module, data, caches, samples).items():
-        table.add_row(f"[bold]{row}[/bold]", escape(text))
-    for note in data.notes:
-        table.add_row("[bold yellow]note[/bold yellow]", escape(note))
-    Console(stderr=True).print(Panel(table, title="Retouch, dry run", title_align="left", expand=False))
+    shown = rows(plan, module, data, caches, samples)
+    Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 
 def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: bool, samples: bool) -> dict[str, str]:

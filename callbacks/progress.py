@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,16 @@ from lightning_modules.base import EditModule
 from lightning_modules.lora import trainable
 
 log = logging.getLogger("retouch")
+
+
+def panel(title: str, rows: Mapping[str, str], notes: Iterable[str]) -> Panel:
+    """A run's facts, a row each, then what to know beside."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
+    for note in notes:
+        table.add_row("[bold yellow]note[/bold yellow]", escape(note))
+    return Panel(table, title=title, title_align="left", expand=False)
 
 
 class TerminalProgress(ProgressBar):
@@ -141,10 +152,11 @@ class TrainingProgress(TerminalProgress):
         if not (self.enabled and trainer.is_global_zero):
             return
         assert isinstance(pl_module, EditModule)
-        self.console.print(Panel(self._summary(trainer, pl_module), title="Retouch", title_align="left", expand=False))
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self.console.print(panel("Retouch", self._summary(trainer, pl_module), data.notes))
         self.begin(self._step, trainer.max_steps)
 
-    def _summary(self, trainer: L.Trainer, module: EditModule) -> Table:
+    def _summary(self, trainer: L.Trainer, module: EditModule) -> dict[str, str]:
         assert module.transformer is not None
         assert module.adapter is not None
         weights = trainable(module.transformer)
@@ -169,12 +181,7 @@ class TrainingProgress(TerminalProgress):
         }
         if self._step:
             rows["goes on"] = f"after step {self._step}"
-        table = Table.grid(padding=(0, 2))
-        for name, value in rows.items():
-            table.add_row(f"[bold]{name}[/bold]", escape(value))
-        for note in data.notes:
-            table.add_row("[bold yellow]note[/bold yellow]", escape(note))
-        return table
+        return rows
 
     @staticmethod
     def _memory(module: EditModule, count: int) -> str:

@@ -1,6 +1,6 @@
 """What passes between the data and the model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,9 @@ class RawBatch:
     mask: Tensor | None = None
     prompt_images: list[list[Tensor]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.prompt_images = self.prompt_images or [[] for _ in self.prompts]
+
 
 @dataclass
 class LatentBatch:
@@ -58,11 +61,17 @@ class LatentBatch:
     mask: Tensor | None = None
 
 
-def stack_padded(tensors: Sequence[Tensor]) -> Tensor:
-    """(L_1, ...), (L_2, ...), ... -> (B, longest, ...): what is shorter ends in zeros. All other sides must agree."""
-    if len({tensor.shape for tensor in tensors}) == 1:
-        return torch.stack(list(tensors))
-    return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True)
+def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """By name (L_1, ...), (L_2, ...), ... -> (B, longest, ...): what is shorter ends in zeros.
+
+    All other sides must agree.
+    """
+
+    def stack(tensors: list[Tensor]) -> Tensor:
+        alike = len({tensor.shape for tensor in tensors}) == 1
+        return torch.stack(tensors) if alike else torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+    return {name: stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def pad_to(tensor: Tensor, length: int) -> Tensor:

@@ -5,7 +5,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from datamodules.errors import UserError
-from datamodules.sources import IMAGE_SUFFIXES, Found, Sample, controls_folder, folder_images, read_text, scan_roots
+from datamodules.sources import (
+    IMAGE_SUFFIXES,
+    Found,
+    Sample,
+    controls_folder,
+    folder_images,
+    is_mask,
+    read_text,
+    scan_roots,
+)
 
 
 def find_captioned(roots: Iterable[str | Path], instance_prompt: str | None) -> Found:
@@ -36,7 +45,7 @@ def _scan(root: Path, instance_prompt: str) -> Found:
         folder = Path(place)
         images = folder_images(folder)
         for stem, path in images.items():
-            if stem.endswith("_mask") and stem.removesuffix("_mask") in images:
+            if is_mask(stem, images):
                 continue
             caption = path.with_suffix(".txt")
             prompt = read_text(caption).strip() if caption.is_file() else instance_prompt

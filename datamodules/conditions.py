@@ -44,6 +44,11 @@ class ConditionImages:
         """Whether a prompt's conditioning is one for each sample."""
         return self.condition_image_size is not None
 
+    @property
+    def limit(self) -> str:
+        """`most` in words."""
+        return f"{self.most} condition image{'' if self.most == 1 else 's'}"
+
     def size(self, width: int, height: int, max_area: int | None = None) -> tuple[int, int]:
         """At what (width, height) the autoencoder sees a picture; `max_area` bounds one that keeps its own size."""
         if self.vae_image_size is not None:

@@ -93,7 +93,7 @@ class EditsDataModule(L.LightningDataModule):
                 raise UserError(f"{model} makes pictures from the prompt alone: leave image= out")
             if most and count > most:
                 listed = f"{paths[0]} and its further control images"
-                raise UserError(f"{model} takes {most} condition image{'s' if most > 1 else ''}, {listed} are {count}")
+                raise UserError(f"{model} takes {self.condition_images.limit}, {listed} are {count}")
 
     def all_prompts(self) -> list[PromptRequest]:
         """Everything that this process's text encoders must see."""

@@ -62,7 +62,7 @@ class EncodingDataModule(L.LightningDataModule):
     """The part of a data set that its cache lacks, one sample a batch, shared among the processes.
 
     Args:
-        source: the raw samples.
+        source: the raw samples, which know the model.
         cache: where they are going.
     """
 
@@ -80,7 +80,6 @@ class EncodingDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         trainer = self.trainer
         assert trainer is not None
-        self.source.serve(trainer.lightning_module)
         samples = self.source.find()
         absent = {sample.key for sample in lacking(samples, self.cache)}
         # By its place in the whole data set: after a stop each sample comes to the same process, in the same order.

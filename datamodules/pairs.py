@@ -141,7 +141,7 @@ class PairsDataModule(L.LightningDataModule):
             )
         if most and (many := [f"{s.key} ({len(s.controls)})" for s in samples if len(s.controls) > most]):
             raise UserError(
-                f"{self.model} takes {most} condition image{'s' if most > 1 else ''}, there are more in "
+                f"{self.model} takes {self.condition_images.limit}, there are more in "
                 f"{listing(many)} of data.root={self.roots[0]}"
             )
 

@@ -129,9 +129,12 @@ def primary_images(folder: Path) -> dict[str, Path]:
 def belongs_to_another(stem: str, stems: Container[str]) -> bool:
     """Whether an image is a further control or the mask of one of `stems`."""
     match = FURTHER_CONTROL.match(stem)
-    return (match is not None and match["stem"] in stems) or (
-        stem.endswith("_mask") and stem.removesuffix("_mask") in stems
-    )
+    return (match is not None and match["stem"] in stems) or is_mask(stem, stems)
+
+
+def is_mask(stem: str, stems: Container[str]) -> bool:
+    """Whether an image is the mask of one of `stems`."""
+    return stem.endswith("_mask") and stem.removesuffix("_mask") in stems
 
 
 def _from_folders(target_folder: Path, control_folder: Path) -> Found:

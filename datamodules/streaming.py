@@ -41,12 +41,8 @@ def collate(items: list[Item]) -> LatentBatch:
     empty = [item.empty_prompt for item in items]
     if len({item.empty_id for item in items}) == 1:
         empty = empty[:1]
-    tensors, prompt, empty_prompt = map(_stack, ([i.tensors for i in items], [i.prompt for i in items], empty))
+    tensors, prompt, empty_prompt = map(stack_padded, ([i.tensors for i in items], [i.prompt for i in items], empty))
     return latent_batch([item.key for item in items], [], tensors, prompt, empty_prompt)
-
-
-def _stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: stack_padded([sample[name] for sample in samples]) for name in samples[0]}
 
 
 class StreamedDataModule(L.LightningDataModule):

@@ -147,7 +147,7 @@ class PromptMemory:
             self._encoded[key] = encoded[-1]
         while len(self._encoded) > self.kept:
             del self._encoded[next(iter(self._encoded))]
-        return {name: stack_padded([one[name] for one in encoded]).to(device) for name in encoded[0]}
+        return {name: tensor.to(device) for name, tensor in stack_padded(encoded).items()}
 
     def seconds(self, prompt: str, images: list[Tensor]) -> float:
         """What encoding it has taken."""

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +71,16 @@ def local_configuration(name: str) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(loading.STAND_INS, {name: folder}):
-        for filename, content in json.loads(file.read_text(encoding="utf-8"))["files"].items():
-            path = Path(folder, filename)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(content), encoding="utf-8")
+        write_files(json.loads(file.read_text(encoding="utf-8"))["files"], Path(folder))
         yield
+
+
+def write_files(files: Mapping[str, Any], folder: Path) -> None:
+    """A configuration's JSON files in a repository's layout."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def measure(module: EditModule, data: PairsDataModule) -> Footprint:
@@ -87,9 +92,9 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     module.adapter.inject(transformer)
     count = sum(p.numel() for p in trainable(transformer).values())
     caption = max((sample.prompt for sample in data.samples), key=len, default="")
-    heaviest = _heaviest_batch(module, data, caption)
-    samples, size, _ = heaviest
     one = {size: latents(module, size, 1, caption) for size in set(data.sizes)}
+    heaviest = _heaviest_batch(data, {size: module.token_count(batch) for size, batch in one.items()})
+    samples, size, _ = heaviest
     sizes = {size: _latent_bytes(batch, module.vae_encode_mode == "sample") for size, batch in one.items()}
     prompt = {size: sum(tensor.nbytes for tensor in batch.prompt.values()) for size, batch in one.items()}
     alone = module.condition_images.text_sees_them
@@ -126,14 +131,11 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     )
 
 
-def _heaviest_batch(module: EditModule, data: PairsDataModule, caption: str) -> tuple[int, Size, int]:
+def _heaviest_batch(data: PairsDataModule, tokens: Mapping[Size, int]) -> tuple[int, Size, int]:
     """Samples, size and tokens of the batch with the most tokens."""
-    batches = []
-    for size in set(data.sizes):
-        tokens = module.token_count(latents(module, size, 1, caption))
-        samples = samples_per_batch(data.batch_size, data.max_tokens_per_batch, tokens)
-        batches.append((samples, size, samples * tokens))
-    return max(batches, key=lambda batch: batch[2])
+    limits = {size: samples_per_batch(data.batch_size, data.max_tokens_per_batch, n) for size, n in tokens.items()}
+    heaviest = max(tokens, key=lambda size: limits[size] * tokens[size])
+    return limits[heaviest], heaviest, limits[heaviest] * tokens[heaviest]
 
 
 def latents(module: EditModule, size: Size, samples: int, caption: str) -> LatentBatch:

@@ -152,7 +152,7 @@ class FrozenPipeline(L.LightningModule, Family):
     @cached_property
     def vae_config(self) -> dict[str, Any]:
         """Known without loading the autoencoder: training from cached latents never needs its weights."""
-        return loading.vae_config(self.components.repository, self.revision)
+        return loading.component_config(self.components.repository, "vae", self.revision)
 
     def for_vae(self, pixels: Tensor) -> Tensor:
         """Pixels on the autoencoder's device, in its dtype and in diffusers' layout, by which bf16 kernels round."""
@@ -202,7 +202,7 @@ class FrozenPipeline(L.LightningModule, Family):
                 if batch.target is not None:
                     target_mean, target_std = self.encode_pixels(batch.target)
                 controls = [self.encode_pixels(control)[0] for control in batch.controls]
-            images = batch.prompt_images or [[] for _ in batch.prompts]
+            images = batch.prompt_images
             prompt, empty = self.prompts(batch.prompts, images, self.main_device), {}
             if negative_prompt is not None:
                 empty = self.prompts([negative_prompt] * len(images), images, self.main_device)

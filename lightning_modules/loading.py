@@ -165,11 +165,11 @@ def encoders_identity(repository: str, revision: str | None, names: Sequence[str
     return files
 
 
-def vae_config(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """The autoencoder's config.json, without its weights."""
-    path = repository_file(repository, "vae/config.json", revision)
+def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
+    """A model's config.json, without its weights."""
+    path = repository_file(repository, f"{name}/config.json", revision)
     if path is None:
-        raise UserError(f"{repository} has no vae/config.json: it must be a whole pipeline in diffusers' layout")
+        raise UserError(f"{repository} has no {name}/config.json: it must be a whole pipeline in diffusers' layout")
     return json.loads(path.read_text())
 
 
@@ -193,10 +193,7 @@ def meta_component(repository: str, name: str, revision: str | None = None) -> A
     cls = component_class(repository, name, revision)
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return None
-    path = repository_file(repository, f"{name}/config.json", revision)
-    if path is None:
-        raise UserError(f"{repository} has no {name}/config.json: it must be a whole pipeline in diffusers' layout")
-    config = json.loads(path.read_text())
+    config = component_config(repository, name, revision)
     with torch.device("meta"):
         model = cls.from_config(config) if hasattr(cls, "from_config") else cls(cls.config_class.from_dict(config))
         return model.requires_grad_(False)

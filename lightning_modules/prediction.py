@@ -95,7 +95,7 @@ class Predictor(FrozenPipeline):
         seconds = self.stopwatch.seconds
         seconds["encode_image"] = 0.0
         latents = self.encode(batch.raw, self.sampling.negative)
-        [prompt], [images] = batch.raw.prompts, batch.raw.prompt_images or [[]]
+        [prompt], [images] = batch.raw.prompts, batch.raw.prompt_images
         for scale, seed in itertools.product(batch.lora_scales, batch.seeds):
             self.set_lora_scale(scale)
             seconds["denoise"] = seconds["decode"] = 0.0

@@ -1,6 +1,6 @@
 """Qwen-Image-Edit and Edit-Plus: a 20B MMDiT conditioned by a vision-language model (arXiv 2508.02324)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +97,7 @@ class QwenImageEdit(EditModule):
             timestep=t,
             encoder_hidden_states=prompt["prompt_embeds"],
             encoder_hidden_states_mask=mask if padded else None,
-            img_shapes=image_shapes(images),
+            img_shapes=image_shapes([image.shape[-2:] for image in images], len(x_t)),
             return_dict=False,
         )[0]
         height, width = x_t.shape[-2:]
@@ -116,6 +116,6 @@ class QwenImageEditPlus(QwenImageEdit):
         return LatentEditPlusPipeline
 
 
-def image_shapes(images: list[Tensor]) -> list[list[tuple[int, int, int]]]:
-    """(B, C, 2H, 2W) each -> for every sample the (frames, H, W) of each image, as the transformer wants them."""
-    return [[(1, image.shape[-2] // 2, image.shape[-1] // 2) for image in images]] * len(images[0])
+def image_shapes(latents: Sequence[Sequence[int]], samples: int) -> list[list[tuple[int, int, int]]]:
+    """The sides 2H, 2W of each image's latent -> for every sample the (frames, H, W) that the transformer wants."""
+    return [[(1, height // 2, width // 2) for height, width in latents]] * samples

@@ -21,8 +21,8 @@ class LatentControls:
         width, height = size
         pipeline: Any = self
         height_in_latents, width_in_latents = height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor
-        target = controls[0].new_empty(1, 1, height_in_latents, width_in_latents)
-        shapes = image_shapes([target, *controls])
+        sides = [(height_in_latents, width_in_latents), *(control.shape[-2:] for control in controls)]
+        shapes = image_shapes(sides, 1)
         self.controls = controls
         # The pipelines work out the shapes from an image that is resized to one megapixel: ours may be others.
         hook = pipeline.transformer.register_forward_pre_hook(

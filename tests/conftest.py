@@ -16,12 +16,15 @@ import hydra
 import pytest
 import skimage.data
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
+from peft import LoraConfig
 from PIL import Image
 
 import predict
 import train
+from lightning_modules.lora import adapter_state
 from tests.tiny_pipelines import MODELS
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +68,32 @@ def randomize(transformer: torch.nn.Module) -> None:
     for name, parameter in transformer.named_parameters():
         if ".lora_B." in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+
+
+def adapt_like(transformer: torch.nn.Module, own: torch.nn.Module) -> None:
+    """Give a stock transformer, by peft alone, the adapter of ours (rank 4, alpha 6)."""
+    transformer.requires_grad_(False)
+    transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    weights = adapter_state(own)
+    for name, parameter in transformer.named_parameters():
+        if "lora_" in name:
+            parameter.data = weights[name.replace(".default", "")].clone()
+
+
+def assert_same_gradients(own: torch.nn.Module, stock: torch.nn.Module) -> None:
+    """Of the adapters of two transformers."""
+    ours, theirs = ({n: p.grad for n, p in one.named_parameters() if p.requires_grad} for one in (own, stock))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def shrink_condition_images(monkeypatch, vae: int, condition: int) -> None:
+    """Let the stock Qwen pipelines resize condition images to fewer pixels than their own, to save time."""
+    dimensions = pipeline_qwenimage_edit.calculate_dimensions
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(vae, ratio))
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", vae)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", condition)
 
 
 def photograph(name: str, width: int, height: int) -> Image.Image:
@@ -179,3 +208,35 @@ def short(tiny: Path, pairs: Path, output: Path, steps: int, data: str = "cached
 
 def lora_bytes(run: Path, name: str = "last") -> bytes:
     return (run / "lora" / name / "pytorch_lora_weights.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """For each model= six samples, one of them of another size, their captions of different lengths."""
+    folders = {}
+    for model, tiny in MODELS.items():
+        folders[model] = root = tmp_path_factory.mktemp(model)
+        targets, controls = root / "training_images", root / "control_images"
+        for folder in (targets, controls):
+            folder.mkdir()
+        for i in range(6):
+            name = ("astronaut", "chelsea", "coffee")[i % 3]
+            photograph(name, *((48, 48) if i == 5 else (64, 32))).save(targets / f"{i}.png")
+            (targets / f"{i}.txt").write_text("make it snow" + " and rain" * i)
+            for k, (width, height) in enumerate(tiny.controls[: 1 if i == 4 else None]):
+                picture = photograph(("rocket", "retina")[k], width, height).transpose(Image.Transpose(i % 2))
+                picture.save(controls / (f"{i}.png" if k == 0 else f"{i}_control_{k}.png"))
+        if not tiny.controls:
+            folders[model] = targets
+    return folders
+
+
+@pytest.fixture
+def arguments(repositories, datasets):
+    """Overrides of a short quiet run."""
+
+    def arguments(model, output, steps, *more):
+        common = short(repositories[model], datasets[model], output, steps, MODELS[model].data)
+        return [f"model={model}", "model.dtype=float32", *common, *MODELS[model].settings, *more]
+
+    return arguments

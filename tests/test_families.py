@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from hydra.utils import instantiate
 from PIL import Image
 
@@ -20,51 +19,15 @@ from datamodules.remote import find_shards
 from datamodules.streaming import collate as collate_items
 from datamodules.streaming import read_items
 from lightning_modules.frozen import FrozenPipeline
-from tests.conftest import compose, lora_bytes, photograph, short
+from tests.conftest import compose, lora_bytes, photograph, shrink_condition_images
 from tests.tiny_pipelines import AREA, MODELS
-
-
-@pytest.fixture(scope="session")
-def datasets(tmp_path_factory):
-    """For each model= six samples, one of them of another size, their captions of different lengths."""
-    folders = {}
-    for model, tiny in MODELS.items():
-        folders[model] = root = tmp_path_factory.mktemp(model)
-        targets, controls = root / "training_images", root / "control_images"
-        for folder in (targets, controls):
-            folder.mkdir()
-        for i in range(6):
-            name = ("astronaut", "chelsea", "coffee")[i % 3]
-            photograph(name, *((48, 48) if i == 5 else (64, 32))).save(targets / f"{i}.png")
-            (targets / f"{i}.txt").write_text("make it snow" + " and rain" * i)
-            for k, (width, height) in enumerate(tiny.controls[: 1 if i == 4 else None]):
-                picture = photograph(("rocket", "retina")[k], width, height).transpose(Image.Transpose(i % 2))
-                picture.save(controls / (f"{i}.png" if k == 0 else f"{i}_control_{k}.png"))
-        if not tiny.controls:
-            folders[model] = targets
-    return folders
-
-
-@pytest.fixture
-def arguments(repositories, datasets):
-    """Overrides of a short quiet run."""
-
-    def arguments(model, output, steps, *more):
-        common = short(repositories[model], datasets[model], output, steps, MODELS[model].data)
-        return [f"model={model}", "model.dtype=float32", *common, *MODELS[model].settings, *more]
-
-    return arguments
-
 
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 
 
 def stock_picture(model, repository, lora, monkeypatch, dtype=torch.float32, **settings):
     """What the stock pipeline makes with a LoRA, its condition images as small as the run's."""
-    dimensions = pipeline_qwenimage_edit.calculate_dimensions
-    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(AREA, ratio))
-    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", AREA)
-    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", AREA)
+    shrink_condition_images(monkeypatch, AREA, AREA)
     pipeline = DiffusionPipeline.from_pretrained(repository, torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     if lora is not None:
@@ -230,79 +193,6 @@ def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arg
     read = LatentReader(folder, index, [i for i, key in enumerate(index.keys) if key == "0"], keys, empty_prompt=False)
     before, after = read([(0, 0)]), read([(1, 0)])
     assert not torch.equal(before.prompt["prompt_embeds"], after.prompt["prompt_embeds"])
-
-
-MISMATCHES = {
-    "a caption folder for an edit model": (
-        "flux_kontext",
-        "cached",
-        "flux_dev",
-        "pictures from their captions",
-    ),
-    "captions for an edit model": ("qwen_image_edit", "captions", "flux_dev", "edits pictures, but 0, 1, 2 and 3 more"),
-    "pairs for text to image": ("flux_dev", "cached", "flux_kontext", "makes pictures from text alone, but 0, 1, 2"),
-    "an edit set as captions": ("flux_dev", "captions", "flux_kontext", "is a set of pairs"),
-    "two images for one": (
-        "qwen_image_edit",
-        "cached",
-        "qwen_image_edit_plus",
-        "takes 1 condition image, there",
-    ),
-}
-
-
-@pytest.mark.parametrize(("model", "data", "samples_of", "words"), MISMATCHES.values(), ids=MISMATCHES)
-def test_data_of_another_kind_is_one_line(run, repositories, datasets, tmp_path, model, data, samples_of, words):
-    overrides = short(repositories[model], datasets[samples_of], tmp_path / "run", 1, data)
-    outcome = run("train", f"model={model}", "model.dtype=float32", *overrides, *MODELS[model].settings, ok=False)
-    assert words in outcome.error
-    assert "loading" not in outcome.text
-    assert not (tmp_path / "run").exists()
-
-
-def test_more_images_than_plus_takes(run, arguments, datasets, tmp_path):
-    root = tmp_path / "many"
-    shutil.copytree(datasets["qwen_image_edit_plus"], root)
-    for k in range(1, 4):
-        photograph("cat", 32, 32).save(root / "control_images" / f"0_control_{k}.png")
-    overrides = [a for a in arguments("qwen_image_edit_plus", tmp_path / "run", 1) if not a.startswith("data.root=")]
-    line = run("train", *overrides, f"data.root={root}", ok=False).error
-    assert "takes 3 condition images, there are more in 0 (4) of data.root=" in line
-
-
-@pytest.mark.parametrize(
-    ("model", "images", "words"),
-    [
-        ("qwen_image_edit", 0, "no image= to edit, which"),
-        ("qwen_image_edit", 2, "takes 1 condition image"),
-        ("qwen_image_edit_plus", 4, "takes 3 condition images"),
-        ("flux_dev", 1, "makes pictures from the prompt alone: leave image= out"),
-    ],
-)
-def test_prediction_with_more_or_fewer_images_than_the_model_takes(run, repositories, tmp_path, model, images, words):
-    for k in range(images):
-        photograph("cat", 32, 32).save(tmp_path / (f"x_control_{k}.png" if k else "x.png"))
-    settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
-    request = [f"image={tmp_path / 'x.png'}"] if images else ["width=32", "height=32"]
-    outcome = run(
-        "predict", *settings, *MODELS[model].settings, "prompt=x", *request, f"output_dir={tmp_path / 'out'}", ok=False
-    )
-    assert words in outcome.error
-    assert "loading" not in outcome.text
-    assert "interrupted" not in outcome.text
-
-
-def test_repository_of_another_model_is_refused_or_said(run, repositories, pairs, tmp_path):
-    def train(model, repository):
-        overrides = short(repositories[repository], pairs, tmp_path / f"{model}-{repository}", 1)
-        return run("train", f"model={model}", "model.dtype=float32", *overrides, *MODELS[model].settings, ok=False)
-
-    line = train("qwen_image_edit", "flux_kontext").error
-    assert "has no processor, which QwenImageEdit needs: it is made for FluxKontextPipeline" in line
-    outcome = train("qwen_image_edit", "qwen_image_edit_plus")
-    note = "is made for QwenImageEditPlusPipeline, QwenImageEdit uses it as QwenImageEditPipeline does"
-    assert outcome.text.count(note) == 1
-    assert outcome.status == 0
 
 
 @EVERY_MODEL

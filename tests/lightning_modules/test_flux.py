@@ -3,16 +3,15 @@
 import pytest
 import torch
 from hydra.utils import instantiate
-from peft import LoraConfig
 
 from datamodules.batch import RawBatch
 from datamodules.transforms import to_tensor
 from lightning_modules import flow
 from lightning_modules.family import Sampling
 from lightning_modules.flux import position_ids
-from lightning_modules.lora import adapter_state, save_lora
+from lightning_modules.lora import save_lora
 from lightning_modules.patches import pack, unpack
-from tests.conftest import compose, photograph, randomize
+from tests.conftest import adapt_like, assert_same_gradients, compose, photograph, randomize
 
 PROMPTS = ["make it snow", "Turn the cat into a dog, please"]
 
@@ -110,12 +109,7 @@ def test_edited_picture_equals_the_pipelines(module, stock, tmp_path, size, true
 def independent_losses(stock, module, batch: RawBatch):
     """Each sample's loss from the stock pipeline's parts and peft, by the definition of rectified flow."""
     transformer, vae = stock.transformer, stock.vae
-    transformer.requires_grad_(False)
-    transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    weights = adapter_state(module.transformer)
-    for name, parameter in transformer.named_parameters():
-        if "lora_" in name:
-            parameter.data = weights[name.replace(".default", "")].clone()
+    adapt_like(transformer, module.transformer)
     losses = []
     for i, prompt in enumerate(batch.prompts):
         latent = vae.encode(batch.target[i : i + 1]).latent_dist
@@ -155,11 +149,7 @@ def test_loss_and_gradients_equal_an_independent_computation(module, stock, cont
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
     own.mean().backward()
     expected.mean().backward()
-    theirs = {n: p.grad for n, p in stock.transformer.named_parameters() if p.requires_grad}
-    ours = {n: p.grad for n, p in module.transformer.named_parameters() if p.requires_grad}
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+    assert_same_gradients(module.transformer, stock.transformer)
 
 
 def test_batch_of_two_gives_the_mean_of_the_single_losses(module):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from hydra.utils import instantiate
-from peft import LoraConfig
 from PIL import Image
 
 from datamodules.batch import RawBatch
@@ -14,8 +13,8 @@ from datamodules.pixels import collate
 from datamodules.transforms import size_of_area, to_tensor
 from lightning_modules import flow
 from lightning_modules.family import Sampling
-from lightning_modules.lora import adapter_state, save_lora
-from tests.conftest import compose, photograph, randomize
+from lightning_modules.lora import save_lora
+from tests.conftest import adapt_like, assert_same_gradients, compose, photograph, randomize, shrink_condition_images
 
 PROMPTS = ["make it snow", "Turn the cat into a dog, please, and the dog into a cat"]
 VAE, CONDITION = 128 * 64, 64 * 64
@@ -51,10 +50,7 @@ def build(name, repositories, *overrides):
 
 def stock_pipeline(name, repositories, monkeypatch):
     """As diffusers loads it, but that condition images are resized to fewer pixels, to save time."""
-    dimensions = pipeline_qwenimage_edit.calculate_dimensions
-    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(VAE, ratio))
-    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", VAE)
-    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", CONDITION)
+    shrink_condition_images(monkeypatch, VAE, CONDITION)
     cls = QwenImageEditPlusPipeline if name == "qwen_image_edit_plus" else QwenImageEditPipeline
     pipeline = cls.from_pretrained(repositories[name])
     pipeline.set_progress_bar_config(disable=True)
@@ -171,12 +167,7 @@ def test_edited_picture_equals_the_pipelines_at_their_own_sizes(name, repositori
 def independent_losses(stock, module, name, samples):
     """Each sample's loss from the stock pipeline's parts and peft, by the definition of rectified flow."""
     transformer, vae = stock.transformer, stock.vae
-    transformer.requires_grad_(False)
-    transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    weights = adapter_state(module.transformer)
-    for key, parameter in transformer.named_parameters():
-        if "lora_" in key:
-            parameter.data = weights[key.replace(".default", "")].clone()
+    adapt_like(transformer, module.transformer)
     mean, std = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
     losses = []
     for raw, images in samples:
@@ -220,11 +211,7 @@ def test_loss_and_gradients_equal_an_independent_computation(name, sizes, reposi
     assert (own[0] - own[1]).abs() > 1e-3
     own.mean().backward()
     expected.mean().backward()
-    theirs = {n: p.grad for n, p in stock.transformer.named_parameters() if p.requires_grad}
-    ours = {n: p.grad for n, p in module.transformer.named_parameters() if p.requires_grad}
-    assert ours.keys() == theirs.keys()
-    for key in ours:
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-6)
+    assert_same_gradients(module.transformer, stock.transformer)
 
 
 def test_padding_is_masked(repositories, tmp_path):

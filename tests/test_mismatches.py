@@ -1,0 +1,80 @@
+"""A model and data, images or a repository of another kind: one clear line, and nothing is loaded."""
+
+import shutil
+
+import pytest
+
+from tests.conftest import photograph, short
+from tests.tiny_pipelines import MODELS
+
+MISMATCHES = {
+    "a caption folder for an edit model": (
+        "flux_kontext",
+        "cached",
+        "flux_dev",
+        "pictures from their captions",
+    ),
+    "captions for an edit model": ("qwen_image_edit", "captions", "flux_dev", "edits pictures, but 0, 1, 2 and 3 more"),
+    "pairs for text to image": ("flux_dev", "cached", "flux_kontext", "makes pictures from text alone, but 0, 1, 2"),
+    "an edit set as captions": ("flux_dev", "captions", "flux_kontext", "is a set of pairs"),
+    "two images for one": (
+        "qwen_image_edit",
+        "cached",
+        "qwen_image_edit_plus",
+        "takes 1 condition image, there",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "data", "samples_of", "words"), MISMATCHES.values(), ids=MISMATCHES)
+def test_data_of_another_kind_is_one_line(run, repositories, datasets, tmp_path, model, data, samples_of, words):
+    overrides = short(repositories[model], datasets[samples_of], tmp_path / "run", 1, data)
+    outcome = run("train", f"model={model}", "model.dtype=float32", *overrides, *MODELS[model].settings, ok=False)
+    assert words in outcome.error
+    assert "loading" not in outcome.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_images_than_plus_takes(run, arguments, datasets, tmp_path):
+    root = tmp_path / "many"
+    shutil.copytree(datasets["qwen_image_edit_plus"], root)
+    for k in range(1, 4):
+        photograph("cat", 32, 32).save(root / "control_images" / f"0_control_{k}.png")
+    overrides = [a for a in arguments("qwen_image_edit_plus", tmp_path / "run", 1) if not a.startswith("data.root=")]
+    line = run("train", *overrides, f"data.root={root}", ok=False).error
+    assert "takes 3 condition images, there are more in 0 (4) of data.root=" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "images", "words"),
+    [
+        ("qwen_image_edit", 0, "no image= to edit, which"),
+        ("qwen_image_edit", 2, "takes 1 condition image"),
+        ("qwen_image_edit_plus", 4, "takes 3 condition images"),
+        ("flux_dev", 1, "makes pictures from the prompt alone: leave image= out"),
+    ],
+)
+def test_prediction_with_more_or_fewer_images_than_the_model_takes(run, repositories, tmp_path, model, images, words):
+    for k in range(images):
+        photograph("cat", 32, 32).save(tmp_path / (f"x_control_{k}.png" if k else "x.png"))
+    settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
+    request = [f"image={tmp_path / 'x.png'}"] if images else ["width=32", "height=32"]
+    outcome = run(
+        "predict", *settings, *MODELS[model].settings, "prompt=x", *request, f"output_dir={tmp_path / 'out'}", ok=False
+    )
+    assert words in outcome.error
+    assert "loading" not in outcome.text
+    assert "interrupted" not in outcome.text
+
+
+def test_repository_of_another_model_is_refused_or_said(run, repositories, pairs, tmp_path):
+    def train(model, repository):
+        overrides = short(repositories[repository], pairs, tmp_path / f"{model}-{repository}", 1)
+        return run("train", f"model={model}", "model.dtype=float32", *overrides, *MODELS[model].settings, ok=False)
+
+    line = train("qwen_image_edit", "flux_kontext").error
+    assert "has no processor, which QwenImageEdit needs: it is made for FluxKontextPipeline" in line
+    outcome = train("qwen_image_edit", "qwen_image_edit_plus")
+    note = "is made for QwenImageEditPlusPipeline, QwenImageEdit uses it as QwenImageEditPipeline does"
+    assert outcome.text.count(note) == 1
+    assert outcome.status == 0
