@@ -77,9 +77,10 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     from hydra.utils import instantiate
 
     from callbacks.image_writer import ImageWriter
+    from callbacks.rank_schedule import RankMasks
     from datamodules.edits import EditsDataModule
     from lightning_modules.family import Sampling
-    from lightning_modules.lora import find_weights, read_header
+    from lightning_modules.lora_files import find_weights, read_header
 
     if (output_dir / "predictions.jsonl").exists():
         raise UserError(f"output_dir={output_dir} holds predictions: choose another folder")
@@ -115,7 +116,8 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     warn_of_other_base(module, files, headers)
     silence_libraries()
     place_trainer(cfg)
-    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=[ImageWriter(str(output_dir))], logger=False)
+    callbacks = [RankMasks(str(output_dir), sampling.num_inference_steps), ImageWriter(str(output_dir))]
+    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)
     finally:

@@ -96,7 +96,7 @@ def main() -> None:
         what = f"depth {options.depth}, batch {options.batch} of {options.side}"
         print(f"{options.model}, {what}, {options.dtype}, {device}")
         for checkpointing, estimate in estimates.items():
-            footprint.set_checkpointing(module.transformer, checkpointing)
+            module.set_gradient_checkpointing(module.transformer, checkpointing)
             measured = measure(module, batch, device)
             print(
                 f"  gradient checkpointing {checkpointing!s:5}: estimated {estimate / 1e9:.3f} GB, "

@@ -78,7 +78,7 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
         del host["prompts while encoding"], host["reading ahead"]
     return {
         "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}), {plan.parameters:,} parameters",
-        "trains": f"LoRA rank {adapter.rank}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
+        "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
         "heaviest batch": f"{count} of {pictures}, {tokens:,} tokens",
         "GPU, training": _sum(training),

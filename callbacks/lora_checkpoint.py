@@ -16,7 +16,8 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
-from lightning_modules.lora import WEIGHTS_NAME, save_lora
+from lightning_modules.lora import adapter_state
+from lightning_modules.lora_files import WEIGHTS_NAME, save_lora
 
 log = logging.getLogger("retouch")
 
@@ -103,7 +104,8 @@ class LoRACheckpoint(L.Callback):
         if trainer.is_global_zero:
             header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
             file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME
-            save_lora(module.transformer, file, module.adapter.alpha, header, module.lora_prefix)
+            state, alpha = adapter_state(module.transformer), module.adapter.alpha * module.adapter.width
+            save_lora(state, file, alpha, header, module.lora_prefix)
             with replacing(self.output_dir / "lora" / "last" / WEIGHTS_NAME) as temporary:
                 shutil.copyfile(file, temporary)
             with replacing(last) as temporary:

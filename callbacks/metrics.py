@@ -32,7 +32,8 @@ class Metrics(L.Callback):
     """Measures each optimizer step over its whole accumulation window and over all processes.
 
     loss is the mean of the window, loss_avg the running mean of the last `window` steps; rates are those of all
-    processes together; peak memory is the device's, or the process's where there is no device.
+    processes together; active_rank is a T-LoRA's, the mean over the samples; peak memory is the device's, or the
+    process's where there is no device.
 
     Args:
         output_dir: the run's folder.
@@ -46,6 +47,7 @@ class Metrics(L.Callback):
         self.peak_memory = 0
         self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
+        self._ranks: list[torch.Tensor] = []
         self._samples = 0
         self._tokens = 0
         self._step = 0
@@ -54,12 +56,14 @@ class Metrics(L.Callback):
         self._aside = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
         self._step = trainer.global_step
         if trainer.is_global_zero:
             earlier = self._rows_until(trainer.global_step)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", newline="", buffering=1)
-            self._writer = csv.DictWriter(self._file, COLUMNS)
+            columns = (*COLUMNS, "active_rank") if pl_module.rank_gates else COLUMNS
+            self._writer = csv.DictWriter(self._file, columns)
             self._writer.writeheader()
             self._writer.writerows(earlier)
             for row in earlier:
@@ -88,21 +92,24 @@ class Metrics(L.Callback):
     ) -> None:
         assert isinstance(pl_module, EditModule)
         self._losses.append(pl_module.batch_loss)  # Lightning divides its own by the accumulation
+        if pl_module.batch_rank is not None:
+            self._ranks.append(pl_module.batch_rank)
         self._samples += len(batch.keys)
         self._tokens += pl_module.batch_tokens
         if trainer.global_step == self._step:
             return
         assert pl_module.grad_norm is not None
         self._step = trainer.global_step
-        totals = torch.stack([torch.stack(self._losses).float().mean(), *self._counts(pl_module.device)])
+        means = [torch.stack(values).float().mean() for values in (self._losses, self._ranks) if values]
+        totals = torch.stack([*self._counts(pl_module.device), *means])
         if trainer.world_size > 1:
-            totals = trainer.strategy.reduce(totals, reduce_op="mean") * trainer.world_size
-            totals[0] /= trainer.world_size
-        loss, samples, tokens = totals.tolist()
+            totals = trainer.strategy.reduce(totals, reduce_op="mean")
+            totals[:2] *= trainer.world_size
+        samples, tokens, loss, *rank = totals.tolist()
         now, aside = time.perf_counter(), pl_module.stopwatch.seconds.get(ASIDE, 0.0)
         seconds = now - self._start - (aside - self._aside)
         self._start, self._aside = now, aside
-        self._losses, self._samples, self._tokens = [], 0, 0
+        self._losses, self._ranks, self._samples, self._tokens = [], [], 0, 0
         self._remember(loss)
         self.peak_memory = self._measure_memory(pl_module.device)
         self.latest = {
@@ -114,6 +121,7 @@ class Metrics(L.Callback):
             "tokens_per_second": tokens / seconds,
             "peak_memory_gb": self.peak_memory / 1e9,
             "seconds": now - self._run_start,
+            **({"active_rank": rank[0]} if rank else {}),
         }
         if trainer.is_global_zero:
             self._writer.writerow({"step": self._step, **{k: f"{v:.6g}" for k, v in self.latest.items()}})

@@ -161,7 +161,7 @@ class TrainingProgress(TerminalProgress):
         assert module.adapter is not None
         weights = trainable(module.transformer)
         count = sum(p.numel() for p in weights.values())
-        layers = len([name for name in weights if ".lora_A." in name])
+        layers = len([name for name in weights if ".lora_A." in name and name.endswith(".weight")])
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
         more = len(data.size_counts()) - len(sizes)
@@ -172,7 +172,7 @@ class TrainingProgress(TerminalProgress):
         epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
             "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}) on {module.main_device}",
-            "trains": f"LoRA rank {adapter.rank}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
+            "trains": f"{adapter}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
             "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",

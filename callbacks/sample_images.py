@@ -15,7 +15,6 @@ from datamodules.pairs import Example
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
 from lightning_modules.family import Sampling
-from lightning_modules.lora import in_dtype
 
 
 class SampleImages(L.Callback):
@@ -70,10 +69,11 @@ class SampleImages(L.Callback):
             examples = data.examples(self.count, empty_prompt=self.sampling.negative is not None)
             self._examples = [self._prepare(module, example) for example in examples]
         assert module.transformer is not None
+        assert module.adapter is not None
         module.eval()
         for pictures, latents in self._examples:
             height, width = pictures[-1].shape[-2:]
-            with in_dtype(module.transformer, module.base_dtype):
+            with module.adapter.in_dtype(module.transformer, module.base_dtype):
                 result = module.edit(latents, self.sampling, (width, height), self.seed)
             strip = _side_by_side([*pictures[:-1], result, pictures[-1]])
             name = latents.keys[0].replace("/", "_")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from datamodules.batch import LatentBatch, RawBatch, pad_to
 from datamodules.errors import UserError, listing
 from lightning_modules import flow
-from lightning_modules.lora import LoRA, check_fits, trainable
+from lightning_modules.lora import LoRA, adapter_tensors, trainable
+from lightning_modules.lora_files import check_fits
 from lightning_modules.prediction import Predictor
 
 log = logging.getLogger("retouch")
@@ -53,6 +54,7 @@ class EditModule(Predictor):
         self.nonfinite_steps = 0
         self.batch_tokens = 0
         self.batch_loss = torch.zeros(())
+        self.batch_rank: Tensor | None = None  # the mean active rank, where the rank follows the timestep
         self._window: list[tuple[str, Tensor]] = []
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
@@ -84,10 +86,18 @@ class EditModule(Predictor):
             super().configure_model()
             return
         transformer = self.load_transformer()
-        if self.gradient_checkpointing:
-            transformer.enable_gradient_checkpointing()
+        self.set_gradient_checkpointing(transformer, self.gradient_checkpointing)
         self.adapter.inject(transformer)
+        self.rank_gates = self.adapter.rank_gates()
         self.transformer = transformer
+
+    def set_gradient_checkpointing(self, transformer: Any, on: bool) -> None:
+        """Turn it on or off in a diffusers model, as the adapter needs it."""
+        assert self.adapter is not None
+        if on:
+            transformer.enable_gradient_checkpointing(self.adapter.gradient_checkpointing_func())
+        else:
+            transformer.disable_gradient_checkpointing()
 
     def on_fit_start(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -101,7 +111,13 @@ class EditModule(Predictor):
         latents = (
             self.encode(batch, "" if self.caption_dropout_rate > 0 else None) if isinstance(batch, RawBatch) else batch
         )
+        assert self.adapter is not None
+        if self.adapter.dropout > 0:  # by the only random numbers that are the library's to draw
+            torch.manual_seed(flow.mix(self.seed, latents.draws[0]))
         losses = self.losses(latents)
+        for gate in self.rank_gates:
+            assert gate.active_ranks is not None
+            self.batch_rank = gate.active_ranks.float().mean()
         self._window += list(zip(latents.keys, losses.detach(), strict=True))
         self.batch_tokens = self.token_count(latents)
         self.batch_loss = losses.detach().mean()
@@ -145,6 +161,8 @@ class EditModule(Predictor):
             optimizer = self.optimizer(list(trainable(self.transformer).values()))
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer: {error}") from error
+        assert self.adapter is not None
+        self.adapter.prepare_optimizer(optimizer, self.transformer)
         if self.scheduler is None:
             return optimizer
         return {
@@ -188,7 +206,7 @@ class EditModule(Predictor):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert self.transformer is not None
-        names = {f"transformer.{name}" for name in trainable(self.transformer)}
+        names = {f"transformer.{name}" for name in adapter_tensors(self.transformer)}
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
         # An accumulation window that is not finished is taken again from its start.
         batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
@@ -198,7 +216,7 @@ class EditModule(Predictor):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert self.transformer is not None
-        own = {f"transformer.{name}": tensor.shape for name, tensor in trainable(self.transformer).items()}
+        own = {f"transformer.{name}": tensor.shape for name, tensor in adapter_tensors(self.transformer).items()}
         stored = {name: tensor.shape for name, tensor in checkpoint["state_dict"].items()}
         if own != stored:
             different = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))

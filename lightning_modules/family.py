@@ -9,7 +9,7 @@ from torch import Tensor
 
 from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError
-from lightning_modules.lora import PREFIXES
+from lightning_modules.lora_files import PREFIXES
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -46,7 +46,7 @@ class Family(ABC):
         transformer_class: the name of its class in diffusers.
         text_components: the repository's components that only text encoding needs.
         condition_images: how many it takes, and at what sizes.
-        lora_prefix: stands before the names of layers in LoRA files; one of `lora.PREFIXES`.
+        lora_prefix: stands before the names of layers in LoRA files; one of `lora_files.PREFIXES`.
     """
 
     pipeline_name: ClassVar[str]

@@ -111,7 +111,7 @@ def draw(seed: int, draws: list[int], shape: torch.Size, law: TimestepLaw, dynam
     """
     t, eps, latent_eps, dropout = [], [], [], []
     for number in draws:
-        generator = torch.Generator().manual_seed(_mix(seed, number))
+        generator = _generator(seed, number)
         t.append(law.draw(generator, dynamic))
         dropout.append(torch.rand((), generator=generator))
         eps.append(torch.randn(shape, generator=generator))
@@ -119,7 +119,16 @@ def draw(seed: int, draws: list[int], shape: torch.Size, law: TimestepLaw, dynam
     return Draw(torch.stack(t), torch.stack(eps), torch.stack(latent_eps), torch.stack(dropout))
 
 
-def _mix(seed: int, number: int) -> int:
+def draw_timesteps(seed: int, count: int, law: TimestepLaw, dynamic: float) -> Tensor:
+    """(count,), what `draw` gives as t of the first samples."""
+    return torch.stack([law.draw(_generator(seed, number), dynamic) for number in range(count)])
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(mix(seed, number))
+
+
+def mix(seed: int, number: int) -> int:
     """One 63-bit seed from two integers (splitmix64), so that neighbours are unrelated."""
     z = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

@@ -21,11 +21,10 @@ from datamodules.sampler import samples_per_batch
 from lightning_modules import flow, loading
 from lightning_modules.base import EditModule
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
+from lightning_modules.frozen import PIXELS_PER_LATENT
 from lightning_modules.lora import trainable
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
-# Both autoencoders make one latent of 8x8 pixels.
-PIXELS_PER_LATENT = 8
 
 
 @dataclass
@@ -172,18 +171,12 @@ def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> floa
     return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
 
 
-def set_checkpointing(transformer: Any, on: bool) -> None:
-    """Turn a diffusers model's gradient checkpointing on or off."""
-    if on:
-        transformer.enable_gradient_checkpointing()
-    else:
-        transformer.disable_gradient_checkpointing()
-
-
 def step_peaks(module: EditModule, batch: LatentBatch) -> dict[bool, int]:
     """The most bytes beside weights that forward and backward of a batch hold, with gradient checkpointing or not."""
+    assert module.adapter is not None
     transformer = module.meta_transformer()
     peaks = {}
+    gates = module.adapter.rank_gates()
     mixed = module.base_dtype != torch.float32
     with FakeTensorMode(), PeakMemory() as memory:
         module.transformer = fake_model(transformer, module.base_dtype).train()
@@ -194,7 +187,9 @@ def step_peaks(module: EditModule, batch: LatentBatch) -> dict[bool, int]:
         mask = None if batch.mask is None else fake_like(batch.mask).float()
         t = torch.empty(len(x_t))
         for checkpointing in (True, False):
-            set_checkpointing(transformer, checkpointing)
+            module.set_gradient_checkpointing(transformer, checkpointing)
+            for gate in gates:
+                gate.mask = torch.ones(len(x_t), gate.schedule.rank * gate.width, dtype=torch.bool)
             memory.restart()
             with torch.autocast("cpu", module.base_dtype) if mixed else nullcontext(), as_on_cuda(module.base_dtype):
                 velocity = module.velocity(x_t, t, controls, prompt)

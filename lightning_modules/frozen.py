@@ -1,6 +1,7 @@
 """The frozen pipeline: loading it part by part, and encoding with it."""
 
 import logging
+import math
 from collections.abc import Mapping
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -19,6 +20,9 @@ from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family
 
 log = logging.getLogger("retouch")
+
+# Both autoencoders make one latent of 8x8 pixels.
+PIXELS_PER_LATENT = 8
 
 
 @cache
@@ -159,10 +163,17 @@ class FrozenPipeline(L.LightningModule, Family):
         return pixels.to(self.components.device("vae"), self.base_dtype, memory_format=torch.channels_last)
 
     def dynamic_shift(self, shape: torch.Size) -> float:
-        """The pipeline's timestep shift for a latent of shape (C, h, w)."""
+        """The pipeline's timestep shift for a latent of shape (C, h, w) or (h, w)."""
         config = self.components["scheduler"].config
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         return flow.dynamic_shift(shape[-2] * shape[-1] // 4, **{n: config[n] for n in names if n in config})
+
+    def sampling_timesteps(self, shape: torch.Size, num_inference_steps: int) -> Tensor:
+        """The pipeline's timesteps (num_inference_steps,), in [0, 1000], for a latent of shape (C, h, w) or (h, w)."""
+        scheduler = self.components["scheduler"]
+        sigmas = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps, dtype=torch.float64)
+        scheduler.set_timesteps(sigmas=sigmas.tolist(), mu=math.log(self.dynamic_shift(shape)))
+        return scheduler.timesteps
 
     def token_count(self, batch: LatentBatch) -> int:
         """Tokens that the transformer sees for the batch, in patches of 2x2: text, target and controls."""

@@ -1,29 +1,21 @@
-"""The LoRA adapter: inject with peft, read and write the files that diffusers and ComfyUI read."""
+"""The LoRA adapter, by peft: layers beside frozen ones, their start and their weights."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
-from datamodules.files import replacing
+from lightning_modules.lora_files import find_weights, read_adapter, read_weights
 
-WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
-# Where Retouch's own facts stand in a file's header. diffusers reads other keys and leaves this one alone.
-HEADER_KEY = "retouch"
-# Where diffusers' own trainers keep the adapter's settings.
-DIFFUSERS_KEY = "lora_adapter_metadata"
+if TYPE_CHECKING:
+    from lightning_modules.rank_schedule import RankGate
+
 ADAPTER = "default"
-# What the transformer's layers are called after: diffusers' trainers write the first, ComfyUI's the second. Both read
-# both, but for models whose alpha diffusers reads under one of them only.
-PREFIXES = ("transformer.", "diffusion_model.")
 
 
 class LoRA:
@@ -32,24 +24,40 @@ class LoRA:
     Args:
         rank: r, the width of the bottleneck.
         alpha: the update is scaled by alpha / rank; None stands for rank, a scale of 1.
+        dropout: share of a layer's inputs that the update does not see, in training.
         target_modules: names that layers end with, a regular expression for the whole name, or `all-linear`
             (every linear layer but the output projection).
+        init_lora_weights: peft's: True draws the down projection as PyTorch does, `gaussian` from a normal distribution
+            of standard deviation 1 / rank; the up projection is zero.
         init_from: LoRA weights to start from (a run's folder, a weights folder or a file).
         seed: of the random half of the weights.
+
+    Attributes:
+        width: rows of the matrices that make one component.
     """
+
+    width = 1
 
     def __init__(
         self,
         rank: int,
         alpha: float | None,
+        dropout: float,
         target_modules: Sequence[str] | str,
+        init_lora_weights: bool | str,
         init_from: str | None,
         seed: int,
     ) -> None:
         if not isinstance(rank, int) or rank < 1:
             raise UserError(f"adapter.rank={rank}: must be a whole number from 1 on")
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise UserError(f"adapter.dropout={dropout}: must be a number from 0 to below 1")
+        if init_lora_weights not in (True, "gaussian"):
+            raise UserError(f"adapter.init_lora_weights={init_lora_weights}: choose true or gaussian")
         self.rank = rank
         self.alpha = rank if alpha is None else alpha
+        self.dropout = dropout
+        self.init_lora_weights = init_lora_weights
         self.target_modules = target_modules if isinstance(target_modules, str) else list(target_modules)
         self.init_from = None if init_from is None else find_weights(init_from)
         self.seed = seed
@@ -68,16 +76,22 @@ class LoRA:
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
             target_modules=self.resolve_targets(transformer),
-            init_lora_weights=True,
+            init_lora_weights=self.init_lora_weights,
         )
         with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(self.seed)
             transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
         for parameter in trainable(transformer).values():
             parameter.data = parameter.data.float()
+        self.initialize(transformer)
+        transformer.train()
         if self.init_from is not None:
-            load_adapter(transformer, self.init_from, rank=self.rank, alpha=self.alpha)
+            self.load(transformer, self.init_from)
+
+    def initialize(self, transformer: nn.Module) -> None:
+        """Where an adapter starts otherwise than peft's."""
 
     def resolve_targets(self, transformer: nn.Module) -> list[str] | str:
         """What to tell peft; raises UserError where target_modules matches no linear layer."""
@@ -102,9 +116,64 @@ class LoRA:
                 )
         return modules
 
+    @torch.no_grad()
+    def load(self, transformer: nn.Module, path: Path) -> None:
+        """Copy a file's weights into the injected adapter of the same rank; a file of another alpha is rescaled.
+
+        Raises:
+            UserError: layers, rank or shapes differ.
+        """
+        stored, alphas = read_weights(path)
+        schedule = read_adapter(path).get("rank_schedule") or {}
+        if schedule.get("width", 1) != self.width:
+            made_by = "ortho_tlora" if self.width == 1 else "lora or tlora"
+            raise UserError(f"adapter.init_from={path} was made by adapter={made_by}: choose that")
+        own = adapter_state(transformer)
+        if stored.keys() != own.keys():
+            different = sorted(stored.keys() ^ own.keys())
+            raise UserError(
+                f"adapter.init_from={path} adapts other layers than adapter.target_modules: {listing(different)}"
+            )
+        for key, weight in own.items():
+            if stored[key].shape != weight.shape:
+                raise UserError(
+                    f"adapter.init_from={path}: {key} is {tuple(stored[key].shape)}, here {tuple(weight.shape)} "
+                    f"(adapter.rank={self.rank})"
+                )
+        for name, layer in lora_layers(transformer, ADAPTER).items():
+            down, up = (stored[f"{name}.lora_{half}.weight"] for half in "AB")
+            _set_weight(layer.lora_A[ADAPTER], down)
+            _set_weight(layer.lora_B[ADAPTER], up * (alphas.get(name, down.shape[0]) / (self.alpha * self.width)))
+
+    def gradient_checkpointing_func(self) -> Callable[..., Any] | None:
+        """What diffusers' transformers should checkpoint blocks with; None for their own way."""
+        return None
+
+    def rank_gates(self) -> "list[RankGate]":
+        """What masks the adapter's rank."""
+        return []
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+        """Where an adapter has a say in the optimizer's steps."""
+
+    @contextmanager
+    def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """Inside, the weights are as a loader casts them to a base of this dtype; the originals come back."""
+        originals = {parameter: parameter.data for parameter in trainable(transformer).values()}
+        for parameter in originals:
+            parameter.data = parameter.data.to(dtype)
+        try:
+            yield
+        finally:
+            for parameter, data in originals.items():
+                parameter.data = data
+
     def metadata(self) -> dict[str, Any]:
         """What a file's header says of the adapter."""
         return {"rank": self.rank, "alpha": self.alpha, "target_modules": self.target_modules}
+
+    def __str__(self) -> str:
+        return f"LoRA rank {self.rank}"
 
 
 def _ending(name: str) -> str:
@@ -119,139 +188,38 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The adapter's weights as `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
-    infix = f".{ADAPTER}."
+def lora_layers(transformer: nn.Module, adapter_name: str) -> dict[str, Any]:
+    """peft's layers that hold an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
     return {
-        name.replace(infix, "."): parameter.detach()
-        for name, parameter in transformer.named_parameters()
-        if infix in name
+        name: module
+        for name, module in transformer.named_modules()
+        if isinstance(module, LoraLayer) and adapter_name in module.lora_A
     }
 
 
-def save_lora(
-    transformer: nn.Module, path: Path, alpha: float, header: Mapping[str, Any], prefix: str = PREFIXES[0]
-) -> None:
-    """Write the adapter, whole or not at all.
-
-    Alpha stands beside the weights of each layer, as ComfyUI, kohya's tools and diffusers expect it.
-    """
-    state = {prefix + name: tensor.cpu().contiguous() for name, tensor in adapter_state(transformer).items()}
-    layers = {name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")}
-    state |= {f"{layer}.alpha": torch.tensor(float(alpha)) for layer in layers}
-    # One entry only: safetensors writes several in random order, and equal weights should be equal files.
-    blob = safetensors.torch.save(state, {HEADER_KEY: json.dumps(header, sort_keys=True)})
-    with replacing(path) as temporary:
-        temporary.write_bytes(blob)
+@torch.no_grad()
+def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
+    """The adapter as a plain LoRA: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
+    return {
+        f"{name}.{half}.weight": _weight(getattr(layer, half)[ADAPTER])
+        for name, layer in lora_layers(transformer, ADAPTER).items()
+        for half in ("lora_A", "lora_B")
+    }
 
 
-def find_weights(lora: str | Path) -> Path:
-    """The weights file of a run's folder, a weights folder, or the file itself.
-
-    Raises:
-        UserError: there is none.
-    """
-    path = Path(lora).expanduser()
-    candidates = [path, path / WEIGHTS_NAME, path / "lora" / "last" / WEIGHTS_NAME]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    if not path.exists():
-        raise UserError(f"LoRA weights {path}: no such file or folder")
-    if (path / "sweep.csv").is_file():
-        raise UserError(f"LoRA weights {path}: this is a sweep; name one of its jobs, such as {path / '0'}")
-    others = sorted(path.glob("*.safetensors"))
-    if len(others) == 1:
-        return others[0]
-    raise UserError(f"LoRA weights {path}: the folder has neither {WEIGHTS_NAME} nor lora/last/{WEIGHTS_NAME}")
+def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
+    """All tensors of the adapter, by their names in the transformer: what a checkpoint holds."""
+    return {name: tensor for name, tensor in transformer.state_dict().items() if f".{ADAPTER}." in name}
 
 
-def read_header(path: Path) -> dict[str, Any] | None:
-    """What Retouch wrote of the run into the file, or None if the file comes from elsewhere.
-
-    Raises:
-        UserError: the file is no safetensors file.
-    """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{path} is no safetensors file or is damaged: {error}") from error
-    return json.loads(metadata[HEADER_KEY]) if HEADER_KEY in metadata else None
+def _weight(half: Any) -> Tensor:
+    return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight()
 
 
-def check_fits(path: Path, transformer: nn.Module, base: str) -> None:
-    """Compare the names and shapes of a file in our format with a transformer, which may be on the meta device.
-
-    Raises:
-        UserError: the file was made for another model.
-    """
-    layers = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
-    wrong = []
-    header = read_header(path) or {}
-    with safetensors.safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 (not a dict)
-            layer, _, half = _without_prefix(key).rpartition(".lora_")
-            if half not in ("A.weight", "B.weight"):
-                continue
-            module = layers.get(layer)
-            shape = file.get_slice(key).get_shape()
-            if module is None:
-                wrong.append(f"{layer} is not in the model")
-            elif (shape[1] if half[0] == "A" else shape[0]) != (
-                module.in_features if half[0] == "A" else module.out_features
-            ):
-                wrong.append(f"{layer} has another shape")
-    if wrong:
-        made_for = header.get("base")
-        hint = f"; it was made for {made_for}" if made_for else ""
-        raise UserError(f"the LoRA {path} does not fit {base}: {listing(wrong)}{hint}")
-
-
-def _without_prefix(key: str) -> str:
-    for prefix in PREFIXES:
-        key = key.removeprefix(prefix)
-    return key
-
-
-def load_adapter(transformer: nn.Module, path: Path, rank: int, alpha: float) -> None:
-    """Copy a file's weights into an injected adapter of the same rank; a file of another alpha is rescaled.
-
-    Alpha stands beside the weights, or in the header that diffusers writes, or is the rank.
-
-    Raises:
-        UserError: layers, rank or shapes differ.
-    """
-    stored = {_without_prefix(key): tensor for key, tensor in safetensors.torch.load_file(path).items()}
-    with safetensors.safe_open(path, framework="pt") as file:
-        diffusers_header = json.loads((file.metadata() or {}).get(DIFFUSERS_KEY, "{}"))
-    default_alpha = diffusers_header.get(f"{PREFIXES[0]}lora_alpha", rank)
-    alphas = {key.removesuffix(".alpha"): float(stored.pop(key)) for key in list(stored) if key.endswith(".alpha")}
-    own = adapter_state(transformer)
-    if stored.keys() != own.keys():
-        different = sorted(stored.keys() ^ own.keys())
-        raise UserError(
-            f"adapter.init_from={path} adapts other layers than adapter.target_modules: {listing(different)}"
-        )
-    for key, parameter in own.items():
-        if stored[key].shape != parameter.shape:
-            raise UserError(
-                f"adapter.init_from={path}: {key} is {tuple(stored[key].shape)}, here {tuple(parameter.shape)} "
-                f"(adapter.rank={rank})"
-            )
-        layer, _, half = key.rpartition(".lora_")
-        scale = alphas.get(layer, float(default_alpha)) / alpha if half == "B.weight" else 1.0
-        parameter.copy_(stored[key] * scale)
-
-
-@contextmanager
-def in_dtype(transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the adapter's weights are as a loader casts them to a base of this dtype; the originals come back."""
-    originals = {parameter: parameter.data for parameter in trainable(transformer).values()}
-    for parameter in originals:
-        parameter.data = parameter.data.to(dtype)
-    try:
-        yield
-    finally:
-        for parameter, data in originals.items():
-            parameter.data = data
+def _set_weight(half: Any, weight: Tensor) -> None:
+    if isinstance(half, nn.Linear):
+        half.weight.copy_(weight)
+    else:
+        half.load_lora_weight(weight)

@@ -17,7 +17,8 @@ from datamodules.errors import UserError
 from lightning_modules import loading
 from lightning_modules.family import Sampling
 from lightning_modules.frozen import FrozenPipeline
-from lightning_modules.lora import check_fits, read_header
+from lightning_modules.lora_files import check_fits, read_header
+from lightning_modules.rank_schedule import RankGate, read_rank_schedule, sampling_step
 
 log = logging.getLogger("retouch")
 
@@ -35,6 +36,8 @@ class Predictor(FrozenPipeline):
         super().__init__(**pipeline)
         self.loras = [Path(lora) for lora in loras]
         self.sampling = sampling
+        # Of the adapters that are T-LoRAs; callbacks.rank_schedule opens them.
+        self.rank_gates: list[RankGate] = []
         self._pipeline: Any = None
 
     def preflight(self) -> None:
@@ -43,6 +46,7 @@ class Predictor(FrozenPipeline):
             # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
             if read_header(file) is not None:
                 check_fits(file, self.meta_transformer(), self.repository_name)
+                read_rank_schedule(file)
 
     def configure_model(self) -> None:
         """Load the transformer where pictures are made; encoding needs none."""
@@ -59,6 +63,10 @@ class Predictor(FrozenPipeline):
                 raise UserError(f"the LoRA {file} does not fit {self.repository_name}: {first}") from error
             if f"lora_{number}" not in getattr(self.transformer, "peft_config", {}):
                 raise UserError(f"the LoRA {file} holds no layer of {self.repository_name}'s transformer")
+            gate = read_rank_schedule(file)
+            if gate is not None and self.transformer is not None:
+                gate.attach(self.transformer, f"lora_{number}")
+                self.rank_gates.append(gate)
         self.requires_grad_(False)
 
     def set_lora_scale(self, scale: float) -> None:
@@ -78,6 +86,10 @@ class Predictor(FrozenPipeline):
             )
             self._pipeline.set_progress_bar_config(disable=True)
         return self._pipeline
+
+    def sampling_step(self) -> tuple[Tensor, Tensor] | None:
+        """The sampling step that runs, as `rank_schedule.mask_forwards` asks."""
+        return None if self._pipeline is None else sampling_step(self._pipeline)
 
     def cpu(self) -> Self:
         self._pipeline = None

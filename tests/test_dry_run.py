@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from datamodules.cache import Cache
 from lightning_modules import flow, loading
 from lightning_modules.fake_memory import PeakMemory
-from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure, set_checkpointing
+from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure
 from tests.conftest import ROOT, compose, make_pairs, short
 from tests.tiny_pipelines import MODELS
 
@@ -99,7 +99,7 @@ def test_activations_are_what_a_real_step_holds(planned):
     prompt = {"prompt_embeds": torch.randn(2, 64, 32), "pooled_prompt_embeds": torch.randn(2, 32)}
     peaks = {}
     for checkpointing in (True, False):
-        set_checkpointing(module.transformer, checkpointing)
+        module.set_gradient_checkpointing(module.transformer, checkpointing)
         with PeakMemory() as memory:
             known = [tensor.detach() for tensor in (*module.transformer.parameters(), x_t, *prompt.values())]
             t, control = torch.rand(2), torch.randn_like(x_t)

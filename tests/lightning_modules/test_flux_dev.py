@@ -7,7 +7,8 @@ from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
 from lightning_modules.family import Sampling
-from lightning_modules.lora import save_lora
+from lightning_modules.lora import adapter_state
+from lightning_modules.lora_files import save_lora
 from tests.conftest import compose, randomize
 
 PROMPT = "a cup of coffee, please"
@@ -46,7 +47,9 @@ def test_prompt_embeddings_equal_the_pipelines(module, stock):
 @pytest.mark.parametrize("size", [(64, 48), (48, 80)])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 3.0])
 def test_picture_equals_the_pipelines(module, stock, tmp_path, size, true_cfg_scale):
-    save_lora(module.transformer, tmp_path / "pytorch_lora_weights.safetensors", 6, {}, module.lora_prefix)
+    save_lora(
+        adapter_state(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", 6, {}, module.lora_prefix
+    )
     arguments = {
         "prompt": PROMPT,
         "negative_prompt": "blurry" if true_cfg_scale > 1 else None,

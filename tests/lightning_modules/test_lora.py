@@ -6,9 +6,18 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.embedded import build_pipeline
-from lightning_modules.lora import LoRA, adapter_state, check_fits, find_weights, read_header, save_lora, trainable
+from lightning_modules.lora import LoRA, adapter_state, trainable
+from lightning_modules.lora_files import check_fits, find_weights, read_header, save_lora
 
-DEFAULTS = {"rank": 4, "alpha": None, "target_modules": ["to_q"], "init_from": None, "seed": 0}
+DEFAULTS = {
+    "rank": 4,
+    "alpha": None,
+    "dropout": 0.0,
+    "target_modules": ["to_q"],
+    "init_lora_weights": True,
+    "init_from": None,
+    "seed": 0,
+}
 
 
 def inject(stock, **settings):
@@ -70,7 +79,7 @@ def test_new_adapter_changes_nothing(stock):
 
 def test_file_has_diffusers_names_and_the_alpha_of_each_layer(stock, tmp_path):
     inject(stock, alpha=3)
-    save_lora(stock.transformer, tmp_path / "x.safetensors", 3, {"step": 7})
+    save_lora(adapter_state(stock.transformer), tmp_path / "x.safetensors", 3, {"step": 7})
     state = safetensors.torch.load_file(tmp_path / "x.safetensors")
     layer = "transformer.transformer_blocks.0.attn.to_q"
     assert state[f"{layer}.lora_A.weight"].shape == (4, 64)
@@ -84,7 +93,7 @@ def test_scale_survives_save_and_load_in_diffusers_and_peft(stock, tiny, tmp_pat
     from diffusers import FluxKontextPipeline
 
     inject(stock, alpha=8)
-    save_lora(stock.transformer, tmp_path / "pytorch_lora_weights.safetensors", 8, {})
+    save_lora(adapter_state(stock.transformer), tmp_path / "pytorch_lora_weights.safetensors", 8, {})
     again = FluxKontextPipeline.from_pretrained(tiny)
     again.load_lora_weights(tmp_path, adapter_name="a")
     layers = [m for m in again.transformer.modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)]
@@ -119,7 +128,7 @@ def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
     build_pipeline(tmp_path / "wide", heads=6)
     wide = FluxKontextPipeline.from_pretrained(tmp_path / "wide")
     inject(wide)
-    save_lora(wide.transformer, tmp_path / "x.safetensors", 4, {"base": "wide-model"})
+    save_lora(adapter_state(wide.transformer), tmp_path / "x.safetensors", 4, {"base": "wide-model"})
     with pytest.raises(UserError, match=r"to_q has another shape.* it was made for wide-model"):
         check_fits(tmp_path / "x.safetensors", stock.transformer, "tiny-model")
 
@@ -128,7 +137,7 @@ def test_starting_weights_of_another_rank_are_refused(stock, tiny, tmp_path):
     from diffusers import FluxKontextPipeline
 
     inject(stock)
-    save_lora(stock.transformer, tmp_path / "x.safetensors", 4, {})
+    save_lora(adapter_state(stock.transformer), tmp_path / "x.safetensors", 4, {})
     for settings, message in (
         ({"rank": 8}, "adapter.rank=8"),
         ({"target_modules": ["to_q", "to_k"]}, "adapts other layers"),

@@ -13,7 +13,8 @@ from datamodules.pixels import collate
 from datamodules.transforms import size_of_area, to_tensor
 from lightning_modules import flow
 from lightning_modules.family import Sampling
-from lightning_modules.lora import save_lora
+from lightning_modules.lora import adapter_state
+from lightning_modules.lora_files import save_lora
 from tests.conftest import adapt_like, assert_same_gradients, compose, photograph, randomize, shrink_condition_images
 
 PROMPTS = ["make it snow", "Turn the cat into a dog, please, and the dog into a cat"]
@@ -116,7 +117,9 @@ def test_image_latents_equal_the_pipelines(name, sizes, repositories, monkeypatc
 def test_edited_picture_equals_the_pipelines(name, sizes, true_cfg_scale, repositories, monkeypatch, tmp_path):
     module = build(name, repositories)
     stock = stock_pipeline(name, repositories, monkeypatch)
-    save_lora(module.transformer, tmp_path / "pytorch_lora_weights.safetensors", 6, {}, module.lora_prefix)
+    save_lora(
+        adapter_state(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", 6, {}, module.lora_prefix
+    )
     images = condition_images(sizes)
     arguments = {
         "image": images if name == "qwen_image_edit_plus" else images[0],

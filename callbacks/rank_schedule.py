@@ -1,0 +1,106 @@
+"""T-LoRA's rank mask in every forward, and a picture of the ranks that a run trains and uses."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from datamodules.files import replacing
+from lightning_modules import flow
+from lightning_modules.base import EditModule
+from lightning_modules.components import ASIDE
+from lightning_modules.frozen import PIXELS_PER_LATENT
+from lightning_modules.prediction import Predictor
+from lightning_modules.rank_schedule import NUM_TRAIN_TIMESTEPS, mask_forwards
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("retouch")
+
+# Samples whose timesteps stand for a longer run's.
+ENOUGH = 10_000
+
+
+class RankMasks(L.Callback):
+    """Opens the rank gates of T-LoRAs: in training by each sample's t, in sampling and prediction by the step's.
+
+    Before the first step it writes active_ranks.png, how often each rank is active in training and in sampling. Nothing
+    happens without a T-LoRA.
+
+    Args:
+        output_dir: the run's folder.
+        num_inference_steps: of the sampling that is compared.
+    """
+
+    def __init__(self, output_dir: str, num_inference_steps: int) -> None:
+        self.path = Path(output_dir) / "active_ranks.png"
+        self.num_inference_steps = num_inference_steps
+        self._hooks: list[RemovableHandle] = []
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._open(pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._open(pl_module)
+
+    def _open(self, module: L.LightningModule) -> None:
+        assert isinstance(module, Predictor)
+        if module.rank_gates and module.transformer is not None:
+            self._hooks = mask_forwards(module.transformer, module.rank_gates, module.sampling_step)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        if pl_module.rank_gates and trainer.is_global_zero:
+            with pl_module.stopwatch.stage(ASIDE):
+                self._show(trainer, pl_module)
+
+    def _show(self, trainer: L.Trainer, module: EditModule) -> None:
+        """Compare the ranks of this run's own timesteps with those of sampling, at the size that most samples have."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        [((width, height), _)] = data.size_counts().most_common(1)
+        shape = torch.Size((height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT))
+        schedule = module.rank_gates[0].schedule
+        steps = module.sampling_timesteps(shape, self.num_inference_steps)
+        samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
+        t = flow.draw_timesteps(module.seed, min(samples, ENOUGH), module.timesteps, module.dynamic_shift(shape))
+        trained = schedule.active_ranks(t * NUM_TRAIN_TIMESTEPS)
+        used = schedule.active_ranks(steps, steps)
+        with replacing(self.path) as temporary:
+            figure = draw_ranks(trained, used, schedule.rank)
+            figure.savefig(temporary, format="png")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure("active ranks", figure)
+        log.info(
+            f"active rank of {schedule.rank}: {trained.float().mean():.1f} on average in training, "
+            f"{used.float().mean():.1f} in {len(steps)} sampling steps at {width}x{height}; see {self.path}"
+        )
+
+
+def draw_ranks(trained: Tensor, used: Tensor, rank: int) -> "Figure":
+    """How often each rank is active: (N,) ranks of training samples, (M,) ranks of sampling steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    edges = torch.arange(rank + 2) - 0.5
+    for ranks, name in ((trained, "training samples"), (used, f"{len(used)} sampling steps")):
+        shares = torch.bincount(ranks, minlength=rank + 1) / len(ranks)
+        label = f"{name}, mean {ranks.float().mean():.1f}"
+        axes.stairs(100 * shares, edges, fill=True, alpha=0.5, label=label)
+    axes.set(
+        xlabel="active rank", ylabel="share, %", xlim=(-0.5, rank + 0.5), title="Ranks in training and in sampling"
+    )
+    axes.legend()
+    return figure

@@ -1,0 +1,250 @@
+"""T-LoRA's rank mask (arXiv 2507.05964): the timestep decides how many components of an adapter work.
+
+At high noise few of the rank's components work, at low noise all. Each sample has the mask of its own timestep.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from datamodules.errors import UserError
+from lightning_modules.lora import lora_layers
+from lightning_modules.lora_files import find_weights, read_adapter
+
+# num_train_timesteps of the schedulers.
+NUM_TRAIN_TIMESTEPS = 1000
+# Parts of a timestep. A power of two: whole timesteps stay whole in float32, also after a division by 1000.
+TICKS = 1024
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """The active rank r(t) = floor(((T - t) / T)**alpha_rank_scale * (rank - min_rank)) + min_rank, T = 1000.
+
+    Args:
+        kind: `timestep`, this formula, by which full rank is reached at t = 0 only; `normalised`, with
+            (T - t) / (T - t_min) in it, t_min the last of the sampling timesteps or, in training, 1; `step_index`,
+            in sampling with i / (N - 1) of step i of N, whatever its timestep, in training as `timestep`; `constant`,
+            the full rank.
+        rank: R, at the end.
+        min_rank: at pure noise.
+        alpha_rank_scale: above 1 keeps the rank low for longer.
+    """
+
+    kind: Literal["timestep", "normalised", "step_index", "constant"]
+    rank: int
+    min_rank: int
+    alpha_rank_scale: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("timestep", "normalised", "step_index", "constant"):
+            raise UserError(f"adapter.rank_schedule={self.kind}: choose timestep, normalised, step_index or constant")
+        if not isinstance(self.min_rank, int) or not 0 <= self.min_rank <= self.rank:
+            raise UserError(f"adapter.min_rank={self.min_rank}: must be a whole number from 0 to {self.rank}, the rank")
+        if not isinstance(self.alpha_rank_scale, int | float) or not 0 < self.alpha_rank_scale <= 100:
+            raise UserError(f"adapter.alpha_rank_scale={self.alpha_rank_scale}: must be a number above 0")
+
+    def thresholds(self, ticks: int) -> list[int]:
+        """For each component the progress at which it starts to work, of `ticks` from noise to picture; exact."""
+        least = self.rank if self.kind == "constant" else self.min_rank
+        span = self.rank - least
+        alpha = Fraction(str(self.alpha_rank_scale)).limit_denominator(1000)
+        p, q = alpha.numerator, alpha.denominator
+
+        def works(progress: int, component: int) -> bool:
+            """(progress / ticks)**(p / q) * span >= component, in whole numbers."""
+            return progress**p * span**q >= component**q * ticks**p
+
+        result = [0] * least
+        for component in range(1, span + 1):
+            progress = round(ticks * (component / span) ** (1 / alpha))
+            while not works(progress, component):
+                progress += 1
+            while progress > 0 and works(progress - 1, component):
+                progress -= 1
+            result.append(progress)
+        return result
+
+    def mask(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
+        """(B,) timesteps in [0, 1000] -> (B, rank), true where a component works; nothing waits for the device.
+
+        Args:
+            timesteps: of any dtype.
+            sampling_timesteps: (N,) all timesteps of the sampling that these are of; None in training.
+        """
+        left = NUM_TRAIN_TIMESTEPS - timesteps.float()
+        ticks = NUM_TRAIN_TIMESTEPS * TICKS
+        if self.kind == "step_index" and sampling_timesteps is not None:
+            ticks = len(sampling_timesteps) - 1
+            progress = (sampling_timesteps > timesteps[:, None]).sum(dim=1)
+        elif self.kind == "normalised" and sampling_timesteps is not None:
+            span = NUM_TRAIN_TIMESTEPS - sampling_timesteps[-1].float()
+            progress = (left / span).nan_to_num(1.0).mul(ticks).round().int()
+        else:
+            progress = (left * TICKS).round().int()
+            if self.kind == "normalised":
+                ticks -= TICKS
+        return progress[:, None] >= _thresholds(self, ticks, timesteps.device)
+
+    def active_ranks(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
+        """How many components work, (B,); arguments as of `mask`."""
+        return self.mask(timesteps, sampling_timesteps).sum(dim=1)
+
+
+@functools.cache
+def _thresholds(schedule: RankSchedule, ticks: int, device: torch.device) -> Tensor:
+    return torch.tensor(schedule.thresholds(ticks), device=device)
+
+
+class RankGate:
+    """Stands behind the down projections of an adapter and stops the components that the timestep does not allow.
+
+    Its mask is there while the transformer's forward runs, a new tensor each time.
+
+    Args:
+        schedule: gives the masks.
+        width: rows of the adapter's matrices that make one component.
+    """
+
+    def __init__(self, schedule: RankSchedule, width: int = 1) -> None:
+        self.schedule = schedule
+        self.width = width
+        self.mask: Tensor | None = None
+        self.active_ranks: Tensor | None = None  # (B,), of the latest forward
+
+    def attach(self, transformer: nn.Module, adapter_name: str) -> None:
+        """Guard an adapter that peft has put into the transformer.
+
+        Raises:
+            UserError: the adapter is of another rank, or cannot be masked.
+        """
+        for name, layer in lora_layers(transformer, adapter_name).items():
+            if layer.use_dora.get(adapter_name):
+                raise UserError(f"{name} is a DoRA layer: DoRA scales the whole weight, and has no rank to mask")
+            if layer.r[adapter_name] != self.schedule.rank * self.width:
+                raise UserError(
+                    f"{name} has rank {layer.r[adapter_name]}, the rank schedule is for "
+                    f"{self.schedule.rank * self.width}"
+                )
+            layer.lora_A[adapter_name].register_forward_hook(self._stop)
+            layer.merge = _refuse_merging
+
+    def open(self, timesteps: Tensor, sampling_timesteps: Tensor | None) -> None:
+        """Set the mask of the forward that comes; arguments as of `RankSchedule.mask`."""
+        mask = self.schedule.mask(timesteps, sampling_timesteps)
+        self.active_ranks = mask.sum(dim=1)
+        self.mask = mask if self.width == 1 else mask.repeat_interleave(self.width, dim=1)
+
+    def _stop(self, down: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """(B, ..., R) -> the same, zero in the components that are masked."""
+        mask = self.mask
+        if mask is None:
+            raise UserError(
+                "a T-LoRA layer ran without a rank mask: train and predict with callbacks.rank_schedule, and in "
+                "diffusers call attach_rank_schedule(pipeline, lora) after load_lora_weights"
+            )
+        if mask.shape[0] not in (1, output.shape[0]):
+            # Qwen-Image-Edit-2511 modulates with two rows for each sample: the batch at t, then the batch at 0.
+            mask = mask.repeat(output.shape[0] // mask.shape[0], 1)
+        return output * mask.view(mask.shape[0], *[1] * (output.ndim - 2), mask.shape[1])
+
+    def checkpoint(self, block: Callable[..., Any], *args: Any) -> Any:
+        """Gradient checkpointing whose second forward has the mask of the first, whatever ran in between."""
+        mask = self.mask
+
+        def run(*args: Any) -> Any:
+            present, self.mask = self.mask, mask
+            try:
+                return block(*args)
+            finally:
+                self.mask = present
+
+        return checkpoint(run, *args, use_reentrant=False)
+
+
+def _refuse_merging(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UserError("a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not")
+
+
+def read_rank_schedule(path: Path) -> RankGate | None:
+    """The gate that a weights file asks for; None for one that is no T-LoRA of Retouch's.
+
+    Raises:
+        UserError: the file asks for what there is not.
+    """
+    wanted = read_adapter(path).get("rank_schedule")
+    if wanted is None:
+        return None
+    try:
+        schedule = RankSchedule(*(wanted[name] for name in ("kind", "rank", "min_rank", "alpha_rank_scale")))
+        return RankGate(schedule, int(wanted["width"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: its rank schedule is of another version of Retouch: {wanted}") from error
+
+
+def mask_forwards(
+    transformer: nn.Module,
+    gates: Sequence[RankGate],
+    sampling_step: Callable[[], tuple[Tensor, Tensor] | None],
+) -> list[RemovableHandle]:
+    """Open the gates for each of the transformer's forwards, and close them behind it.
+
+    Args:
+        sampling_step: gives the timestep of the sampling step that runs and (N,) all timesteps of the sampling; None
+            outside, where each sample's own is taken from the transformer's arguments.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The pipelines round the timestep that they pass to the base's dtype.
+        now = sampling_step()
+        timesteps, all_timesteps = now if now is not None else (kwargs["timestep"].float() * NUM_TRAIN_TIMESTEPS, None)
+        for gate in gates:
+            gate.open(timesteps.reshape(-1), all_timesteps)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for gate in gates:
+            gate.mask = None
+
+    return [
+        transformer.register_forward_pre_hook(before, with_kwargs=True),
+        transformer.register_forward_hook(after, always_call=True),
+    ]
+
+
+def sampling_step(pipeline: Any) -> tuple[Tensor, Tensor] | None:
+    """Where a diffusers pipeline is in its sampling loop, as `mask_forwards` asks."""
+    now = getattr(pipeline, "current_timestep", None)  # before the first call it does not exist
+    return None if now is None else (now, pipeline.scheduler.timesteps)
+
+
+def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | None = None) -> None:
+    """Let a T-LoRA that was loaded into a diffusers pipeline follow its rank schedule.
+
+    Args:
+        pipeline: a FluxPipeline, FluxKontextPipeline, QwenImageEditPipeline or QwenImageEditPlusPipeline, after
+            `load_lora_weights`.
+        lora: the weights that were loaded: a run's folder, a weights folder or a file.
+        adapter_name: as given to `load_lora_weights`; None where one adapter is loaded.
+
+    Raises:
+        UserError: the file has no schedule, or no such adapter is loaded.
+    """
+    path = find_weights(lora)
+    gate = read_rank_schedule(path)
+    if gate is None:
+        raise UserError(f"{path} has no rank schedule: it is no T-LoRA, and works without one")
+    loaded = list(getattr(pipeline.transformer, "peft_config", {}))
+    if adapter_name is None and len(loaded) != 1:
+        raise UserError(f"adapter_name: name one of the adapters that are loaded ({', '.join(loaded) or 'none'})")
+    if adapter_name is not None and adapter_name not in loaded:
+        raise UserError(f"adapter_name={adapter_name}: loaded are {', '.join(loaded) or 'none'}")
+    gate.attach(pipeline.transformer, adapter_name or loaded[0])
+    mask_forwards(pipeline.transformer, [gate], lambda: sampling_step(pipeline))

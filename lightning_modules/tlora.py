@@ -1,0 +1,101 @@
+"""T-LoRA (arXiv 2507.05964): a LoRA whose rank follows the timestep, to learn from one picture or a few."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from datamodules.errors import UserError
+from lightning_modules.lora import ADAPTER, LoRA, lora_layers
+from lightning_modules.rank_schedule import RankGate, RankSchedule
+
+WITHOUT_SCHEDULE = "a loader that does not apply rank_schedule uses the full rank at every timestep"
+
+
+class TLoRA(LoRA):
+    """A LoRA whose rank follows the timestep.
+
+    Args:
+        min_rank, alpha_rank_scale, rank_schedule: of `RankSchedule`.
+        update_masked: whether Adam's momentum and weight decay move a component in steps that did not use it.
+        lora: of `LoRA`.
+    """
+
+    def __init__(
+        self, min_rank: int, alpha_rank_scale: float, rank_schedule: Any, update_masked: bool, **lora: Any
+    ) -> None:
+        super().__init__(**lora)
+        self.schedule = RankSchedule(rank_schedule, self.rank, min_rank, alpha_rank_scale)
+        self.gate = RankGate(self.schedule, self.width)
+        self.update_masked = update_masked
+
+    def inject(self, transformer: nn.Module) -> None:
+        super().inject(transformer)
+        self.gate.attach(transformer, ADAPTER)
+
+    def gradient_checkpointing_func(self) -> Callable[..., Any]:
+        return self.gate.checkpoint
+
+    def rank_gates(self) -> list[RankGate]:
+        return [self.gate]
+
+    def metadata(self) -> dict[str, Any]:
+        schedule = {**asdict(self.schedule), "width": self.width, "note": WITHOUT_SCHEDULE}
+        return super().metadata() | {"rank_schedule": schedule}
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+        if not self.update_masked:
+            hold_masked(optimizer, transformer)
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        return f"T-{super().__str__()}, {schedule.kind} from {schedule.min_rank}"
+
+
+def hold_masked(optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+    """Leave weights and optimizer state of a component as they are in each step whose gradient does not reach it.
+
+    A masked component's gradient is exactly zero, but Adam would still move it by its momentum, and shrink it.
+    """
+    layers = []
+    for layer in lora_layers(transformer, ADAPTER).values():
+        down, up = layer.lora_A[ADAPTER].parameters(), layer.lora_B[ADAPTER].parameters()
+        layers.append([(parameter, False) for parameter in down] + [(parameter, True) for parameter in up])
+    before: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def remember(*_: Any) -> None:
+        for layer in layers:
+            # A component is a row of the down projection, and a column of the up projection.
+            gradients = [p.grad.T if up else p.grad for p, up in layer if p.grad is not None]
+            if not gradients:
+                continue
+            used = torch.stack(
+                [(grad != 0).flatten(1).any(dim=1) if grad.ndim > 1 else grad != 0 for grad in gradients]
+            )
+            used = used.any(dim=0)
+            for parameter, up in layer:
+                where = used if up or parameter.ndim == 1 else used[:, None]
+                for tensor in (parameter.data, *_state_of(optimizer, parameter)):
+                    before.append((tensor, tensor.clone(), where))
+
+    def restore(*_: Any) -> None:
+        for tensor, old, used in before:
+            tensor.copy_(torch.where(used, tensor, old))
+        before.clear()
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(restore)
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
+    """The optimizer's tensors that have a number for each weight."""
+    state = [tensor for tensor in optimizer.state[parameter].values() if isinstance(tensor, Tensor)]
+    state = [tensor for tensor in state if tensor.numel() > 1]
+    if any(tensor.shape != parameter.shape or not tensor.is_floating_point() for tensor in state):
+        raise UserError(
+            f"adapter.update_masked=false needs an optimizer that keeps a number for each weight, as optimizer=adamw "
+            f"does; {type(optimizer).__name__} does not"
+        )
+    return state
