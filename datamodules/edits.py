@@ -142,7 +142,7 @@ class _Requests(Dataset[EditRequest]):
         paths = data.images[image]
         controls, prompt_images = data.condition_images.load(paths, data.max_area)
         own = fit_area(*image_size(paths[0]), data.max_area) if paths else (1024, 1024)
-        name = self.names[image] + (f"_prompt{prompt + 1}" if len(data.prompts) > 1 else "")
+        name = f"{self.names[image]}_p{prompt:02d}"
         return EditRequest(
             raw=RawBatch(
                 keys=[name],

@@ -59,8 +59,8 @@ class OrthoDown(OrthoHalf):
         self.singular_values = nn.Parameter(singular_values)
 
     def lora_weight(self) -> Tensor:
-        now = self.singular_values[:, None] * self.weight
-        return torch.stack([now - self.initial, self.initial], dim=1).flatten(0, 1)
+        change = torch.addcmul(-self.initial, self.singular_values[:, None], self.weight)
+        return torch.stack([change, self.initial], dim=1).flatten(0, 1)
 
     @torch.no_grad()
     def load_lora_weight(self, weight: Tensor) -> None:

@@ -108,17 +108,19 @@ class Predictor(FrozenPipeline):
         seconds["encode_image"] = 0.0
         latents = self.encode(batch.raw, self.sampling.negative)
         [prompt], [images] = batch.raw.prompts, batch.raw.prompt_images
-        for scale, seed in itertools.product(batch.lora_scales, batch.seeds):
+        for scale, (number, seed) in itertools.product(batch.lora_scales, enumerate(batch.seeds)):
             self.set_lora_scale(scale)
             seconds["denoise"] = seconds["decode"] = 0.0
             pixels = self.edit(latents, self.sampling, batch.size, seed)
-            marks = [f"_seed{seed}"] if len(batch.seeds) > 1 else []
-            marks += [f"_scale{scale:g}"] if len(batch.lora_scales) > 1 else []
+            marks = [f"img{number:02d}", f"steps{self.sampling.num_inference_steps}"]
+            marks += [] if self.sampling.guidance_scale is None else [f"g{self.sampling.guidance_scale:g}"]
+            marks += [f"cfg{self.sampling.true_cfg_scale:g}"] if self.sampling.negative is not None else []
+            marks += [f"lora{scale:g}"] if self.loras else []
             taken = {**seconds, "encode_prompt": self.prompts.seconds(prompt, images)}
             yield (
                 pixels,
                 {
-                    "name": batch.name + "".join(marks),
+                    "name": "_".join([batch.name, *marks]),
                     "image": batch.image,
                     "prompt": prompt,
                     **asdict(self.sampling),

@@ -137,11 +137,12 @@ class RankGate:
             layer.lora_A[adapter_name].register_forward_hook(self._stop)
             layer.merge = _refuse_merging
 
-    def open(self, timesteps: Tensor, sampling_timesteps: Tensor | None) -> None:
-        """Set the mask of the forward that comes; arguments as of `RankSchedule.mask`."""
+    def open(self, timesteps: Tensor, sampling_timesteps: Tensor | None, dtype: torch.dtype) -> None:
+        """Set the mask of the forward that comes, for activations of `dtype`; arguments as of `RankSchedule.mask`."""
         mask = self.schedule.mask(timesteps, sampling_timesteps)
         self.active_ranks = mask.sum(dim=1)
-        self.mask = mask if self.width == 1 else mask.repeat_interleave(self.width, dim=1)
+        mask = mask if self.width == 1 else mask.repeat_interleave(self.width, dim=1)
+        self.mask = mask.to(dtype)
 
     def _stop(self, down: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """(B, ..., R) -> the same, zero in the components that are masked."""
@@ -154,7 +155,9 @@ class RankGate:
         if mask.shape[0] not in (1, output.shape[0]):
             # Qwen-Image-Edit-2511 modulates with two rows for each sample: the batch at t, then the batch at 0.
             mask = mask.repeat(output.shape[0] // mask.shape[0], 1)
-        return output * mask.view(mask.shape[0], *[1] * (output.ndim - 2), mask.shape[1])
+        if output.ndim != 2:
+            mask = mask.view(mask.shape[0], *[1] * (output.ndim - 2), mask.shape[1])
+        return output * mask.to(output.dtype)
 
     def checkpoint(self, block: Callable[..., Any], *args: Any) -> Any:
         """Gradient checkpointing whose second forward has the mask of the first, whatever ran in between."""
@@ -205,9 +208,12 @@ def mask_forwards(
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The pipelines round the timestep that they pass to the base's dtype.
         now = sampling_step()
+        hidden = kwargs["hidden_states"]
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
         timesteps, all_timesteps = now if now is not None else (kwargs["timestep"].float() * NUM_TRAIN_TIMESTEPS, None)
         for gate in gates:
-            gate.open(timesteps.reshape(-1), all_timesteps)
+            gate.open(timesteps.reshape(-1), all_timesteps, dtype)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for gate in gates:
