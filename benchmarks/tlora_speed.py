@@ -98,7 +98,9 @@ def main() -> None:
 def write_configuration(options: argparse.Namespace, folder: Path) -> None:
     """The model's real configuration, with fewer blocks."""
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        target = hydra.compose("train", overrides=[f"model={options.model}", "output_dir=x", "model_name=x"]).model._target_
+        target = hydra.compose(
+            "train", overrides=[f"model={options.model}", "output_dir=x", "model_name=x"]
+        ).model._target_
     known = [json.loads(path.read_text())["files"] for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))]
     name = hydra.utils.get_class(target).pipeline_name  # type: ignore[attr-defined]
     files = next(one for one in known if one["model_index.json"]["_class_name"] == name)

@@ -59,7 +59,7 @@ class OrthoDown(OrthoHalf):
         self.singular_values = nn.Parameter(singular_values)
 
     def lora_weight(self) -> Tensor:
-        change = torch.addcmul(-self.initial, self.singular_values[:, None], self.weight)
+        change = self.singular_values[:, None] * self.weight - self.initial
         return torch.stack([change, self.initial], dim=1).flatten(0, 1)
 
     @torch.no_grad()
