@@ -161,8 +161,6 @@ class EditModule(Predictor):
             optimizer = self.optimizer(list(trainable(self.transformer).values()))
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer: {error}") from error
-        assert self.adapter is not None
-        self.adapter.prepare_optimizer(optimizer, self.transformer)
         if self.scheduler is None:
             return optimizer
         return {
@@ -189,6 +187,9 @@ class EditModule(Predictor):
             self.nonfinite_steps = 0
             if gradient_clip_val and not by_norm:
                 nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+            assert self.adapter is not None
+            assert self.transformer is not None
+            self.adapter.before_step(optimizer, self.transformer)
             return
         for parameter in parameters:
             parameter.grad = None

@@ -153,8 +153,8 @@ class LoRA:
         """What masks the adapter's rank."""
         return []
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
-        """Where an adapter has a say in the optimizer's steps."""
+    def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+        """Called when the gradients of an optimizer step are there."""
 
     @contextmanager
     def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:

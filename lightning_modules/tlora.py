@@ -45,7 +45,7 @@ class TLoRA(LoRA):
         schedule = {**asdict(self.schedule), "width": self.width, "note": WITHOUT_SCHEDULE}
         return super().metadata() | {"rank_schedule": schedule}
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
         if not self.update_masked:
             hold_masked(optimizer, transformer)
 
@@ -55,38 +55,29 @@ class TLoRA(LoRA):
 
 
 def hold_masked(optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
-    """Leave weights and optimizer state of a component as they are in each step whose gradient does not reach it.
+    """Leave weights and optimizer state of a component as they are in the coming step if its gradient is zero.
 
     A masked component's gradient is exactly zero, but Adam would still move it by its momentum, and shrink it.
     """
-    layers = []
+    before = []
     for layer in lora_layers(transformer, ADAPTER).values():
         down, up = layer.lora_A[ADAPTER].parameters(), layer.lora_B[ADAPTER].parameters()
-        layers.append([(parameter, False) for parameter in down] + [(parameter, True) for parameter in up])
-    before: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def remember(*_: Any) -> None:
-        for layer in layers:
-            # A component is a row of the down projection, and a column of the up projection.
-            gradients = [p.grad.T if up else p.grad for p, up in layer if p.grad is not None]
-            if not gradients:
-                continue
-            used = torch.stack(
-                [(grad != 0).flatten(1).any(dim=1) if grad.ndim > 1 else grad != 0 for grad in gradients]
-            )
-            used = used.any(dim=0)
-            for parameter, up in layer:
-                where = used if up or parameter.ndim == 1 else used[:, None]
-                for tensor in (parameter.data, *_state_of(optimizer, parameter)):
-                    before.append((tensor, tensor.clone(), where))
+        # A component is a row of the down projection, and a column of the up projection.
+        halves = [(parameter, False) for parameter in down] + [(parameter, True) for parameter in up]
+        gradients = [p.grad.T if is_up else p.grad for p, is_up in halves if p.grad is not None]
+        reached = [(gradient != 0).reshape(len(gradient), -1).any(dim=1) for gradient in gradients]
+        used = torch.stack(reached).any(dim=0)
+        for parameter, is_up in halves:
+            where = used if is_up or parameter.ndim == 1 else used[:, None]
+            tensors = (parameter.data, *_state_of(optimizer, parameter))
+            before += [(tensor, tensor.clone(), where) for tensor in tensors]
 
     def restore(*_: Any) -> None:
-        for tensor, old, used in before:
-            tensor.copy_(torch.where(used, tensor, old))
-        before.clear()
+        for tensor, old, where in before:
+            tensor.copy_(torch.where(where, tensor, old))
+        hook.remove()
 
-    optimizer.register_step_pre_hook(remember)
-    optimizer.register_step_post_hook(restore)
+    hook = optimizer.register_step_post_hook(restore)
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
