@@ -95,10 +95,13 @@ def draw_ranks(trained: Tensor, used: Tensor, rank: int) -> "Figure":
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
     edges = torch.arange(rank + 2) - 0.5
-    for ranks, name in ((trained, "training samples"), (used, f"{len(used)} sampling steps")):
+    for ranks, name, style in (
+        (trained, "training samples", {"fill": True, "alpha": 0.4}),
+        (used, f"{len(used)} sampling steps", {"linewidth": 2}),
+    ):
         shares = torch.bincount(ranks, minlength=rank + 1) / len(ranks)
         label = f"{name}, mean {ranks.float().mean():.1f}"
-        axes.stairs(100 * shares, edges, fill=True, alpha=0.5, label=label)
+        axes.stairs(100 * shares, edges, baseline=0, label=label, **style)
     axes.set(
         xlabel="active rank", ylabel="share, %", xlim=(-0.5, rank + 0.5), title="Ranks in training and in sampling"
     )

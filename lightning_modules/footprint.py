@@ -22,7 +22,7 @@ from lightning_modules import flow, loading
 from lightning_modules.base import EditModule
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
 from lightning_modules.frozen import PIXELS_PER_LATENT
-from lightning_modules.lora import trainable
+from lightning_modules.lora import adapter_tensors, trainable
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
@@ -112,7 +112,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         trainable=count,
         batch=heaviest,
         weights=parameters * module.base_dtype.itemsize,
-        adapter=2 * count * 4,
+        adapter=sum(tensor.nbytes for tensor in adapter_tensors(transformer).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(module.optimizer)),
         # Gradients are made in the step too, and counted with the adapter.
         activations={

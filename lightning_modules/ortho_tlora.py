@@ -1,6 +1,7 @@
 """Orthogonal T-LoRA (arXiv 2507.05964, section 4.2): components that start orthonormal, and as no change at all."""
 
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from lightning_modules.lora import ADAPTER, lora_layers
 from lightning_modules.tlora import TLoRA
+
+log = logging.getLogger("retouch")
 
 
 class OrthoHalf(nn.Module):
@@ -109,7 +112,10 @@ class OrthoTLoRA(TLoRA):
 
     def initialize(self, transformer: nn.Module) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        for name, layer in lora_layers(transformer, ADAPTER).items():
+        layers = lora_layers(transformer, ADAPTER)
+        if self.svd_of == "weight":
+            log.info(f"decomposing the weights of {len(layers)} layers")
+        for name, layer in layers.items():
             sides = (layer.out_features, layer.in_features)
             if self.rank > min(sides):
                 raise UserError(f"adapter.rank={self.rank}: {name} has {min(sides)} singular values")

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from PIL import Image
 from datamodules.pixels import collate
 from lightning_modules.lora_files import read_adapter
 from lightning_modules.rank_schedule import attach_rank_schedule, mask_forwards
-from tests.conftest import compose, lora_bytes, randomize, short
+from tests.conftest import ROOT, compose, lora_bytes, randomize, short
 from tests.stock_pictures import same_request, stock_picture
 from tests.tiny_pipelines import MODELS
 
@@ -206,6 +208,25 @@ def test_training_without_the_callback_is_one_line(run, tiny, pairs, tmp_path):
         "train", *short(tiny, pairs, tmp_path / "run", 1), "adapter=tlora", "~callbacks.rank_schedule", ok=False
     )
     assert "ran without a rank mask: train and predict with callbacks.rank_schedule" in outcome.error
+
+
+def test_the_lines_of_the_docs_attach_the_schedule(run, arguments, repositories, tmp_path, monkeypatch):
+    model = "flux_dev"
+    run("train", *arguments(model, tmp_path / "outputs" / "RUN", 4, "adapter=tlora", "optimizer.lr=3e-2"))
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tlora.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code.splitlines()) == 5
+    code = code.replace("black-forest-labs/FLUX.1-dev", str(repositories[model])).replace("cuda", "cpu")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    run("predict", "lora=outputs/RUN", "model.dtype=bfloat16", "prompt=x", "width=32", "height=32",
+        "num_inference_steps=3", "output_dir=out", "seed=4")  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    expected = names["pipe"](
+        "x", width=32, height=32, num_inference_steps=3, max_sequence_length=64, generator=generator, output_type="np"
+    ).images[0]
+    [picture] = Path("out").glob("*.png")
+    assert np.abs(level(picture) - (expected * 255).round().astype(int)).max() <= 1
 
 
 @BOTH
