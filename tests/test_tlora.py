@@ -214,7 +214,6 @@ def test_the_lines_of_the_docs_attach_the_schedule(run, arguments, repositories,
     model = "flux_dev"
     run("train", *arguments(model, tmp_path / "outputs" / "RUN", 4, "adapter=tlora", "optimizer.lr=3e-2"))
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tlora.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(code.splitlines()) == 5
     code = code.replace("black-forest-labs/FLUX.1-dev", str(repositories[model])).replace("cuda", "cpu")
     monkeypatch.chdir(tmp_path)
     names = {}
