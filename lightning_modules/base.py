@@ -112,8 +112,8 @@ class EditModule(Predictor):
             self.encode(batch, "" if self.caption_dropout_rate > 0 else None) if isinstance(batch, RawBatch) else batch
         )
         assert self.adapter is not None
-        if self.adapter.dropout > 0:  # by the only random numbers that are the library's to draw
-            torch.manual_seed(flow.mix(self.seed, latents.draws[0]))
+        if self.adapter.dropout > 0:  # PyTorch draws it, from a stream of its own in each step
+            torch.manual_seed(flow.mix(flow.mix(self.seed, latents.draws[0]), 0))
         losses = self.losses(latents)
         for gate in self.rank_gates:
             assert gate.active_ranks is not None

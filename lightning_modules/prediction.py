@@ -55,6 +55,7 @@ class Predictor(FrozenPipeline):
             self._load_loras()
 
     def _load_loras(self) -> None:
+        self.rank_gates = []
         for number, file in enumerate(self.loras):
             try:
                 self.pipeline().load_lora_weights(file.parent, weight_name=file.name, adapter_name=f"lora_{number}")

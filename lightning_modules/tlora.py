@@ -50,8 +50,7 @@ class TLoRA(LoRA):
             hold_masked(optimizer, transformer)
 
     def __str__(self) -> str:
-        schedule = self.schedule
-        return f"T-{super().__str__()}, {schedule.kind} from {schedule.min_rank}"
+        return f"T-LoRA rank {self.schedule.min_rank} to {self.rank} ({self.schedule.kind})"
 
 
 def hold_masked(optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
@@ -65,6 +64,8 @@ def hold_masked(optimizer: torch.optim.Optimizer, transformer: nn.Module) -> Non
         # A component is a row of the down projection, and a column of the up projection.
         halves = [(parameter, False) for parameter in down] + [(parameter, True) for parameter in up]
         gradients = [p.grad.T if is_up else p.grad for p, is_up in halves if p.grad is not None]
+        if not gradients:  # a layer whose output nobody reads, as in the last block of some models
+            continue
         reached = [(gradient != 0).reshape(len(gradient), -1).any(dim=1) for gradient in gradients]
         used = torch.stack(reached).any(dim=0)
         for parameter, is_up in halves:

@@ -173,16 +173,18 @@ def test_rank_above_the_singular_values_is_refused(tiny):
 # Forwards
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_gradient_checkpointing_has_the_mask_of_its_forward_whatever_ran_in_between(tiny, adapter):
+def test_gradient_checkpointing_has_the_mask_of_its_forward_whatever_ran_in_between(tiny, adapter, autocast):
     """Another forward, at another t, between the forward and the backward: a sample picture, say."""
     plain = build(tiny, adapter, "model.gradient_checkpointing=false")
     checkpointed = build(tiny, adapter, "model.gradient_checkpointing=true")
     for module in (plain, checkpointed):
         learn(module)
-        loss = velocity(module, [0.2, 0.6]).square().mean()
-        with torch.no_grad():
-            velocity(module, [0.95, 0.05])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = velocity(module, [0.2, 0.6]).float().square().mean()
+            with torch.no_grad():
+                velocity(module, [0.95, 0.05])
         loss.backward()
     one, other = gradients(plain), gradients(checkpointed)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -312,6 +314,12 @@ def test_holding_changes_nothing_where_every_component_works(tiny):
         learn(module)
         runs.append(steps(module, module.configure_optimizers()["optimizer"], 0.3, 0.8)[-1])
     assert all(torch.equal(a, b) for name in runs[0] for a, b in zip(runs[0][name], runs[1][name], strict=True))
+
+
+def test_holding_passes_over_layers_without_a_gradient(run, arguments, tmp_path):
+    """Nothing reads the text's part of Qwen-Image's last block."""
+    settings = ["adapter=tlora", "adapter.update_masked=false", "adapter.target_modules=all-linear"]
+    run("train", *arguments("qwen_image_edit", tmp_path / "run", 2, *settings))
 
 
 def test_holding_needs_an_optimizer_with_a_number_for_each_weight(tiny):
