@@ -82,12 +82,12 @@ def hold_masked(optimizer: torch.optim.Optimizer, transformer: nn.Module) -> Non
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
-    """The optimizer's tensors that have a number for each weight."""
+    """The optimizer's tensors, which have a number for each weight, in the weight's shape."""
     state = [tensor for tensor in optimizer.state[parameter].values() if isinstance(tensor, Tensor)]
     state = [tensor for tensor in state if tensor.numel() > 1]
-    if any(tensor.shape != parameter.shape or not tensor.is_floating_point() for tensor in state):
+    if any(tensor.numel() != parameter.numel() or not tensor.is_floating_point() for tensor in state):
         raise UserError(
             f"adapter.update_masked=false needs an optimizer that keeps a number for each weight, as optimizer=adamw "
             f"does; {type(optimizer).__name__} does not"
         )
-    return state
+    return [tensor.view_as(parameter) for tensor in state]

@@ -90,22 +90,26 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, 
     assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
 
 
-def test_resume_is_bitwise_where_masked_components_are_held(run, tiny, pairs, tmp_path):
-    settings = ["adapter=tlora", "adapter.update_masked=false", "scheduler=constant"]
+@pytest.mark.parametrize("optimizer", ["adamw", "prodigy"])
+def test_resume_is_bitwise_where_masked_components_are_held(run, tiny, pairs, tmp_path, optimizer):
+    settings = ["adapter=tlora", "adapter.update_masked=false", "scheduler=constant", f"optimizer={optimizer}"]
     run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings)
     run("train", *short(tiny, pairs, tmp_path / "halves", 3), *settings)
     run("train", *short(tiny, pairs, tmp_path / "halves", 6), *settings, "ckpt_path=last")
     assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
 
 
-def test_components_that_no_timestep_uses_stay_as_they_were_drawn(run, tiny, pairs, tmp_path):
+@pytest.mark.parametrize(
+    "optimizer", [["optimizer=adamw"], ["optimizer=prodigy", "+optimizer.d0=0.01", "optimizer.weight_decay=0.1"]]
+)
+def test_components_that_no_timestep_uses_stay_as_they_were_drawn(run, tiny, pairs, tmp_path, optimizer):
     """The rank is 1 in every step; momentum has nothing to do, but weight decay has."""
     down = "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"
     rows = {}
     for update_masked, steps in ((False, 1), (False, 4), (True, 4)):
         output = tmp_path / f"{update_masked}-{steps}"
         settings = ["adapter=tlora", f"adapter.update_masked={update_masked}", "adapter.alpha_rank_scale=100"]
-        run("train", *short(tiny, pairs, output, steps), *settings, "scheduler=constant")
+        run("train", *short(tiny, pairs, output, steps), *settings, "scheduler=constant", *optimizer)
         rows[update_masked, steps] = safetensors.torch.load(lora_bytes(output))[down]
     assert torch.equal(rows[False, 4][1:], rows[False, 1][1:])
     assert not torch.equal(rows[False, 4][0], rows[False, 1][0])
