@@ -89,7 +89,7 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     files = [find_weights(lora) for lora in as_list(cfg.lora)] if cfg.lora is not None else []
     headers = [read_header(file) for file in files]
     cfg.model = model_settings(cfg, headers, overrides)
-    scales = numbers(cfg, "lora_scale", float)
+    scales = list(dict.fromkeys(numbers(cfg, "lora_scale", float)))
     if not files and scales != [1.0]:
         raise UserError("lora_scale needs lora=: name the weights that it scales")
     count = cfg.num_images_per_prompt
@@ -116,7 +116,7 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     warn_of_other_base(module, files, headers)
     silence_libraries()
     place_trainer(cfg)
-    callbacks = [RankMasks(str(output_dir), sampling.num_inference_steps), ImageWriter(str(output_dir))]
+    callbacks = [RankMasks(), ImageWriter(str(output_dir))]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)

@@ -28,19 +28,9 @@ ENOUGH = 10_000
 
 
 class RankMasks(L.Callback):
-    """Opens the rank gates of T-LoRAs: in training by each sample's t, in sampling and prediction by the step's.
+    """Opens the rank gates of T-LoRAs: in training by each sample's t, in sampling and prediction by the step's."""
 
-    Before the first step it writes active_ranks.png, how often each rank is active in training and in sampling. Nothing
-    happens without a T-LoRA.
-
-    Args:
-        output_dir: the run's folder.
-        num_inference_steps: of the sampling that is compared.
-    """
-
-    def __init__(self, output_dir: str, num_inference_steps: int) -> None:
-        self.path = Path(output_dir) / "active_ranks.png"
-        self.num_inference_steps = num_inference_steps
+    def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -58,6 +48,19 @@ class RankMasks(L.Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class RankHistogram(L.Callback):
+    """Before the first step of a T-LoRA: how often each rank will be active in training, and in sampling.
+
+    Args:
+        output_dir: the run's folder; the picture is active_ranks.png.
+        num_inference_steps: of the sampling that is compared.
+    """
+
+    def __init__(self, output_dir: str, num_inference_steps: int) -> None:
+        self.path = Path(output_dir) / "active_ranks.png"
+        self.num_inference_steps = num_inference_steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)

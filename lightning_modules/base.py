@@ -72,6 +72,8 @@ class EditModule(Predictor):
             if self.adapter.init_from:
                 check_fits(self.adapter.init_from, self.meta_transformer(), self.repository_name)
             self.adapter.resolve_targets(self.meta_transformer())
+            if self.optimizer is not None:
+                self.adapter.check_optimizer(self.optimizer)
 
     def _check_precision(self) -> None:
         needed = "32-true" if self.base_dtype == torch.float32 else "bf16-mixed"
@@ -112,7 +114,7 @@ class EditModule(Predictor):
             self.encode(batch, "" if self.caption_dropout_rate > 0 else None) if isinstance(batch, RawBatch) else batch
         )
         assert self.adapter is not None
-        if self.adapter.dropout > 0:  # PyTorch draws it, from a stream of its own in each step
+        if self.adapter.dropout > 0:  # peft draws it from PyTorch's global generator
             torch.manual_seed(flow.mix(flow.mix(self.seed, latents.draws[0]), 0))
         losses = self.losses(latents)
         for gate in self.rank_gates:

@@ -33,7 +33,7 @@ class LoRA:
         seed: of the random half of the weights.
 
     Attributes:
-        width: rows of the matrices that make one component.
+        width: how many neighbouring rows of the down projection are one component.
     """
 
     width = 1
@@ -142,8 +142,10 @@ class LoRA:
                 )
         for name, layer in lora_layers(transformer, ADAPTER).items():
             down, up = (stored[f"{name}.lora_{half}.weight"] for half in "AB")
-            _set_weight(layer.lora_A[ADAPTER], down)
-            _set_weight(layer.lora_B[ADAPTER], up * (alphas.get(name, down.shape[0]) / (self.alpha * self.width)))
+            scale = alphas.get(name, down.shape[0]) / (self.alpha * self.width)
+            # In the down projection: an orthogonal adapter's singular values are there.
+            _set_weight(layer.lora_A[ADAPTER], down.float() * scale)
+            _set_weight(layer.lora_B[ADAPTER], up.float())
 
     def gradient_checkpointing_func(self) -> Callable[..., Any] | None:
         """What diffusers' transformers should checkpoint blocks with; None for their own way."""
@@ -152,6 +154,9 @@ class LoRA:
     def rank_gates(self) -> "list[RankGate]":
         """What masks the adapter's rank."""
         return []
+
+    def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        """Raise a UserError for an optimizer that the adapter cannot be trained with."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
         """Called when the gradients of an optimizer step are there."""
@@ -188,14 +193,14 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def lora_layers(transformer: nn.Module, adapter_name: str) -> dict[str, Any]:
-    """peft's layers that hold an adapter, by name."""
+def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict[str, Any]:
+    """peft's layers that hold an adapter, or any adapter, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {
         name: module
         for name, module in transformer.named_modules()
-        if isinstance(module, LoraLayer) and adapter_name in module.lora_A
+        if isinstance(module, LoraLayer) and (adapter_name is None or adapter_name in module.lora_A)
     }
 
 

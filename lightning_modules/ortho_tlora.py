@@ -33,11 +33,10 @@ class OrthoHalf(nn.Module):
         initial: what is frozen: lambda0 Q0 (r, in), or P0 (out, r).
     """
 
-    initial: Tensor
-
     def __init__(self, initial: Tensor) -> None:
         super().__init__()
-        self.register_buffer("initial", initial)
+        # No buffer: DDP would broadcast it before each forward.
+        self.initial = nn.Parameter(initial, requires_grad=False)
         # In sampling: the matrix in the base's dtype, as a loader has it.
         self.as_loaded: Tensor | None = None
 
@@ -113,25 +112,25 @@ class OrthoTLoRA(TLoRA):
     def initialize(self, transformer: nn.Module) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         layers = lora_layers(transformer, ADAPTER)
-        if self.svd_of == "weight":
-            log.info(f"decomposing the weights of {len(layers)} layers")
-        for name, layer in layers.items():
+        for number, (name, layer) in enumerate(layers.items()):
             sides = (layer.out_features, layer.in_features)
             if self.rank > min(sides):
                 raise UserError(f"adapter.rank={self.rank}: {name} has {min(sides)} singular values")
             place = layer.lora_A[ADAPTER].weight.device
-            if place.type == "meta":
-                p, values, q = (
-                    torch.empty(s, device=place) for s in ((sides[0], self.rank), self.rank, (self.rank, sides[1]))
-                )
+            if place.type == "meta" or self.init_from is not None:
+                shapes = (sides[0], self.rank), (self.rank,), (self.rank, sides[1])
+                p, values, q = (torch.zeros(shape, device=place) for shape in shapes)
             elif self.svd_of == "random":
                 p, values, q = random_triples(*sides, self.triples(min(sides)), generator)
                 values = values / self.rank
             else:
+                if number == 0:
+                    log.info(f"decomposing the weights of {len(layers)} layers")
                 p, values, q = weight_triples(layer, self.triples(min(sides)))
             layer.lora_A[ADAPTER] = OrthoDown(q.to(place), values.to(place))
             layer.lora_B[ADAPTER] = OrthoUp(p.to(place))
-            layer.r[ADAPTER] = self.rank * self.width  # the scale is alpha / rank already
+            layer.r[ADAPTER] *= self.width
+            layer.lora_alpha[ADAPTER] *= self.width
 
     def triples(self, count: int) -> slice:
         """Which of `count` singular triples, in descending order."""
@@ -171,13 +170,18 @@ def random_triples(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of a random matrix with independent entries N(0, 1), drawn without making it.
 
-    The singular vectors of such a matrix are uniform on the orthonormal frames and independent of its singular
-    values, so a QR decomposition for each layer and the singular values of one matrix for each shape will do.
+    The singular vectors of such a matrix are uniform on the orthonormal frames and independent of its singular values.
+    The values hardly differ from matrix to matrix: layers of one shape have those of one matrix.
     """
     rank = chosen.stop - chosen.start
-    p = torch.linalg.qr(torch.randn(out_features, rank, generator=generator)).Q
-    q = torch.linalg.qr(torch.randn(in_features, rank, generator=generator)).Q.T
-    return p.contiguous(), random_singular_values(out_features, in_features)[chosen].clone(), q.contiguous()
+    p, q = (random_frame(side, rank, generator) for side in (out_features, in_features))
+    return p, random_singular_values(out_features, in_features)[chosen].clone(), q.T.contiguous()
+
+
+def random_frame(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """(rows, columns) with orthonormal columns, uniform: the signs are those that LAPACK takes from Q."""
+    q, r = torch.linalg.qr(torch.randn(rows, columns, generator=generator))
+    return (q * r.diagonal().sign()).contiguous()
 
 
 @functools.cache

@@ -65,7 +65,8 @@ class Predictor(FrozenPipeline):
             if f"lora_{number}" not in getattr(self.transformer, "peft_config", {}):
                 raise UserError(f"the LoRA {file} holds no layer of {self.repository_name}'s transformer")
             gate = read_rank_schedule(file)
-            if gate is not None and self.transformer is not None:
+            if gate is not None:
+                assert self.transformer is not None
                 gate.attach(self.transformer, f"lora_{number}")
                 self.rank_gates.append(gate)
         self.requires_grad_(False)
@@ -116,7 +117,7 @@ class Predictor(FrozenPipeline):
             marks = [f"img{number:02d}", f"steps{self.sampling.num_inference_steps}"]
             marks += [] if self.sampling.guidance_scale is None else [f"g{self.sampling.guidance_scale:g}"]
             marks += [f"cfg{self.sampling.true_cfg_scale:g}"] if self.sampling.negative is not None else []
-            marks += [f"lora{scale:g}"] if self.loras else []
+            marks += [f"lora{scale}"] if self.loras else []
             taken = {**seconds, "encode_prompt": self.prompts.seconds(prompt, images)}
             yield (
                 pixels,

@@ -4,11 +4,12 @@ At high noise few of the rank's components work, at low noise all. Each sample h
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from lightning_modules.lora_files import find_weights, read_adapter
 NUM_TRAIN_TIMESTEPS = 1000
 # Parts of a timestep. A power of two: whole timesteps stay whole in float32, also after a division by 1000.
 TICKS = 1024
+NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,9 @@ class RankSchedule:
     """The active rank r(t) = floor(((T - t) / T)**alpha_rank_scale * (rank - min_rank)) + min_rank, T = 1000.
 
     Args:
-        kind: `timestep`, this formula, by which full rank is reached at t = 0 only; `normalised`, with
-            (T - t) / (T - t_min) in it, t_min the last of the sampling timesteps or, in training, 1; `step_index`,
-            in sampling with i / (N - 1) of step i of N, whatever its timestep, in training as `timestep`; `constant`,
-            the full rank.
+        kind: `timestep`, this formula: the full rank at t = 0; `normalised`, with (T - t) / (T - t_min) in it, t_min
+            the last of the sampling timesteps or, in training, 1; `step_index`, in sampling with i / (N - 1) for step
+            i = 0, 1, ... of N, whatever its timestep, in training as `timestep`; `constant`, the full rank.
         rank: R, at the end.
         min_rank: at pure noise.
         alpha_rank_scale: above 1 keeps the rank low for longer.
@@ -47,10 +48,12 @@ class RankSchedule:
     def __post_init__(self) -> None:
         if self.kind not in ("timestep", "normalised", "step_index", "constant"):
             raise UserError(f"adapter.rank_schedule={self.kind}: choose timestep, normalised, step_index or constant")
-        if not isinstance(self.min_rank, int) or not 0 <= self.min_rank <= self.rank:
+        if type(self.rank) is not int or self.rank < 1:
+            raise UserError(f"adapter.rank={self.rank}: must be a whole number from 1 on")
+        if type(self.min_rank) is not int or not 0 <= self.min_rank <= self.rank:
             raise UserError(f"adapter.min_rank={self.min_rank}: must be a whole number from 0 to {self.rank}, the rank")
-        if not isinstance(self.alpha_rank_scale, int | float) or not 0 < self.alpha_rank_scale <= 100:
-            raise UserError(f"adapter.alpha_rank_scale={self.alpha_rank_scale}: must be a number above 0")
+        if type(self.alpha_rank_scale) not in (int, float) or not 0.01 <= self.alpha_rank_scale <= 10:
+            raise UserError(f"adapter.alpha_rank_scale={self.alpha_rank_scale}: must be a number from 0.01 to 10")
 
     def thresholds(self, ticks: int) -> list[int]:
         """For each component the progress at which it starts to work, of `ticks` from noise to picture; exact."""
@@ -111,7 +114,7 @@ class RankGate:
 
     Args:
         schedule: gives the masks.
-        width: rows of the adapter's matrices that make one component.
+        width: how many neighbouring rows of the down projection are one component.
     """
 
     def __init__(self, schedule: RankSchedule, width: int = 1) -> None:
@@ -134,8 +137,11 @@ class RankGate:
                     f"{name} has rank {layer.r[adapter_name]}, the rank schedule is for "
                     f"{self.schedule.rank * self.width}"
                 )
+            if adapter_name in layer.merged_adapters:
+                raise UserError(f"{name} is fused already; {NOT_MERGED}: unfuse it, or load the pipeline again")
             layer.lora_A[adapter_name].register_forward_hook(self._stop)
-            layer.merge = _refuse_merging
+        for layer in lora_layers(transformer).values():  # all, so that none is merged before one refuses
+            _guard_merging(layer, adapter_name)
 
     def open(self, timesteps: Tensor, sampling_timesteps: Tensor | None, dtype: torch.dtype) -> None:
         """Set the mask of the forward that comes, for activations of `dtype`; arguments as of `RankSchedule.mask`."""
@@ -157,7 +163,7 @@ class RankGate:
             mask = mask.repeat(output.shape[0] // mask.shape[0], 1)
         if output.ndim != 2:
             mask = mask.view(mask.shape[0], *[1] * (output.ndim - 2), mask.shape[1])
-        return output * mask.to(output.dtype)
+        return output * mask.to(output)
 
     def checkpoint(self, block: Callable[..., Any], *args: Any) -> Any:
         """Gradient checkpointing whose second forward has the mask of the first, whatever ran in between."""
@@ -175,8 +181,16 @@ class RankGate:
         return checkpoint(run, *args, use_reentrant=False)
 
 
-def _refuse_merging(*args: Any, **kwargs: Any) -> NoReturn:
-    raise UserError("a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not")
+def _guard_merging(layer: Any, adapter_name: str) -> None:
+    """Let peft's layer refuse to merge an adapter."""
+    merge = layer.merge
+
+    def guarded(safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if adapter_name in (layer.active_adapters if adapter_names is None else adapter_names):
+            raise UserError(NOT_MERGED)
+        merge(safe_merge=safe_merge, adapter_names=adapter_names)
+
+    layer.merge = guarded
 
 
 def read_rank_schedule(path: Path) -> RankGate | None:
@@ -191,8 +205,8 @@ def read_rank_schedule(path: Path) -> RankGate | None:
     try:
         schedule = RankSchedule(*(wanted[name] for name in ("kind", "rank", "min_rank", "alpha_rank_scale")))
         return RankGate(schedule, int(wanted["width"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: its rank schedule is of another version of Retouch: {wanted}") from error
+    except (KeyError, TypeError, ValueError, UserError) as error:
+        raise UserError(f"{path} has a rank schedule that this version of Retouch does not know: {error}") from error
 
 
 def mask_forwards(
@@ -208,8 +222,9 @@ def mask_forwards(
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The pipelines round the timestep that they pass to the base's dtype.
-        now = sampling_step()
+        # Sampling's own: the pipelines round the timestep that they pass to the base's dtype. Where there are gradients
+        # it is not sampling, whatever an interrupted pipeline has left behind.
+        now = None if torch.is_grad_enabled() else sampling_step()
         hidden = kwargs["hidden_states"]
         autocast = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
@@ -255,4 +270,16 @@ def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | No
     if adapter_name is not None and adapter_name not in loaded:
         raise UserError(f"adapter_name={adapter_name}: loaded are {', '.join(loaded) or 'none'}")
     gate.attach(pipeline.transformer, adapter_name or loaded[0])
-    mask_forwards(pipeline.transformer, [gate], lambda: sampling_step(pipeline))
+
+    def step() -> tuple[Tensor, Tensor] | None:
+        now = sampling_step(pipeline)
+        if now is None and gate.schedule.kind in ("normalised", "step_index"):
+            raise UserError(
+                f"rank_schedule={gate.schedule.kind} counts the steps of the {type(pipeline).__name__} that it was "
+                "attached to: use that one"
+            )
+        return now
+
+    mask_forwards(pipeline.transformer, [gate], step)
+    if "torch._dynamo" in sys.modules:  # what was compiled before would run on without the masks
+        torch.compiler.reset()

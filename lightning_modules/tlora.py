@@ -30,6 +30,7 @@ class TLoRA(LoRA):
         self.schedule = RankSchedule(rank_schedule, self.rank, min_rank, alpha_rank_scale)
         self.gate = RankGate(self.schedule, self.width)
         self.update_masked = update_masked
+        self._hold: HoldMasked | None = None
 
     def inject(self, transformer: nn.Module) -> None:
         super().inject(transformer)
@@ -45,49 +46,74 @@ class TLoRA(LoRA):
         schedule = {**asdict(self.schedule), "width": self.width, "note": WITHOUT_SCHEDULE}
         return super().metadata() | {"rank_schedule": schedule}
 
-    def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+    def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         if not self.update_masked:
-            hold_masked(optimizer, transformer)
+            parameter = nn.Parameter(torch.ones(64, 64))  # as small ones have simpler states
+            made = optimizer([parameter])
+            parameter.grad = torch.ones_like(parameter)
+            made.step()
+            state_of(made, parameter)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+        if self.update_masked:
+            return
+        if self._hold is None or self._hold.optimizer is not optimizer:
+            self._hold = HoldMasked(optimizer, transformer)
+        self._hold.remember()
 
     def __str__(self) -> str:
         return f"T-LoRA rank {self.schedule.min_rank} to {self.rank} ({self.schedule.kind})"
 
 
-def hold_masked(optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
-    """Leave weights and optimizer state of a component as they are in the coming step if its gradient is zero.
+class HoldMasked:
+    """Leaves weights and optimizer state of a component as they are in each step in which its gradient is zero.
 
-    A masked component's gradient is exactly zero, but Adam would still move it by its momentum, and shrink it.
+    A masked component's gradient is exactly zero, but Adam would still move it by its momentum, and shrink it. During a
+    step there is a copy of the adapter and of the optimizer's state.
     """
-    before = []
-    for layer in lora_layers(transformer, ADAPTER).values():
-        down, up = layer.lora_A[ADAPTER].parameters(), layer.lora_B[ADAPTER].parameters()
-        # A component is a row of the down projection, and a column of the up projection.
-        halves = [(parameter, False) for parameter in down] + [(parameter, True) for parameter in up]
-        gradients = [p.grad.T if is_up else p.grad for p, is_up in halves if p.grad is not None]
-        if not gradients:  # a layer whose output nobody reads, as in the last block of some models
-            continue
-        reached = [(gradient != 0).reshape(len(gradient), -1).any(dim=1) for gradient in gradients]
-        used = torch.stack(reached).any(dim=0)
-        for parameter, is_up in halves:
-            where = used if is_up or parameter.ndim == 1 else used[:, None]
-            tensors = (parameter.data, *_state_of(optimizer, parameter))
-            before += [(tensor, tensor.clone(), where) for tensor in tensors]
 
-    def restore(*_: Any) -> None:
-        for tensor, old, where in before:
+    def __init__(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+        self.optimizer = optimizer
+        self._layers = list(lora_layers(transformer, ADAPTER).values())
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        optimizer.register_step_post_hook(self._restore)
+
+    def remember(self) -> None:
+        """Called when the gradients of a step are there."""
+        for layer in self._layers:
+            # A component is a row of the down projection, and a column of the up projection.
+            halves = [
+                (parameter, is_up)
+                for half, is_up in ((layer.lora_A[ADAPTER], False), (layer.lora_B[ADAPTER], True))
+                for parameter in half.parameters()
+                if parameter.grad is not None
+            ]
+            if not halves:  # a layer whose output nobody reads, as in the last block of some models
+                continue
+            gradients = [(p.grad.T if is_up else p.grad) != 0 for p, is_up in halves]
+            used = [gradient.reshape(len(gradient), -1).any(dim=1) for gradient in gradients]
+            reached = torch.stack(used).any(dim=0)
+            for parameter, is_up in halves:
+                where = reached if is_up or parameter.ndim == 1 else reached[:, None]
+                tensors = (parameter.data, *state_of(self.optimizer, parameter))
+                self._before += [(tensor, tensor.clone(), where) for tensor in tensors]
+
+    def _restore(self, *_: Any) -> None:
+        for tensor, old, where in self._before:
             tensor.copy_(torch.where(where, tensor, old))
-        hook.remove()
-
-    hook = optimizer.register_step_post_hook(restore)
+        self._before.clear()
 
 
-def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
-    """The optimizer's tensors, which have a number for each weight, in the weight's shape."""
-    state = [tensor for tensor in optimizer.state[parameter].values() if isinstance(tensor, Tensor)]
-    state = [tensor for tensor in state if tensor.numel() > 1]
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
+    """The optimizer's tensors, which have a number for each weight, in the weight's shape.
+
+    Raises:
+        UserError: some have not, as in optimizers whose state is quantized or factored.
+    """
+    state = [tensor for tensor in optimizer.state[parameter].values() if isinstance(tensor, Tensor) and tensor.ndim > 0]
     if any(tensor.numel() != parameter.numel() or not tensor.is_floating_point() for tensor in state):
         raise UserError(
-            f"adapter.update_masked=false needs an optimizer that keeps a number for each weight, as optimizer=adamw "
-            f"does; {type(optimizer).__name__} does not"
+            "adapter.update_masked=false needs an optimizer that keeps a number for each weight, as adamw and prodigy "
+            f"do; {type(optimizer).__name__} does not"
         )
     return [tensor.view_as(parameter) for tensor in state]

@@ -8,7 +8,7 @@ from tests.conftest import shrink_condition_images
 from tests.tiny_pipelines import AREA, MODELS
 
 
-def stock_picture(model, repository, lora, monkeypatch, dtype=torch.float32, prepare=None, **settings):
+def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=None, **settings):
     """What the stock pipeline makes with a LoRA, its condition images as small as the run's.
 
     Args:

@@ -59,8 +59,8 @@ def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipelin
     run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
     (picture,) = (tmp_path / "out").glob("*.png")
     lora = tmp_path / "run" / "lora" / "last"
-    stock = stock_picture(model, repositories[model], lora, monkeypatch, prompt="make it snow", **call)
-    without = stock_picture(model, repositories[model], None, monkeypatch, prompt="make it snow", **call)
+    stock = stock_picture(repositories[model], lora, monkeypatch, prompt="make it snow", **call)
+    without = stock_picture(repositories[model], None, monkeypatch, prompt="make it snow", **call)
     own = np.asarray(Image.open(picture)).astype(int)
     assert np.abs(own - (stock * 255).round().astype(int)).max() <= 1
     assert np.abs(own - without * 255).max() > 8
@@ -183,7 +183,7 @@ def test_bf16_base_trains_a_float32_adapter_and_predicts_as_the_stock_pipeline(
     call, request = same_request(model, datasets[model])
     run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", f"output_dir={tmp_path / 'out'}", *request)
     (picture,) = (tmp_path / "out").glob("*.png")
-    stock = stock_picture(model, repositories[model], lora, monkeypatch, torch.bfloat16, prompt="make it snow", **call)
+    stock = stock_picture(repositories[model], lora, monkeypatch, torch.bfloat16, prompt="make it snow", **call)
     own = np.asarray(Image.open(picture)).astype(int)
     assert np.abs(own - (stock * 255).round().astype(int)).max() <= 1
 

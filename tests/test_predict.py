@@ -85,13 +85,12 @@ def test_scales_seeds_and_prompts_multiply(run, stock, trained, photo, tmp_path)
         "num_images_per_prompt=2", "lora_scale=[0,1]", "num_inference_steps=2", f"output_dir={out}",
     )  # fmt: skip
     made = {path.name for path in out.glob("*.png")}
-    assert made == {
-        f"photo_p{p:02d}_img{i:02d}_steps2_g2.5_lora{scale}.png" for p in (0, 1) for i in range(4) for scale in (0, 1)
-    }
+    names = [f"photo_p{prompt:02d}_img{i:02d}_steps2_g2.5" for prompt in (0, 1) for i in range(4)]
+    assert made == {f"{name}_lora{scale}.png" for name in names for scale in (0.0, 1.0)}
     assert len(records(out)) == 16
     unadapted = stock_picture(stock, photo, "make it snow", seed=10, num_inference_steps=2)
-    assert np.abs(pixels(out / "photo_p01_img03_steps2_g2.5_lora0.png") - unadapted).max() <= 1
-    with_lora = pixels(out / "photo_p01_img03_steps2_g2.5_lora1.png")
+    assert np.abs(pixels(out / "photo_p01_img03_steps2_g2.5_lora0.0.png") - unadapted).max() <= 1
+    with_lora = pixels(out / "photo_p01_img03_steps2_g2.5_lora1.0.png")
     assert np.abs(with_lora - unadapted).max() > 5
 
 

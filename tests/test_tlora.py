@@ -16,7 +16,7 @@ from PIL import Image
 from datamodules.pixels import collate
 from lightning_modules.lora_files import read_adapter
 from lightning_modules.rank_schedule import attach_rank_schedule, mask_forwards
-from tests.conftest import ROOT, compose, lora_bytes, randomize, short
+from tests.conftest import ROOT, compose, lora_bytes, randomize, short, start
 from tests.stock_pictures import same_request, stock_picture
 from tests.tiny_pipelines import MODELS
 
@@ -43,7 +43,7 @@ def test_stock_pipeline_with_the_schedule_makes_the_picture_of_predict(
     (picture,) = (tmp_path / "out").glob("*.png")
     lora = tmp_path / "run" / "lora" / "last"
     expected, full_rank = (
-        stock_picture(model, repositories[model], lora, monkeypatch, prepare=prepare, prompt="make it snow", **call)
+        stock_picture(repositories[model], lora, monkeypatch, prepare=prepare, prompt="make it snow", **call)
         for prepare in (attach_rank_schedule, None)
     )
     own = level(picture)
@@ -108,7 +108,12 @@ def test_components_that_no_timestep_uses_stay_as_they_were_drawn(run, tiny, pai
     rows = {}
     for update_masked, steps in ((False, 1), (False, 4), (True, 4)):
         output = tmp_path / f"{update_masked}-{steps}"
-        settings = ["adapter=tlora", f"adapter.update_masked={update_masked}", "adapter.alpha_rank_scale=100"]
+        settings = [
+            "adapter=tlora",
+            f"adapter.update_masked={update_masked}",
+            "adapter.alpha_rank_scale=10",
+            "model.timesteps.shift=100",
+        ]
         run("train", *short(tiny, pairs, output, steps), *settings, "scheduler=constant", *optimizer)
         rows[update_masked, steps] = safetensors.torch.load(lora_bytes(output))[down]
     assert torch.equal(rows[False, 4][1:], rows[False, 1][1:])
@@ -122,7 +127,7 @@ def test_sampling_timesteps_are_the_pipelines(repositories, datasets, arguments,
     seen = []
     call, _ = same_request(model, datasets[model])
     stock_picture(
-        model, repositories[model], None, monkeypatch, prompt="x", **call,
+        repositories[model], None, monkeypatch, prompt="x", **call,
         callback_on_step_end=lambda pipeline, *_: seen.append(pipeline.scheduler.timesteps) or {},
     )  # fmt: skip
     ours = module.sampling_timesteps(torch.Size((4, 8)), call["num_inference_steps"])
@@ -152,6 +157,22 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
     assert np.array_equal(strip[:, 32:64], level(picture))
 
 
+def test_two_processes_are_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
+    settings = ["adapter=ortho_tlora", "data.caption_dropout_rate=0", "model.gradient_checkpointing=true"]
+    run("train", *short(tiny, pairs, tmp_path / "one", 4), *settings, "data.batch_size=2")
+    two = ["trainer.devices=2", "trainer.strategy=ddp"]
+    process = start("train", *short(tiny, pairs, tmp_path / "two", 4), *settings, *two)
+    assert process.wait(timeout=120) == 0, process.stdout.read()
+    one, other = (safetensors.torch.load(lora_bytes(tmp_path / name)) for name in ("one", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
+    ranks = [
+        [row["active_rank"] for row in csv.DictReader((tmp_path / run / "metrics.csv").open())]
+        for run in ("one", "two")
+    ]
+    assert ranks[0] == ranks[1]
+
+
 def test_full_mask_trains_the_weights_of_plain_lora(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "lora", 4))
     full = ["adapter=tlora", "adapter.rank_schedule=constant", "adapter.init_lora_weights=true"]
@@ -162,7 +183,7 @@ def test_full_mask_trains_the_weights_of_plain_lora(run, tiny, pairs, tmp_path):
 
 
 def test_ranks_are_logged_and_drawn(run, tiny, pairs, tmp_path):
-    arguments = ["adapter=tlora", "adapter.rank=16", "data.batch_size=2", "model.timesteps.law=uniform"]
+    arguments = ["adapter=tlora", "adapter.rank=16", "model.timesteps.law=uniform", "trainer.accumulate_grad_batches=2"]
     overrides = [a for a in short(tiny, pairs, tmp_path / "run", 8) if not a.startswith("adapter.rank=")]
     text = run("train", *overrides, *arguments).text
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
@@ -248,6 +269,7 @@ def test_header_of_a_file_from_elsewhere_cannot_ask_for_nonsense(run, tiny, pair
     safetensors.torch.save_file(safetensors.torch.load_file(file), file, {"retouch": json.dumps(header)})
     outcome = run("predict", f"lora={file}", "prompt=x", "width=32", "height=32", ok=False)
     assert "os.system" in outcome.error
+    assert str(file) in outcome.error
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,16 @@ from tests.conftest import ROOT
 EVERY_TIMESTEP = range(1001)
 # Float32 arithmetic is wrong for the second to fourth: at t = 160, 410 and 100.
 SETTINGS = [(16, 8, 1), (76, 1, 1), (101, 1, 1), (101, 1, 2), (32, 1, 1), (64, 1, 2), (128, 0, 3), (40, 4, 0.5)]
-SETTINGS += [(64, 1, 1.5), (33, 7, 0.7), (8, 8, 1), (1, 1, 1), (255, 3, 2.25)]
+SETTINGS += [
+    (64, 1, 1.5),
+    (33, 7, 0.7),
+    (64, 1, 0.01),
+    (64, 1, 9.99),
+    (32, 2, 0.3333),
+    (8, 8, 1),
+    (1, 1, 1),
+    (255, 3, 2.25),
+]
 
 
 def exact_rank(t: int, rank: int, min_rank: int, alpha: float, t_min: int = 0) -> int:
@@ -128,7 +137,11 @@ def test_constant_is_the_full_rank():
         (("sigmoid", 16, 1, 1.0), "adapter.rank_schedule=sigmoid: choose timestep"),
         (("timestep", 16, 17, 1.0), "adapter.min_rank=17: must be a whole number from 0 to 16"),
         (("timestep", 16, 1.5, 1.0), "adapter.min_rank=1.5"),
-        (("timestep", 16, 1, 0), "adapter.alpha_rank_scale=0"),
+        (("timestep", 16, 1, 0), "adapter.alpha_rank_scale=0: must be a number from 0.01 to 10"),
+        (("timestep", 16, 1, 0.001), "adapter.alpha_rank_scale=0.001"),
+        (("timestep", 16, 1, 11), "adapter.alpha_rank_scale=11"),
+        (("timestep", 16, 1, True), "adapter.alpha_rank_scale=True"),
+        (("timestep", 16.0, 1, 1), "adapter.rank=16.0"),
         (("timestep", 16, 1, "much"), "adapter.alpha_rank_scale=much"),
     ],
 )
