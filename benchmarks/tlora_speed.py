@@ -42,21 +42,21 @@ def build(adapter: str, options: argparse.Namespace, folder: Path) -> tuple[Any,
     else:
         torch.manual_seed(0)
         module.transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
-        module.set_gradient_checkpointing(module.transformer, options.checkpointing)
         module.adapter.inject(module.transformer)
         module.rank_gates = module.adapter.rank_gates()
+    module.set_gradient_checkpointing(module.transformer, options.checkpointing)
     mask_forwards(module.transformer, module.rank_gates, lambda: None)
     return module, module.configure_optimizers()["optimizer"]
 
 
-def batch_of(module: Any, options: argparse.Namespace) -> LatentBatch:
+def batch_of(module: Any, side: int, samples: int) -> LatentBatch:
     """Random latents: a target and, where the model takes one, a condition image."""
-    pictures = ((options.size, options.size),) * (1 if options.model == "flux_dev" else 2)
-    empty = footprint.latents(module, (pictures, False), options.batch, "make it snow")
+    pictures = ((side, side),) * (1 if module.condition_images.most == 0 else 2)
+    empty = footprint.latents(module, (pictures, False), samples, "make it snow")
     assert empty.target_mean is not None
     random = [torch.randn(one.shape) for one in (empty.target_mean, *empty.controls)]
     prompt = {name: torch.randn(tensor.shape) for name, tensor in empty.prompt.items()}
-    keys = [str(number) for number in range(options.batch)]
+    keys = [str(number) for number in range(samples)]
     return LatentBatch(keys, [], random[0], 0.1 * random[0].abs(), random[1:], prompt, prompt, None)
 
 
@@ -72,13 +72,12 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{options.model}, float32, batch {options.batch}, rank {options.rank}, {options.rounds} rounds")
     print(f"{'pixels':>6} {'':12} {'ms':>9} {'of LoRA':>8}")
-    sizes = options.size
     with tempfile.TemporaryDirectory() as temporary:
         if options.model != "embedded":
             write_configuration(options, Path(temporary))
         built = {adapter: build(adapter, options, Path(temporary)) for adapter in ADAPTERS}
-        for options.size in sizes:
-            batch = batch_of(built["lora"][0], options)
+        for side in options.size:
+            batch = batch_of(built["lora"][0], side, options.batch)
             seconds: dict[str, list[float]] = {adapter: [] for adapter in ADAPTERS}
             for number in range(-5, options.rounds):
                 batch.draws = list(range((number + 5) * options.batch, (number + 6) * options.batch))
@@ -92,7 +91,7 @@ def main() -> None:
                         seconds[adapter].append(time.perf_counter() - start)
             for adapter in ADAPTERS:
                 ratio = statistics.median(a / b for a, b in zip(seconds[adapter], seconds["lora"], strict=True))
-                print(f"{options.size:6} {adapter:12} {1000 * statistics.median(seconds[adapter]):9.2f} {ratio:8.3f}")
+                print(f"{side:6} {adapter:12} {1000 * statistics.median(seconds[adapter]):9.2f} {ratio:8.3f}")
 
 
 def write_configuration(options: argparse.Namespace, folder: Path) -> None:
