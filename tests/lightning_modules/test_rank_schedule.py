@@ -58,6 +58,14 @@ def test_active_rank_is_exact_for_timesteps_that_were_divided_by_1000(rank, min_
     assert RankSchedule("timestep", rank, min_rank, alpha).active_ranks(timesteps).tolist() == expected
 
 
+@pytest.mark.parametrize(("rank", "min_rank", "alpha"), [(32, 1, 1), (64, 1, 2), (101, 1, 1)])
+def test_sampling_timesteps_between_whole_ones_are_not_rounded_to_them(rank, min_rank, alpha):
+    timesteps = torch.arange(8001) / 8
+    progress = [1 - Fraction(k, 8000) for k in range(8001)]
+    expected = [math.floor(p**alpha * (rank - min_rank)) + min_rank for p in progress]
+    assert RankSchedule("timestep", rank, min_rank, alpha).active_ranks(timesteps).tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("rank", "min_rank", "alpha", "expected"),
     [
