@@ -16,7 +16,7 @@ from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
 from lightning_modules.frozen import PIXELS_PER_LATENT
 from lightning_modules.prediction import Predictor
-from lightning_modules.rank_schedule import NUM_TRAIN_TIMESTEPS, mask_forwards
+from lightning_modules.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule, mask_forwards
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ class RankHistogram(L.Callback):
         trained = schedule.active_ranks(t * NUM_TRAIN_TIMESTEPS)
         used = schedule.active_ranks(steps, steps)
         with replacing(self.path) as temporary:
-            figure = draw_ranks(trained, used, schedule.rank)
+            figure = draw_ranks(trained, used, schedule, f"{width}x{height}")
             figure.savefig(temporary, format="png")
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
@@ -91,22 +91,21 @@ class RankHistogram(L.Callback):
         )
 
 
-def draw_ranks(trained: Tensor, used: Tensor, rank: int) -> "Figure":
+def draw_ranks(trained: Tensor, used: Tensor, schedule: RankSchedule, size: str) -> "Figure":
     """How often each rank is active: (N,) ranks of training samples, (M,) ranks of sampling steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
-    edges = torch.arange(rank + 2) - 0.5
+    edges = torch.arange(schedule.rank + 2) - 0.5
     for ranks, name, style in (
-        (trained, "training samples", {"fill": True, "alpha": 0.4}),
+        (trained, f"{len(trained):,} training samples", {"fill": True, "alpha": 0.4}),
         (used, f"{len(used)} sampling steps", {"linewidth": 2}),
     ):
-        shares = torch.bincount(ranks, minlength=rank + 1) / len(ranks)
+        shares = torch.bincount(ranks, minlength=schedule.rank + 1) / len(ranks)
         label = f"{name}, mean {ranks.float().mean():.1f}"
         axes.stairs(100 * shares, edges, baseline=0, label=label, **style)
-    axes.set(
-        xlabel="active rank", ylabel="share, %", xlim=(-0.5, rank + 0.5), title="Ranks in training and in sampling"
-    )
+    title = f"{schedule.kind}, rank {schedule.min_rank} to {schedule.rank}, {size}"
+    axes.set(xlabel="active rank", ylabel="share, %", xlim=(-0.5, schedule.rank + 0.5), title=title)
     axes.legend()
     return figure

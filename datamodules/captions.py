@@ -35,8 +35,8 @@ def _scan(root: Path, instance_prompt: str) -> Found:
         raise UserError(f"data.root={root}: {what}")
     if controls_folder(root) is not None:
         raise UserError(
-            f"data.root={root} is a set of pairs: leave data=cached for a model that edits, or train on its "
-            "targets alone by naming their folder"
+            f"data.root={root} is a set of pairs, for data=cached and a model that edits; data=captions learns from "
+            "pictures alone: name the folder of the targets"
         )
     samples: list[Sample] = []
     unread: list[str] = []

@@ -51,7 +51,9 @@ class RankSchedule:
         if type(self.rank) is not int or self.rank < 1:
             raise UserError(f"adapter.rank={self.rank}: must be a whole number from 1 on")
         if type(self.min_rank) is not int or not 0 <= self.min_rank <= self.rank:
-            raise UserError(f"adapter.min_rank={self.min_rank}: must be a whole number from 0 to {self.rank}, the rank")
+            raise UserError(
+                f"adapter.min_rank={self.min_rank}: must be a whole number from 0 to {self.rank}, adapter.rank"
+            )
         if type(self.alpha_rank_scale) not in (int, float) or not 0.01 <= self.alpha_rank_scale <= 10:
             raise UserError(f"adapter.alpha_rank_scale={self.alpha_rank_scale}: must be a number from 0.01 to 10")
 
