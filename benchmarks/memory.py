@@ -25,17 +25,33 @@ from lightning_modules.lora import trainable
 ROOT = Path(__file__).parent.parent
 
 
-def compose(model: str, folder: str, dtype: str) -> Any:
-    """The config of train.py for a local model."""
+def compose(model: str, folder: str, dtype: str, *more: str) -> Any:
+    """The config of train.py for a local model; `more` overrides."""
     import train  # noqa: F401 (its resolvers)
 
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        settings = [f"model={model}", f"model.pretrained_model_name_or_path={folder}", f"model.dtype={dtype}"]
+        settings = [f"model={model}", f"model.pretrained_model_name_or_path={folder}", f"model.dtype={dtype}", *more]
         cfg = hydra.compose("train", overrides=settings, return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg
+
+
+def write_shallow(model: str, depth: int, folder: str) -> None:
+    """The real configuration of a model, with fewer blocks of each kind."""
+    family: Any = hydra.utils.get_class(compose(model, "x", "float32").model._target_)
+    known = [json.loads(path.read_text())["files"] for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))]
+    files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
+    for content in files.values():
+        content |= {key: depth for key in ("num_layers", "num_single_layers") if key in content}
+    footprint.write_files(files, Path(folder))
+
+
+def empty_batch(module: Any, side: int, samples: int) -> LatentBatch:
+    """A target and, where the model takes one, a condition image, on the meta device."""
+    pictures = ((side, side),) * (1 if module.condition_images.most == 0 else 2)
+    return footprint.latents(module, (pictures, False), samples, "make it snow")
 
 
 def step(module: Any, batch: LatentBatch, device: torch.device) -> None:
@@ -76,16 +92,10 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        family: Any = hydra.utils.get_class(compose(options.model, "x", options.dtype).model._target_)
-        known = [json.loads(path.read_text())["files"] for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))]
-        files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
-        for content in files.values():
-            content |= {key: options.depth for key in ("num_layers", "num_single_layers") if key in content}
-        footprint.write_files(files, Path(folder))
+        write_shallow(options.model, options.depth, folder)
         cfg = compose(options.model, folder, options.dtype)
-        size = (((options.side, options.side),) * (1 if options.model == "flux_dev" else 2), False)
         estimating, module = instantiate(cfg.model, _convert_="all"), instantiate(cfg.model, _convert_="all")
-        batch = footprint.latents(estimating, size, options.batch, "make it snow")
+        batch = empty_batch(estimating, options.side, options.batch)
         estimating.adapter.inject(estimating.meta_transformer())
         estimates = footprint.step_peaks(estimating, batch)
         torch.set_default_dtype(module.base_dtype)

@@ -71,16 +71,16 @@ class SampleImages(L.Callback):
         assert module.transformer is not None
         assert module.adapter is not None
         module.eval()
-        for pictures, latents in self._examples:
-            height, width = pictures[-1].shape[-2:]
-            with module.adapter.in_dtype(module.transformer, module.base_dtype):
+        with module.adapter.in_dtype(module.transformer, module.base_dtype):
+            for pictures, latents in self._examples:
+                height, width = pictures[-1].shape[-2:]
                 result = module.edit(latents, self.sampling, (width, height), self.seed)
-            strip = _side_by_side([*pictures[:-1], result, pictures[-1]])
-            name = latents.keys[0].replace("/", "_")
-            save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
+                strip = _side_by_side([*pictures[:-1], result, pictures[-1]])
+                name = latents.keys[0].replace("/", "_")
+                save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")
+                for logger in trainer.loggers:
+                    if isinstance(logger, TensorBoardLogger):
+                        logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
         module.train()
 
     def _prepare(self, module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:

@@ -22,7 +22,7 @@ from lightning_modules import flow, loading
 from lightning_modules.base import EditModule
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
 from lightning_modules.frozen import PIXELS_PER_LATENT
-from lightning_modules.lora import adapter_tensors, trainable
+from lightning_modules.lora import adapter_tensors, trainable, trial_step
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
@@ -163,10 +163,7 @@ def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
 
 def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
     """The optimizer's state, by taking a step with it on a small parameter."""
-    parameter = nn.Parameter(torch.ones(1 << 16))
-    made = optimizer([parameter])
-    parameter.grad = torch.ones_like(parameter)
-    made.step()
+    made, parameter = trial_step(optimizer, 1 << 16)
     state = [tensor for tensor in tree_iter(made.state) if isinstance(tensor, Tensor)]
     return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
 
@@ -189,7 +186,7 @@ def step_peaks(module: EditModule, batch: LatentBatch) -> dict[bool, int]:
         for checkpointing in (True, False):
             module.set_gradient_checkpointing(transformer, checkpointing)
             for gate in gates:
-                gate.mask = torch.ones(len(x_t), gate.schedule.rank * gate.width, dtype=torch.bool)
+                gate.mask = torch.ones(len(x_t), gate.rows, dtype=torch.bool)
             memory.restart()
             with torch.autocast("cpu", module.base_dtype) if mixed else nullcontext(), as_on_cuda(module.base_dtype):
                 velocity = module.velocity(x_t, t, controls, prompt)

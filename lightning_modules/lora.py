@@ -142,7 +142,7 @@ class LoRA:
                 )
         for name, layer in lora_layers(transformer, ADAPTER).items():
             down, up = (stored[f"{name}.lora_{half}.weight"] for half in "AB")
-            scale = alphas.get(name, down.shape[0]) / (self.alpha * self.width)
+            scale = alphas.get(name, down.shape[0]) / self.file_alpha
             # In the down projection: an orthogonal adapter's singular values are there.
             _set_weight(layer.lora_A[ADAPTER], down.float() * scale)
             _set_weight(layer.lora_B[ADAPTER], up.float())
@@ -173,6 +173,11 @@ class LoRA:
             for parameter, data in originals.items():
                 parameter.data = data
 
+    @property
+    def file_alpha(self) -> float:
+        """Alpha of the LoRA that a file holds, whose rank is `width` times this one's: the scale stays alpha / rank."""
+        return self.alpha * self.width
+
     def metadata(self) -> dict[str, Any]:
         """What a file's header says of the adapter."""
         return {"rank": self.rank, "alpha": self.alpha, "target_modules": self.target_modules}
@@ -191,6 +196,15 @@ def _ending(name: str) -> str:
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def trial_step(optimizer: Callable[..., torch.optim.Optimizer], *shape: int) -> tuple[Any, nn.Parameter]:
+    """An optimizer after a step on one parameter, to see what it keeps of it."""
+    parameter = nn.Parameter(torch.ones(shape))
+    made = optimizer([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
+    return made, parameter
 
 
 def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict[str, Any]:

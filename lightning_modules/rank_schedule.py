@@ -125,6 +125,11 @@ class RankGate:
         self.mask: Tensor | None = None
         self.active_ranks: Tensor | None = None  # (B,), of the latest forward
 
+    @property
+    def rows(self) -> int:
+        """Of the down projection."""
+        return self.schedule.rank * self.width
+
     def attach(self, transformer: nn.Module, adapter_name: str) -> None:
         """Guard an adapter that peft has put into the transformer.
 
@@ -134,11 +139,8 @@ class RankGate:
         for name, layer in lora_layers(transformer, adapter_name).items():
             if layer.use_dora.get(adapter_name):
                 raise UserError(f"{name} is a DoRA layer: DoRA scales the whole weight, and has no rank to mask")
-            if layer.r[adapter_name] != self.schedule.rank * self.width:
-                raise UserError(
-                    f"{name} has rank {layer.r[adapter_name]}, the rank schedule is for "
-                    f"{self.schedule.rank * self.width}"
-                )
+            if layer.r[adapter_name] != self.rows:
+                raise UserError(f"{name} has rank {layer.r[adapter_name]}, the rank schedule is for {self.rows}")
             if adapter_name in layer.merged_adapters:
                 raise UserError(f"{name} is fused already; {NOT_MERGED}: unfuse it, or load the pipeline again")
             layer.lora_A[adapter_name].register_forward_hook(self._stop)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.lora import ADAPTER, LoRA, lora_layers
+from lightning_modules.lora import ADAPTER, LoRA, lora_layers, trial_step
 from lightning_modules.rank_schedule import RankGate, RankSchedule
 
 WITHOUT_SCHEDULE = "a loader that does not apply rank_schedule uses the full rank at every timestep"
@@ -48,11 +48,7 @@ class TLoRA(LoRA):
 
     def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         if not self.update_masked:
-            parameter = nn.Parameter(torch.ones(64, 64))  # as small ones have simpler states
-            made = optimizer([parameter])
-            parameter.grad = torch.ones_like(parameter)
-            made.step()
-            state_of(made, parameter)
+            state_of(*trial_step(optimizer, 64, 64))  # smaller ones have simpler states
 
     def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
         if self.update_masked:
