@@ -52,18 +52,20 @@ def model_settings(cfg: DictConfig, headers: list[dict[str, Any] | None], overri
         raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
     model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
     given = {override.split("=")[0].removeprefix("model.") for override in own}
-    for key, value in trained.items():
+    settings = trained | {f"quantization.{key}": value for key, value in (trained.get("quantization") or {}).items()}
+    for key, value in settings.items():
         # A file from elsewhere may set values, never what is called or looked up.
         plain = value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
-        if key in model and key not in given and plain and not key.startswith("_"):
-            model[key] = value
+        private = any(part.startswith("_") for part in key.split("."))
+        if plain and not private and key not in given and OmegaConf.select(model, key, default=...) is not ...:
+            OmegaConf.update(model, key, value)
     return model
 
 
 def warn_of_other_base(module: Any, files: list[Path], headers: list[dict[str, Any] | None]) -> None:
     """A LoRA fits the base that it was trained on, the base's precision, and what the encoders were told."""
     provenance = module.provenance()
-    here = {name: provenance[name] for name in ("base", "base_precision")} | module.encoding_settings()
+    here = {key: value for key, value in provenance.items() if key != "transformer"} | module.encoding_settings()
     for file, header in zip(files, headers, strict=True):
         trained = {} if header is None else {**header["model"], **header}
         for key, value in here.items():

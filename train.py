@@ -48,6 +48,15 @@ OmegaConf.register_new_resolver("assets", lambda name: str(Path(__file__).parent
 OmegaConf.register_new_resolver("precision_for", lambda dtype: PRECISION.get(dtype, "32-true"), replace=True)
 
 
+def unless_4_bit(usual: float, four_bit: float, *, _root_: DictConfig) -> float:
+    """A setting that is another where the base is quantized to 4 bits."""
+    chosen = OmegaConf.select(_root_, "model.quantization.format")
+    return four_bit if chosen in ("fp4", "nf4") else usual
+
+
+OmegaConf.register_new_resolver("unless_4_bit", unless_4_bit, replace=True)
+
+
 def shorten(folder: str) -> Path:
     """Hydra's absolute path, relative where it is below the working directory."""
     path = Path(folder)

@@ -69,7 +69,8 @@ def silence_libraries() -> None:
     import transformers.utils.logging
 
     # Importing lightning sets its level: this must come after.
-    for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
+    loud = (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub", "torch.utils._pytree")
+    for name in (*loud, "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("lightning", "peft"):
         warnings.filterwarnings("ignore", module=name)

@@ -22,6 +22,11 @@ from lightning_modules.lora_files import WEIGHTS_NAME, save_lora
 log = logging.getLogger("retouch")
 
 
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {k: v for k, v in settings.items() if v is None or isinstance(v, str | int | float)}
+    return {k: v for k, v in plain.items() if k not in ("_target_", "seed")}
+
+
 class LoRACheckpoint(L.Callback):
     """Every `save_every` steps, at the end, and when told to stop: lora/step-N, lora/last and checkpoints/last.ckpt.
 
@@ -40,10 +45,9 @@ class LoRACheckpoint(L.Callback):
         self.output_dir = Path(output_dir)
         self.save_every = save_every
         # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
-        plain = {k: v for k, v in model.items() if v is None or isinstance(v, str | int | float)}
-        self.model: dict[str, Any] = {"name": model_name} | {
-            k: v for k, v in plain.items() if k not in ("_target_", "seed")
-        }
+        self.model: dict[str, Any] = {"name": model_name, **_plain(model)}
+        if quantization := model.get("quantization"):
+            self.model["quantization"] = _plain(quantization)
         self.saved_step = -1
         self.signal: signal.Signals | None = None
         self._handlers: dict[signal.Signals, Any] = {}

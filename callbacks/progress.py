@@ -28,6 +28,7 @@ from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from lightning_modules.base import EditModule
 from lightning_modules.lora import trainable
+from lightning_modules.quantization import nbytes
 
 log = logging.getLogger("retouch")
 
@@ -171,7 +172,7 @@ class TrainingProgress(TerminalProgress):
         batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
         epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
-            "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}) on {module.main_device}",
+            "model": f"{module.repository_name} ({module.base_precision}) on {module.main_device}",
             "trains": f"{adapter}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
             "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
@@ -188,7 +189,7 @@ class TrainingProgress(TerminalProgress):
         """What stays for the whole run; activations come on top and are measured from step 1 on."""
 
         models: dict[str, Any] = {"transformer": module.transformer, **module.components.models()}
-        parts = {name: sum(p.numel() * p.element_size() for p in part.parameters()) for name, part in models.items()}
+        parts = {name: nbytes(part) for name, part in models.items()}
         parts["training state"] = count * 16  # weight, gradient and two moments, float32 each
         return " + ".join(f"{name} {decimal(size)}" for name, size in parts.items()) + " + activations"
 

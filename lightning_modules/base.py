@@ -92,6 +92,9 @@ class EditModule(Predictor):
         self.adapter.inject(transformer)
         self.rank_gates = self.adapter.rank_gates()
         self.transformer = transformer
+        # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
+        frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+        self._ddp_params_and_buffers_to_ignore = frozen
 
     def set_gradient_checkpointing(self, transformer: Any, on: bool) -> None:
         """Turn it on or off in a diffusers model, as the adapter needs it."""
@@ -163,6 +166,10 @@ class EditModule(Predictor):
             optimizer = self.optimizer(list(trainable(self.transformer).values()))
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer: {error}") from error
+        lr = optimizer.param_groups[0]["lr"]
+        finds_its_own = "d" in optimizer.param_groups[0]
+        if self.base_precision in ("fp4", "nf4") and lr > 5e-5 and not finds_its_own:
+            log.warning(f"note: optimizer.lr={lr:g} may diverge on a base of 4 bits; 2e-5 was stable")
         if self.scheduler is None:
             return optimizer
         return {

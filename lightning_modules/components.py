@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from datamodules.batch import stack_padded
 from datamodules.conditions import PromptRequest
+from datamodules.errors import UserError
 from lightning_modules.loading import load_component, resolve_repository
+from lightning_modules.quantization import Quantization
 
 log = logging.getLogger("retouch")
 
@@ -59,6 +61,7 @@ class Components:
         dtype: of the models.
         placement: the device of `vae`, and of `text_encoder` for everything else.
         main_device: says where a component without a place of its own goes.
+        quantization: of the components that it names.
     """
 
     def __init__(
@@ -69,7 +72,9 @@ class Components:
         placement: Mapping[str, torch.device | None],
         main_device: Callable[[], torch.device],
         stopwatch: Stopwatch,
+        quantization: Quantization | None = None,
     ) -> None:
+        self.quantization = quantization
         self.repository_name = repository_name
         self.revision = revision
         self.dtype = dtype
@@ -94,10 +99,18 @@ class Components:
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
             with self.stopwatch.stage("load"):
-                self._loaded[name] = load_component(
-                    self.repository, name, revision=self.revision, dtype=self.dtype, device=self.device(name)
-                )
+                self._loaded[name] = self._load(name, self.device(name))
         return self._loaded[name]
+
+    def _load(self, name: str, device: torch.device) -> Any:
+        if self.quantization is None or name not in self.quantization.components_to_quantize:
+            return load_component(self.repository, name, revision=self.revision, dtype=self.dtype, device=device)
+        part = load_component(self.repository, name, revision=self.revision, dtype=self.dtype)
+        if not isinstance(part, nn.Module):
+            raise UserError(f"model.quantization.components_to_quantize: {name} is no model")
+        log.info(f"quantizing {name} to {self.quantization.format} by {self.quantization.backend}")
+        self.quantization.convert(part, device)
+        return part.to(device)
 
     def hold(self, name: str, part: Any) -> None:
         """Use this in place of what would be loaded."""

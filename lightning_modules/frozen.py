@@ -18,6 +18,7 @@ from datamodules.transforms import PREPROCESSING
 from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family
+from lightning_modules.quantization import Quantization
 
 log = logging.getLogger("retouch")
 
@@ -45,6 +46,8 @@ class FrozenPipeline(L.LightningModule, Family):
         devices: for `text_encoder` and `vae`, where they live; None for beside the transformer. For
             `transformer`, train.py and predict.py set the trainer to it.
         vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
+        quantization: of the transformer, and of other components that it names; None where all stay in `dtype`.
+            A transformer that is quantized on disk is loaded as it is, whatever this says.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class FrozenPipeline(L.LightningModule, Family):
         dtype: str,
         devices: Mapping[str, str | None],
         vae_encode_mode: str,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__()
         if vae_encode_mode not in ("sample", "mode"):
@@ -67,6 +71,7 @@ class FrozenPipeline(L.LightningModule, Family):
             name: loading.resolve_device(device, f"model.devices.{name}") for name, device in devices.items()
         }
         self.vae_encode_mode = vae_encode_mode
+        self.quantization = quantization
         self.transformer: nn.Module | None = None
         self.stopwatch = Stopwatch()
         self.components = Components(
@@ -76,6 +81,7 @@ class FrozenPipeline(L.LightningModule, Family):
             self.placement,
             lambda: self.main_device,
             self.stopwatch,
+            quantization,
         )
         self.prompts = PromptMemory(self.encode_prompt, self.stopwatch)
         self._meta: Any = None
@@ -101,6 +107,13 @@ class FrozenPipeline(L.LightningModule, Family):
                 f"{self.repository_name} has no {listing(lacking)}, which {type(self).__name__} needs: it is made for "
                 f"{made_for}"
             )
+        if self.quantization is not None:
+            known = ("transformer", *(name for name in self.text_components if name in index))
+            unknown = [name for name in self.quantization.components_to_quantize if name not in known]
+            if unknown:
+                raise UserError(
+                    f"model.quantization.components_to_quantize: {listing(unknown)} is none of {', '.join(known)}"
+                )
         found = loading.transformer_config(*self._transformer_source()).get("_class_name")
         if found not in (self.transformer_class, None):
             raise UserError(
@@ -140,7 +153,24 @@ class FrozenPipeline(L.LightningModule, Family):
                 revision=revision,
                 dtype=self.base_dtype,
                 device=self.main_device,
+                quantization=self.transformer_quantization,
             )
+
+    @property
+    def transformer_quantization(self) -> Quantization | None:
+        """What the settings want of the transformer."""
+        chosen = self.quantization is not None and "transformer" in self.quantization.components_to_quantize
+        return self.quantization if chosen else None
+
+    @cached_property
+    def base_precision(self) -> str:
+        """The format of the transformer's linear layers: what is on disk decides, then the settings."""
+        weights = loading.transformer_weights(*self._transformer_source())
+        wanted = self.transformer_quantization
+        stored = None if weights is None else weights.format
+        if stored is not None and wanted is not None and stored != wanted.format:
+            _note_once(f"{self.transformer_name} is {stored} on disk: model.quantization.format={wanted.format} is idle")
+        return stored or (str(self.base_dtype)[6:] if wanted is None else wanted.format)
 
     @property
     def main_device(self) -> torch.device:
@@ -196,7 +226,7 @@ class FrozenPipeline(L.LightningModule, Family):
             "dtype": str(self.base_dtype).removeprefix("torch."),
             "preprocessing": PREPROCESSING,
             "vae_encode_mode": self.vae_encode_mode,
-            "settings": self.encoding_settings(),
+            "settings": self.encoding_settings() | self._quantized_encoders(),
             "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         }
 
@@ -219,11 +249,19 @@ class FrozenPipeline(L.LightningModule, Family):
                 empty = self.prompts([negative_prompt] * len(images), images, self.main_device)
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
 
+    def _quantized_encoders(self) -> dict[str, str]:
+        """By name, the format of encoders that are quantized."""
+        quantization = self.quantization
+        if quantization is None:
+            return {}
+        how = f"{quantization.format} by {quantization.backend}"
+        return {name: how for name in quantization.components_to_quantize if name != "transformer"}
+
     def provenance(self) -> dict[str, Any]:
         """What a LoRA file's header says of its base."""
-        precision = str(self.base_dtype).removeprefix("torch.")
         return {
             "base": self.repository_name,
             "transformer": self.transformer_name,
-            "base_precision": precision,
+            "base_precision": self.base_precision,
+            **{f"{name}_precision": how for name, how in self._quantized_encoders().items()},
         }

@@ -3,15 +3,18 @@
 import importlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
+from lightning_modules.quantization import Quantization
+from lightning_modules.weights import SafetensorsWeights, assemble, check
 
 log = logging.getLogger("retouch")
 
@@ -19,6 +22,7 @@ EMBEDDED = "embedded"
 # Folders that are read in place of repositories.
 STAND_INS: dict[str, str] = {}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TRANSFORMER_FILE = "diffusion_pytorch_model.safetensors"
 # Classes whose components are built without weights.
 WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
@@ -185,7 +189,11 @@ def meta_transformer(cls: type[Any], repository: str, revision: str | None = Non
     """The transformer without weights: names and shapes, to check against before anything is loaded."""
     config = transformer_config(repository, revision)
     with torch.device("meta"):
-        return cls.from_config({k: v for k, v in config.items() if k not in ("_subfolder", "quantization_config")})
+        return cls.from_config(_model_settings(config))
+
+
+def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("_subfolder", "quantization_config")}
 
 
 def meta_component(repository: str, name: str, revision: str | None = None) -> Any:
@@ -199,17 +207,61 @@ def meta_component(repository: str, name: str, revision: str | None = None) -> A
         return model.requires_grad_(False)
 
 
+def transformer_weights(repository: str, revision: str | None = None) -> SafetensorsWeights | None:
+    """The transformer's weights on disk, downloaded if need be; None where they are no safetensors files.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    folder = transformer_config(repository, revision)["_subfolder"]
+    start = f"{folder}/" if folder else ""
+    index = repository_file(repository, f"{start}{TRANSFORMER_FILE}.index.json", revision)
+    names = [TRANSFORMER_FILE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = [repository_file(repository, start + name, revision) for name in names]
+    if index is None and files == [None]:
+        return None
+    for name, file in zip(names, files, strict=True):
+        if file is None:
+            raise UserError(f"{repository} lacks {start}{name}: the download is not whole; get it again")
+    try:
+        return SafetensorsWeights([file for file in files if file is not None])
+    except SafetensorError as error:
+        raise UserError(f"{repository}: a file of {start or 'its '}weights is damaged; get it again: {error}") from error
+
+
 def load_transformer(
     cls: type[Any],
     repository: str,
     *,
     revision: str | None = None,
     dtype: torch.dtype,
-    device: torch.device | None = None,
+    device: torch.device,
+    quantization: Quantization | None = None,
+    rest: Callable[[str], torch.device] | None = None,
 ) -> Any:
-    """The transformer alone, frozen; its repository may be a whole pipeline or nothing but the transformer."""
-    subfolder = transformer_config(repository, revision)["_subfolder"]
-    return _load_model(cls, repository, subfolder, revision, dtype, device)
+    """The transformer alone, frozen; its repository may be a whole pipeline or nothing but the transformer.
+
+    Weights that are quantized on disk are loaded as they are.
+
+    Args:
+        quantization: of weights that are not quantized on disk.
+        rest: the device that a parameter or layer of this name ends on; None for `device`.
+    """
+    config = transformer_config(repository, revision)
+    weights = transformer_weights(repository, revision)
+    if weights is None or (weights.format is None and quantization is None and rest is None):
+        if quantization is not None:
+            raise UserError(f"{repository}: only safetensors weights can be quantized")
+        return _load_model(cls, repository, config["_subfolder"], revision, dtype, device)
+    from accelerate import init_empty_weights
+
+    asked = None if quantization is None else f"quantizing to {quantization.format} by {quantization.backend}"
+    log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))
+    with init_empty_weights():
+        model = cls.from_config(_model_settings(config))
+    check(weights, model, repository)
+    assemble(model, weights, dtype=dtype, device=device, quantization=quantization, rest=rest)
+    return model.requires_grad_(False).eval()
 
 
 def _load_model(

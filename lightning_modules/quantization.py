@@ -1,0 +1,141 @@
+"""Quantizing the frozen linear layers of a model, one at a time."""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from datamodules.errors import UserError
+
+# By format, the default backend first
+BACKENDS = {
+    "fp8": ("retouch", "quanto", "torchao"),
+    "fp4": ("bitsandbytes",),
+    "nf4": ("bitsandbytes",),
+    "int8": ("bitsandbytes", "quanto"),
+}
+LIBRARIES = {"quanto": "optimum.quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+# Bits that a weight takes, its share of the scales included
+BITS = {"fp8": 8.0, "fp4": 4.5, "nf4": 4.5, "int8": 8.0}
+GRADIENT_DTYPES = {"float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
+
+
+def nbytes(module: nn.Module) -> int:
+    """What a model's weights take, quantized or not."""
+    return sum(_tensor_bytes(tensor) for tensor in module.state_dict().values())
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(_tensor_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
+
+
+class Quantization:
+    """How a frozen model is quantized. Checkpoints that are quantized on disk are loaded as they are instead.
+
+    Args:
+        format: of weights: `fp8` (e4m3), `fp4`, `nf4` or `int8`.
+        backend: whose layers: `retouch`, `quanto` or `torchao` for fp8, `bitsandbytes` or `quanto` for int8,
+            `bitsandbytes` for 4 bits; None for the first of these.
+        modules_to_not_convert: full names of linear layers that stay as they are; * stands for anything.
+        components_to_quantize: which components of the pipeline: `transformer`, text encoders.
+        bnb_4bit_use_double_quant: quantize the scales of 4-bit blocks too: 4.1 bits a weight in place of 4.5.
+        gradient_dtype: of the gradients that fp8 tensor cores multiply: `float8_e5m2`, or `bfloat16`, slower.
+
+    Raises:
+        UserError: the format or its library does not exist.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        backend: str | None,
+        modules_to_not_convert: Collection[str],
+        components_to_quantize: Collection[str],
+        bnb_4bit_use_double_quant: bool,
+        gradient_dtype: str,
+    ) -> None:
+        if format not in BACKENDS:
+            raise UserError(f"model.quantization.format={format}: choose {', '.join(BACKENDS)}")
+        if backend not in (None, *BACKENDS[format]):
+            raise UserError(
+                f"model.quantization.backend={backend} has no {format}: choose {' or '.join(BACKENDS[format])}"
+            )
+        if gradient_dtype not in GRADIENT_DTYPES:
+            raise UserError(
+                f"model.quantization.gradient_dtype={gradient_dtype}: choose {' or '.join(GRADIENT_DTYPES)}"
+            )
+        self.format = format
+        self.backend = backend or BACKENDS[format][0]
+        library = LIBRARIES.get(self.backend)
+        if library is not None and find_spec(library.partition(".")[0]) is None:
+            raise UserError(f"model.quantization.backend={self.backend} is not installed: pip install {self.backend}")
+        self.modules_to_not_convert = tuple(modules_to_not_convert)
+        self.components_to_quantize = tuple(components_to_quantize)
+        self.double_quant = bnb_4bit_use_double_quant
+        self.gradient_dtype = GRADIENT_DTYPES[gradient_dtype]
+
+    def converts(self, name: str, module: nn.Module) -> bool:
+        """Whether this is a linear layer that is to be quantized."""
+        plain = type(module) is nn.Linear
+        return plain and not any(fnmatchcase(name, pattern) for pattern in self.modules_to_not_convert)
+
+    def quantize(self, linear: nn.Linear) -> nn.Module:
+        """A layer in its place, on its device.
+
+        Raises:
+            UserError: the device or the installed library cannot do it.
+        """
+        device = linear.weight.device
+        try:
+            return self._layer(linear.requires_grad_(False))
+        except (RuntimeError, NotImplementedError, ImportError, AssertionError, TypeError, ValueError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"model.quantization: {self.format} by {self.backend} does not run on {device} here: {first}"
+            ) from error
+
+    def _layer(self, linear: nn.Linear) -> nn.Module:
+        if self.backend == "torchao":
+            from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+            holder = nn.Sequential(linear)
+            quantize_(holder, Float8WeightOnlyConfig())
+            return holder[0].requires_grad_(False)
+        from lightning_modules.quantized_linear import FourBitLinear, Fp8Linear, Int8Linear, QuantoLinear
+
+        if self.backend == "quanto":
+            return QuantoLinear.quantize(linear, self.format)
+        if self.format == "fp8":
+            return Fp8Linear.quantize(linear, self.gradient_dtype)
+        if self.format == "int8":
+            return Int8Linear.quantize(linear)
+        return FourBitLinear.quantize(linear, self.format, self.double_quant)
+
+    def convert(self, model: nn.Module, device: torch.device) -> None:
+        """Quantize a loaded model in place, each layer on `device`, where it stays.
+
+        Raises:
+            UserError: nothing is to be quantized, or an adapter is already there: it must see the quantized layers.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise UserError("quantize before the adapter is injected: it goes beside quantized layers")
+        names = [name for name, module in model.named_modules() if self.converts(name, module)]
+        if not names:
+            raise UserError("model.quantization.modules_to_not_convert leaves no linear layer to quantize")
+        for name in names:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            model.set_submodule(name, self.quantize(linear.to(device)))
+
+    def nbytes(self, model: nn.Module, dtype: torch.dtype) -> int:
+        """What the weights of a model, which may be on the meta device, take when it is quantized."""
+        quantized = sum(m.weight.numel() for name, m in model.named_modules() if self.converts(name, m))
+        others = sum(parameter.numel() for parameter in model.parameters()) - quantized
+        return round(quantized * BITS[self.format] / 8) + others * dtype.itemsize

@@ -1,0 +1,173 @@
+"""A transformer's weights on disk, in 16 bits or quantized: read one tensor at a time, into the layers they are for."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from datamodules.errors import UserError, listing
+from lightning_modules.quantization import Quantization
+
+if TYPE_CHECKING:
+    from lightning_modules.quantized_linear import QuantizedLinear
+
+log = logging.getLogger("retouch")
+
+FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+# diffusers' name of a layer's scale, and ComfyUI's
+SCALES = ("weight_scale", "scale_weight")
+FOUR_BIT = "weight.quant_state.bitsandbytes__"
+# Pages of a file stay in memory as long as it is open.
+REOPEN_AFTER = 128 * 2**20
+SECONDS_BETWEEN_LINES = 10
+
+
+class Weights(Protocol):
+    """Tensors by name. `dtypes` are safetensors' names of theirs."""
+
+    dtypes: dict[str, str]
+
+    def read(self, name: str) -> Tensor:
+        """One of them, for the caller to keep."""
+
+
+class SafetensorsWeights:
+    """The tensors of a model's safetensors files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.dtypes: dict[str, str] = {}
+        self._file: dict[str, Path] = {}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    self.dtypes[name] = opened.get_slice(name).get_dtype()
+                    self._file[name] = file
+        self._open: tuple[Path, Any] | None = None
+        self._touched = 0
+
+    def read(self, name: str) -> Tensor:
+        file = self._file[name]
+        if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
+            self._open, self._touched = (file, safe_open(file, "pt").__enter__()), 0
+        tensor = self._open[1].get_tensor(name)
+        self._touched += tensor.nbytes
+        return tensor.clone()
+
+    @cached_property
+    def format(self) -> str | None:
+        """The format that linear layers are quantized in; None for 16 or 32 bits."""
+        for name, dtype in self.dtypes.items():
+            if FOUR_BIT in name:
+                return name.rpartition("__")[2]
+            if name.endswith(".weight") and dtype in FLOAT8:
+                return "fp8"
+            if name.endswith(".SCB"):
+                return "int8"
+        return None
+
+
+def check(weights: Weights, model: nn.Module, where: str) -> None:
+    """Compare the names on disk with those of a model, which may be on the meta device.
+
+    Raises:
+        UserError: a tensor is missing, or what a quantized one must have beside it.
+    """
+    on_disk = weights.dtypes
+    missing = [name for name, _ in model.named_parameters() if name not in on_disk]
+    if missing:
+        raise UserError(f"{where} lacks {listing(missing)}: is it whole, and made for {type(model).__name__}?")
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kinds = {name: on_disk[f"{name}.weight"] for name in layers}
+    scaled = "scaled_fp8" in on_disk or any(name.endswith(SCALES) for name in on_disk)
+    no_scale = [
+        name
+        for name, kind in kinds.items()
+        if scaled and kind in FLOAT8 and not any(f"{name}.{scale}" in on_disk for scale in SCALES)
+    ]
+    no_state = [
+        name
+        for name, kind in kinds.items()
+        if (kind == "U8" and not any(f"{name}.{FOUR_BIT}{quant}" in on_disk for quant in ("fp4", "nf4")))
+        or (kind == "I8" and f"{name}.SCB" not in on_disk)
+    ]
+    for lacking, what in ((no_scale, "scales"), (no_state, "quant state")):
+        if lacking:
+            raise UserError(f"{where} lacks the {what} of {listing(lacking)}: the file is not whole; get it again")
+
+
+def assemble(
+    model: nn.Module,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None,
+    gradient_dtype: torch.dtype = torch.float8_e5m2,
+    rest: Callable[[str], torch.device] | None = None,
+) -> None:
+    """Fill a model whose parameters are on the meta device; at no time are there two copies of more than a layer.
+
+    Args:
+        quantization: of linear layers that are not quantized on disk; None leaves them as they are.
+        gradient_dtype: of fp8 layers.
+        rest: the device that a parameter or layer of this name ends on; None for `device`.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    last = time.monotonic()
+    for number, (name, linear) in enumerate(linears.items(), 1):
+        layer: nn.Module | None = _stored_layer(weights, name, dtype, device, gradient_dtype)
+        if layer is not None and (layer.out_features, layer.in_features) != (linear.out_features, linear.in_features):
+            raise UserError(
+                f"{name} is {layer.out_features}x{layer.in_features} on disk, "
+                f"{linear.out_features}x{linear.in_features} in the model"
+            )
+        if layer is None and quantization is not None and quantization.converts(name, linear):
+            tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
+            linear.load_state_dict(tensors, assign=True)
+            layer = quantization.quantize(linear)
+        if layer is not None:
+            model.set_submodule(name, layer if rest is None else layer.to(rest(name)))
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            log.info(f"{number} of {len(linears)} layers")
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            value = weights.read(name).to(device if rest is None else rest(name), dtype)
+            if value.shape != parameter.shape:
+                raise UserError(f"{name} is {tuple(value.shape)} on disk, {tuple(parameter.shape)} in the model")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _stored_layer(
+    weights: Weights, name: str, dtype: torch.dtype, device: torch.device, gradient_dtype: torch.dtype
+) -> "QuantizedLinear | None":
+    """The layer as it is on disk; None where it is not quantized there."""
+    from lightning_modules.quantized_linear import FourBitLinear, Fp8Linear, Int8Linear
+
+    def read(part: str) -> Tensor:
+        return weights.read(f"{name}.{part}").to(device)
+
+    kind = weights.dtypes[f"{name}.weight"]
+    bias = read("bias").to(dtype) if f"{name}.bias" in weights.dtypes else None
+    if kind in FLOAT8:
+        scale = next((read(part) for part in SCALES if f"{name}.{part}" in weights.dtypes), torch.ones(1))
+        return Fp8Linear(read("weight"), scale.float().reshape(-1, 1).to(device), bias, dtype, gradient_dtype)
+    if kind == "I8":
+        return Int8Linear(read("weight"), read("SCB").float(), bias, dtype)
+    start = f"{name}.weight."
+    state = {
+        key.removeprefix(start): read(key.removeprefix(f"{name}.")) for key in weights.dtypes if key.startswith(start)
+    }
+    if not state:
+        return None
+    import bitsandbytes as bnb
+
+    quant_state = bnb.functional.QuantState.from_dict(state, device)
+    return FourBitLinear(read("weight").view(torch.uint8), quant_state, bias, dtype)
