@@ -18,6 +18,8 @@ from datamodules.errors import UserError, listing
 from train import CONF, build_cache, place_trainer, shorten
 
 if TYPE_CHECKING:
+    import torch
+
     from datamodules.cached import CachedDataModule
 
 OmegaConf.register_new_resolver(
@@ -26,6 +28,9 @@ OmegaConf.register_new_resolver(
     use_cache=True,
     replace=True,
 )
+
+# Samples that task=compare_precision looks at.
+EXAMPLES = 4
 
 
 def as_list(value: Any) -> list[Any]:
@@ -199,6 +204,56 @@ def clean(cfg: DictConfig) -> None:
         log.info(f"delete=true frees {decimal(total)}; {used.name}, which these settings use, stays")
 
 
+def quantize(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
+    """Write the transformer as its settings quantize it."""
+    from hydra.utils import instantiate
+
+    from lightning_modules.weights import save_quantized
+
+    silence_libraries()
+    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None)
+    if module.transformer_quantization is None:
+        raise UserError(
+            "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model=qwen_image_edit_fp4, ..."
+        )
+    module.preflight()
+    transformer = module.to(compute_device(cfg)).load_transformer()
+    save_quantized(transformer, module.transformer_quantization, output_dir)
+    files = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
+    log.info(f"{output_dir} holds {module.base_precision}, {decimal(files)}")
+    same = [shlex.quote(override) for override in overrides if re.match(r"model[.=]", override)]
+    log.info(f"train on it: {' '.join(['python train.py', *same, f'model.transformer_name_or_path={output_dir}'])}")
+
+
+def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
+    """Show what each way to quantize does to the velocity."""
+    from hydra.utils import instantiate
+
+    from callbacks.precision import compare_precision
+    from lightning_modules.quantization import BACKENDS
+
+    place_trainer(cfg)
+    build_cache(cfg, data := cached_data(cfg))
+    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)
+    module.preflight()
+    data.serve(module)
+    data.open(data.cache(module))
+    settings = cfg.model.quantization or OmegaConf.load(CONF / "quantization" / "fp8.yaml")
+    quantizations = [instantiate(settings, format=format, backend=None) for format in BACKENDS]
+    batches = [example.batch for example in data.examples(EXAMPLES, empty_prompt=False)]
+    compare_precision(module.to(compute_device(cfg)), quantizations, batches, output_dir / "precision.png")
+
+
+def compute_device(cfg: DictConfig) -> "torch.device":
+    """Where the trainer would compute, for a task that goes without one."""
+    import torch
+
+    from lightning_modules.loading import resolve_device
+
+    chosen = resolve_device(cfg.model.devices.transformer, "model.devices.transformer")
+    return chosen or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
 def run(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
@@ -217,8 +272,13 @@ def run(cfg: DictConfig) -> None:
                 preview(cfg, output_dir)
             elif cfg.task == "clean":
                 clean(cfg)
+            elif cfg.task == "quantize":
+                quantize(cfg, overrides, output_dir)
+            elif cfg.task == "compare_precision":
+                compare_precision(cfg, output_dir)
+                log.info(f"done: {output_dir / 'precision.png'}")
             else:
-                raise UserError(f"task={cfg.task}: choose edit, cache, preview or clean")
+                raise UserError(f"task={cfg.task}: choose edit, cache, preview, clean, quantize or compare_precision")
     finally:
         end_workers()
         with contextlib.suppress(OSError):  # not there, or not empty

@@ -169,7 +169,9 @@ class FrozenPipeline(L.LightningModule, Family):
         wanted = self.transformer_quantization
         stored = None if weights is None else weights.format
         if stored is not None and wanted is not None and stored != wanted.format:
-            _note_once(f"{self.transformer_name} is {stored} on disk: model.quantization.format={wanted.format} is idle")
+            _note_once(
+                f"{self.transformer_name} is {stored} on disk: model.quantization.format={wanted.format} is idle"
+            )
         return stored or (str(self.base_dtype)[6:] if wanted is None else wanted.format)
 
     @property

@@ -226,7 +226,9 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
     try:
         return SafetensorsWeights([file for file in files if file is not None])
     except SafetensorError as error:
-        raise UserError(f"{repository}: a file of {start or 'its '}weights is damaged; get it again: {error}") from error
+        raise UserError(
+            f"{repository}: a file of {start or 'its '}weights is damaged; get it again: {error}"
+        ) from error
 
 
 def load_transformer(
