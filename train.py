@@ -248,6 +248,7 @@ def run(cfg: DictConfig) -> float | None:
 
                 if HydraConfig.get().mode is RunMode.MULTIRUN:
                     raise UserError("task=dry_run plans one run: leave -m and the lists out")
+                silence_libraries()
                 dry_run(cfg)
                 return None
             if cfg.task != "fit":

@@ -49,7 +49,10 @@ def is_first_process() -> bool:
 def configure_logging() -> None:
     """Retouch's lines go to stderr as they are."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported
+    # They speak while they are imported.
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for name in ("bitsandbytes", "torch.utils._pytree", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     log.handlers = [_StderrHandler()]
     log.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     log.propagate = False
@@ -69,10 +72,9 @@ def silence_libraries() -> None:
     import transformers.utils.logging
 
     # Importing lightning sets its level: this must come after.
-    loud = (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub", "torch.utils._pytree")
-    for name in (*loud, "torch.utils.cpp_extension"):
+    for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name in ("lightning", "peft"):
+    for name in ("lightning", "peft", "bitsandbytes"):
         warnings.filterwarnings("ignore", module=name)
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()

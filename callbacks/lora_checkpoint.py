@@ -108,8 +108,9 @@ class LoRACheckpoint(L.Callback):
         if trainer.is_global_zero:
             header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
             file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME
-            state = adapter_state(module.transformer)
-            save_lora(state, file, module.adapter.file_alpha, header, module.lora_prefix)
+            with module.averaged_weights():
+                state = adapter_state(module.transformer)
+                save_lora(state, file, module.adapter.file_alpha, header, module.lora_prefix)
             with replacing(self.output_dir / "lora" / "last" / WEIGHTS_NAME) as temporary:
                 shutil.copyfile(file, temporary)
             with replacing(last) as temporary:

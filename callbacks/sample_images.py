@@ -71,7 +71,7 @@ class SampleImages(L.Callback):
         assert module.transformer is not None
         assert module.adapter is not None
         module.eval()
-        with module.adapter.in_dtype(module.transformer, module.base_dtype):
+        with module.averaged_weights(), module.adapter.in_dtype(module.transformer, module.base_dtype):
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]
                 result = module.edit(latents, self.sampling, (width, height), self.seed)

@@ -1,7 +1,8 @@
 """What all model families share in training: noise -> velocity -> loss, and what a checkpoint holds."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -166,6 +167,8 @@ class EditModule(Predictor):
             optimizer = self.optimizer(list(trainable(self.transformer).values()))
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer: {error}") from error
+        if hasattr(optimizer, "train"):  # a schedule-free one
+            optimizer.train()
         lr = optimizer.param_groups[0]["lr"]
         finds_its_own = "d" in optimizer.param_groups[0]
         if self.base_precision in ("fp4", "nf4") and lr > 5e-5 and not finds_its_own:
@@ -211,6 +214,24 @@ class EditModule(Predictor):
                 f"{self.nonfinite_steps} steps in a row were not finite, the last in {samples}: look at these samples, "
                 "lower optimizer.lr, or start again from an earlier checkpoint"
             )
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the adapter has the weights to use: those that train, or a schedule-free optimizer's average."""
+        assert self.transformer is not None
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        if not hasattr(optimizer, "eval"):
+            yield
+            return
+        # Its own way back rounds: a saving would change the run.
+        originals = {parameter: parameter.data.clone() for parameter in trainable(self.transformer).values()}
+        optimizer.eval()
+        try:
+            yield
+        finally:
+            optimizer.train()
+            for parameter, data in originals.items():
+                parameter.data.copy_(data)
 
     # Checkpoints: what trains, and nothing else
 

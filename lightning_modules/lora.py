@@ -202,6 +202,8 @@ def trial_step(optimizer: Callable[..., torch.optim.Optimizer], *shape: int) -> 
     """An optimizer after a step on one parameter, to see what it keeps of it."""
     parameter = nn.Parameter(torch.ones(shape))
     made = optimizer([parameter])
+    if hasattr(made, "train"):  # schedule-free ones average only where they are told to
+        made.train()
     parameter.grad = torch.ones_like(parameter)
     made.step()
     return made, parameter
