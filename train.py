@@ -145,8 +145,11 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     data.serve(module)
     cache = data.cache(module)
     writer = ShardWriter(cache, data.shard_size)
+    # The encoders are whole in every process, also where the transformer will be split.
+    strategy = cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp"
+    callbacks = [writer, EncodingProgress(line_every=10)]
     trainer: L.Trainer = instantiate(
-        cfg.trainer, callbacks=[writer, EncodingProgress(line_every=10)], logger=False, enable_progress_bar=True
+        cfg.trainer, strategy=strategy, callbacks=callbacks, logger=False, enable_progress_bar=True
     )
     with cache.lock() if trainer.is_global_zero else contextlib.nullcontext():
         if trainer.world_size == 1:

@@ -74,7 +74,7 @@ def silence_libraries() -> None:
     # Importing lightning sets its level: this must come after.
     for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name in ("lightning", "peft", "bitsandbytes"):
+    for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp"):
         warnings.filterwarnings("ignore", module=name)
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()

@@ -105,12 +105,12 @@ class LoRACheckpoint(L.Callback):
         assert module.transformer is not None
         step = self.saved_step = trainer.global_step
         last = self.output_dir / "checkpoints" / "last.ckpt"
+        with module.averaged_weights():
+            state = {name: tensor.cpu() for name, tensor in adapter_state(module.transformer).items()}
         if trainer.is_global_zero:
             header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
             file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME
-            with module.averaged_weights():
-                state = adapter_state(module.transformer)
-                save_lora(state, file, module.adapter.file_alpha, header, module.lora_prefix)
+            save_lora(state, file, module.adapter.file_alpha, header, module.lora_prefix)
             with replacing(self.output_dir / "lora" / "last" / WEIGHTS_NAME) as temporary:
                 shutil.copyfile(file, temporary)
             with replacing(last) as temporary:

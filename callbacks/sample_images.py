@@ -1,5 +1,6 @@
 """Fixed-seed pictures of the first few samples, to see the edit being learned."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ class SampleImages(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         step = trainer.global_step
         due = self.sample_every > 0 and step % self.sample_every == 0
-        if step != self._step and (due or step == trainer.max_steps) and trainer.is_global_zero:
+        # A base that is split needs all processes to compute.
+        takes_part = trainer.is_global_zero or pl_module.device_mesh is not None
+        if step != self._step and (due or step == trainer.max_steps) and takes_part:
             assert isinstance(pl_module, EditModule)
             with pl_module.stopwatch.stage(ASIDE):
                 self.sample(trainer, pl_module)
@@ -71,10 +74,15 @@ class SampleImages(L.Callback):
         assert module.transformer is not None
         assert module.adapter is not None
         module.eval()
-        with module.averaged_weights(), module.adapter.in_dtype(module.transformer, module.base_dtype):
+        # As a loader will have the weights; those that are split over processes stay as they train.
+        split = module.device_mesh is not None
+        as_loaded = nullcontext() if split else module.adapter.in_dtype(module.transformer, module.base_dtype)
+        with module.averaged_weights(), as_loaded:
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]
                 result = module.edit(latents, self.sampling, (width, height), self.seed)
+                if not trainer.is_global_zero:
+                    continue
                 strip = _side_by_side([*pictures[:-1], result, pictures[-1]])
                 name = latents.keys[0].replace("/", "_")
                 save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")

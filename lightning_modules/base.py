@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from datamodules.batch import LatentBatch, RawBatch, pad_to
 from datamodules.errors import UserError, listing
 from lightning_modules import flow
-from lightning_modules.lora import LoRA, adapter_tensors, trainable
+from lightning_modules.lora import LoRA, adapter_tensors, trainable, whole
 from lightning_modules.lora_files import check_fits
 from lightning_modules.prediction import Predictor
 
@@ -93,6 +93,10 @@ class EditModule(Predictor):
         self.adapter.inject(transformer)
         self.rank_gates = self.adapter.rank_gates()
         self.transformer = transformer
+        if self.device_mesh is not None:
+            from lightning_modules.sharding import shard
+
+            shard(transformer, self.device_mesh["data_parallel"])
         # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         self._ddp_params_and_buffers_to_ignore = frozen
@@ -193,7 +197,7 @@ class EditModule(Predictor):
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         by_norm = gradient_clip_algorithm != "value"
-        self.grad_norm = nn.utils.clip_grad_norm_(parameters, (by_norm and gradient_clip_val) or float("inf"))
+        self.grad_norm = whole(nn.utils.clip_grad_norm_(parameters, (by_norm and gradient_clip_val) or float("inf")))
         window, self._window = self._window, []
         if torch.isfinite(self.grad_norm):
             self.nonfinite_steps = 0
@@ -246,9 +250,14 @@ class EditModule(Predictor):
             counter.update(dict.fromkeys(counter, batches))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "state_dict" in checkpoint:  # else the strategy has loaded it
+            self.check_checkpoint(checkpoint["state_dict"])
+
+    def check_checkpoint(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Raise a UserError for the tensors of another adapter."""
         assert self.transformer is not None
         own = {f"transformer.{name}": tensor.shape for name, tensor in adapter_tensors(self.transformer).items()}
-        stored = {name: tensor.shape for name, tensor in checkpoint["state_dict"].items()}
+        stored = {name: tensor.shape for name, tensor in state_dict.items()}
         if own != stored:
             different = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))
             raise UserError(

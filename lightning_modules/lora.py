@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from datamodules.errors import UserError, listing
 from lightning_modules.lora_files import find_weights, read_adapter, read_weights
@@ -235,8 +236,13 @@ def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in transformer.state_dict().items() if f".{ADAPTER}." in name}
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be split over processes; all of them take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _weight(half: Any) -> Tensor:
-    return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight()
+    return whole(half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight())
 
 
 def _set_weight(half: Any, weight: Tensor) -> None:

@@ -30,7 +30,8 @@ def nbytes(module: nn.Module) -> int:
 
 def _tensor_bytes(tensor: Tensor) -> int:
     if is_traceable_wrapper_subclass(tensor):
-        return sum(_tensor_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return sum(_tensor_bytes(part) for part in parts if isinstance(part, Tensor))
     return tensor.nbytes
 
 
