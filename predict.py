@@ -230,6 +230,7 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     from hydra.utils import instantiate
 
     from callbacks.precision import compare_precision
+    from datamodules.batch import LatentBatch
     from lightning_modules.quantization import BACKENDS
 
     place_trainer(cfg)
@@ -240,7 +241,8 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     data.open(data.cache(module))
     settings = cfg.model.quantization or OmegaConf.load(CONF / "quantization" / "fp8.yaml")
     quantizations = [instantiate(settings, format=format, backend=None) for format in BACKENDS]
-    batches = [example.batch for example in data.examples(EXAMPLES, empty_prompt=False)]
+    examples = [example.batch for example in data.examples(EXAMPLES, empty_prompt=False)]
+    batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
     compare_precision(module.to(compute_device(cfg)), quantizations, batches, output_dir / "precision.png")
 
 

@@ -53,31 +53,36 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     texts = {part: size for part, size in encoders.items() if part != "vae"}
     vae = encoders.get("vae", 0)
     chosen = module.gradient_checkpointing
+    resting = module.offload["encoders"]  # beside the transformer
+    weights = plan.weights - plan.waiting
     training = {
-        "weights": plan.weights,
+        "weights": weights,
         "LoRA": plan.adapter,
         "optimizer": plan.optimizer,
         "activations": plan.activations[chosen],
     }
-    if not caches:
-        training |= encoders
-    elif samples and vae:
-        training["vae"] = vae
+    beside = encoders if not caches else {"vae": vae} if samples and vae else {}
+    if not resting:
+        training |= beside
     encoding = texts | ({"vae": vae, "its activations": plan.encode} if vae else {})
     # Prompts that are shared come first, and their encoders go before the autoencoder comes.
     together = module.condition_images.text_sees_them or not caches
     encoding_peak = sum(encoding.values()) if together else max(sum(texts.values()), vae + plan.encode)
-    decoding = plan.weights + plan.adapter + plan.optimizer + vae + plan.decode
+    trained = weights + plan.adapter + plan.optimizer
+    decoding = trained + vae + plan.decode
+    stepwise = trained + max(beside.values(), default=0) + plan.encode if not caches else 0
     count, (images, _), tokens = plan.batch
     pictures = " + ".join(f"{width}x{height}" for width, height in images)
     other = "without" if chosen else "with"
-    peak = max(sum(training.values()), encoding_peak if caches else 0, decoding if samples else 0)
+    peak = max(sum(training.values()), encoding_peak if caches else 0, decoding if samples else 0, stepwise)
     host = {"this process": plan.process, "prompts while encoding": plan.prompts, "reading ahead": plan.read_ahead}
     host |= {part: plan.encoders[part] for part in sorted(on_host)}
+    host |= {"blocks": plan.waiting} if plan.waiting else {}
+    host |= beside if resting else {}
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]
     return {
-        "model": f"{module.repository_name} ({str(module.base_dtype)[6:]}), {plan.parameters:,} parameters",
+        "model": f"{module.repository_name} ({plan.precision}), {plan.parameters:,} parameters",
         "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
         "heaviest batch": f"{count} of {pictures}, {tokens:,} tokens",

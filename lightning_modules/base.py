@@ -70,6 +70,8 @@ class EditModule(Predictor):
     def preflight(self) -> None:
         super().preflight()
         if self.adapter is not None:
+            if self.offload["blocks"] and not self.gradient_checkpointing:
+                raise UserError("model.offload.blocks needs model.gradient_checkpointing=true: it frees a block's copy")
             if self.adapter.init_from:
                 check_fits(self.adapter.init_from, self.meta_transformer(), self.repository_name)
             self.adapter.resolve_targets(self.meta_transformer())
@@ -93,8 +95,12 @@ class EditModule(Predictor):
         self.adapter.inject(transformer)
         self.rank_gates = self.adapter.rank_gates()
         self.transformer = transformer
+        self.stream_blocks()
         if self.device_mesh is not None:
             from lightning_modules.sharding import shard
+
+            if self.offload["blocks"]:
+                raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
 
             shard(transformer, self.device_mesh["data_parallel"])
         # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
@@ -114,6 +120,7 @@ class EditModule(Predictor):
         if data.needs_encoders:
             for name in (*self.text_components, "vae"):
                 self.components[name]
+            self.rest_components()
 
     # Training
 

@@ -82,6 +82,7 @@ class Components:
         self.main_device = main_device
         self.stopwatch = stopwatch
         self._loaded: dict[str, Any] = {}
+        self._resting: set[str] = set()
 
     @property
     def repository(self) -> str:
@@ -100,7 +101,8 @@ class Components:
         if name not in self._loaded:
             with self.stopwatch.stage("load"):
                 self._loaded[name] = self._load(name, self.device(name))
-        return self._loaded[name]
+        part = self._loaded[name]
+        return part.to(self.device(name)) if name in self._resting else part
 
     def _load(self, name: str, device: torch.device) -> Any:
         if self.quantization is None or name not in self.quantization.components_to_quantize:
@@ -119,6 +121,19 @@ class Components:
     def models(self) -> dict[str, nn.Module]:
         """The models that are in memory now."""
         return {name: part for name, part in self._loaded.items() if isinstance(part, nn.Module)}
+
+    def weight_bytes(self, name: str, part: nn.Module) -> int:
+        """What a model, which may be on the meta device, takes."""
+        if self.quantization is not None and name in self.quantization.components_to_quantize:
+            return self.quantization.nbytes(part, self.dtype)
+        return sum(parameter.numel() for parameter in part.parameters()) * self.dtype.itemsize
+
+    def rest(self) -> None:
+        """Let the models wait in the host's memory until they are used again."""
+        for name, part in self.models().items():
+            if self.device(name).type != "cpu":
+                part.to("cpu")
+                self._resting.add(name)
 
     def release(self, *names: str) -> None:
         """Forget components and give their memory back."""

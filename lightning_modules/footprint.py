@@ -23,18 +23,21 @@ from lightning_modules.base import EditModule
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
 from lightning_modules.frozen import PIXELS_PER_LATENT
 from lightning_modules.lora import adapter_tensors, trainable, trial_step
+from lightning_modules.offload import streamed_blocks
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
 
 @dataclass
 class Footprint:
-    """Bytes, but for the first two.
+    """Bytes, but for the first four.
 
     Attributes:
+        precision: of the transformer's linear layers.
         parameters, trainable: how many the transformer has, and how many the adapter.
         batch: samples, size and tokens of the heaviest batch.
         weights: of the transformer.
+        waiting: of these, what is in the host's memory at any time.
         adapter: its weights and gradients.
         optimizer: its state.
         activations: the most that a step has in memory beside these, by `gradient_checkpointing`.
@@ -46,10 +49,12 @@ class Footprint:
         process: what this process has in memory now.
     """
 
+    precision: str
     parameters: int
     trainable: int
     batch: tuple[int, Size, int]
     weights: int
+    waiting: int
     adapter: int
     optimizer: int
     activations: dict[bool, int]
@@ -88,6 +93,10 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert module.optimizer is not None
     transformer = module.meta_transformer()
     parameters = sum(p.numel() for p in transformer.parameters())
+    weights = {
+        name: module.weight_bytes(name) for name in ("", *streamed_blocks(transformer, module.offload["blocks"]))
+    }
+    whole = weights.pop("")
     module.adapter.inject(transformer)
     count = sum(p.numel() for p in trainable(transformer).values())
     caption = max((sample.prompt for sample in data.samples), key=len, default="")
@@ -103,15 +112,18 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     for name in (*module.text_components, "vae"):
         part = loading.meta_component(module.components.repository, name, module.revision)
         if part is not None:
-            encoders[name] = sum(p.numel() for p in part.parameters()) * module.base_dtype.itemsize
+            encoders[name] = module.components.weight_bytes(name, part)
             vae = part if name == "vae" else vae
     assert vae is not None
     encode, decode = autoencoder_peaks(module, vae, data.sizes)
     return Footprint(
+        precision=module.expected_precision,
         parameters=parameters,
         trainable=count,
         batch=heaviest,
-        weights=parameters * module.base_dtype.itemsize,
+        weights=whole,
+        # Two blocks are on the device at a time: one computes, one is on its way.
+        waiting=sum(sorted(weights.values())[:-2]),
         adapter=sum(tensor.nbytes for tensor in adapter_tensors(transformer).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(module.optimizer)),
         # Gradients are made in the step too, and counted with the adapter.

@@ -18,7 +18,8 @@ from datamodules.transforms import PREPROCESSING
 from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family
-from lightning_modules.quantization import Quantization
+from lightning_modules.offload import BlockStream, streamed_blocks
+from lightning_modules.quantization import BITS, Quantization
 
 log = logging.getLogger("retouch")
 
@@ -48,6 +49,8 @@ class FrozenPipeline(L.LightningModule, Family):
         vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
         quantization: of the transformer, and of other components that it names; None where all stay in `dtype`.
             A transformer that is quantized on disk is loaded as it is, whatever this says.
+        offload: what waits in the host's memory: `encoders`, whether the other components do beside a loaded
+            transformer; `blocks`, how many of its blocks.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class FrozenPipeline(L.LightningModule, Family):
         dtype: str,
         devices: Mapping[str, str | None],
         vae_encode_mode: str,
-        quantization: Quantization | None = None,
+        quantization: Quantization | None,
+        offload: Mapping[str, Any],
     ) -> None:
         super().__init__()
         if vae_encode_mode not in ("sample", "mode"):
@@ -72,6 +76,7 @@ class FrozenPipeline(L.LightningModule, Family):
         }
         self.vae_encode_mode = vae_encode_mode
         self.quantization = quantization
+        self.offload = offload
         self.transformer: nn.Module | None = None
         self.stopwatch = Stopwatch()
         self.components = Components(
@@ -107,6 +112,8 @@ class FrozenPipeline(L.LightningModule, Family):
                 f"{self.repository_name} has no {listing(lacking)}, which {type(self).__name__} needs: it is made for "
                 f"{made_for}"
             )
+        if self.offload["blocks"]:
+            streamed_blocks(self.meta_transformer(), self.offload["blocks"])
         if self.quantization is not None:
             known = ("transformer", *(name for name in self.text_components if name in index))
             unknown = [name for name in self.quantization.components_to_quantize if name not in known]
@@ -154,7 +161,40 @@ class FrozenPipeline(L.LightningModule, Family):
                 dtype=self.base_dtype,
                 device=self.main_device,
                 quantization=self.transformer_quantization,
+                rest=self._rest_of_block if self.offload["blocks"] else None,
             )
+
+    def _rest_of_block(self, name: str) -> torch.device:
+        """Where the weights of a layer end."""
+        streamed = streamed_blocks(self.meta_transformer(), self.offload["blocks"])
+        return torch.device("cpu") if name.startswith(tuple(f"{block}." for block in streamed)) else self.main_device
+
+    @cached_property
+    def expected_precision(self) -> str:
+        """`base_precision`, as far as can be said without reading weights from the hub."""
+        wanted = self.transformer_quantization
+        stored = loading.transformer_format(*self._transformer_source())
+        return stored or (str(self.base_dtype)[6:] if wanted is None else wanted.format)
+
+    def weight_bytes(self, name: str) -> int:
+        """What a part of the transformer takes, about, where its files are quantized."""
+        part = self.meta_transformer().get_submodule(name)
+        wanted = self.transformer_quantization
+        if wanted is not None and wanted.format == self.expected_precision:
+            return wanted.nbytes(part, self.base_dtype, prefix=name and f"{name}.")
+        bits = BITS.get(self.expected_precision, 8 * self.base_dtype.itemsize)
+        return round(sum(parameter.numel() for parameter in part.parameters()) * bits / 8)
+
+    def stream_blocks(self) -> None:
+        """Give the offloaded blocks of the transformer what lets them compute; adapters must be there."""
+        assert self.transformer is not None
+        if self.offload["blocks"]:
+            BlockStream(list(streamed_blocks(self.transformer, self.offload["blocks"]).values()), self.main_device)
+
+    def rest_components(self) -> None:
+        """Encoders and autoencoder make room for the transformer, if they are told to."""
+        if self.offload["encoders"] and self.transformer is not None:
+            self.components.rest()
 
     @property
     def transformer_quantization(self) -> Quantization | None:
@@ -249,6 +289,7 @@ class FrozenPipeline(L.LightningModule, Family):
             prompt, empty = self.prompts(batch.prompts, images, self.main_device), {}
             if negative_prompt is not None:
                 empty = self.prompts([negative_prompt] * len(images), images, self.main_device)
+        self.rest_components()
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
 
     def _quantized_encoders(self) -> dict[str, str]:

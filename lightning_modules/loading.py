@@ -231,6 +231,17 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
         ) from error
 
 
+def transformer_format(repository: str, revision: str | None = None) -> str | None:
+    """What its configuration, or the headers of files that are here, say of the quantization of linear layers."""
+    how = transformer_config(repository, revision).get("quantization_config") or {}
+    if how.get("load_in_8bit"):
+        return "int8"
+    if how.get("load_in_4bit"):
+        return how.get("bnb_4bit_quant_type", "fp4")
+    weights = transformer_weights(repository, revision) if Path(repository).is_dir() else None
+    return None if weights is None else weights.format
+
+
 def load_transformer(
     cls: type[Any],
     repository: str,

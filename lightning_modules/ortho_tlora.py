@@ -160,7 +160,13 @@ def weight_triples(layer: Any, chosen: slice) -> tuple[Tensor, Tensor, Tensor]:
     """P (out, r), lambda (r,) and Q (r, in) of the thin SVD of a layer's weight, dequantized where it is quantized."""
     from peft.utils.integrations import dequantize_module_weight
 
-    weight = dequantize_module_weight(layer.get_base_layer()).detach().float()
+    from lightning_modules.quantized_linear import QuantizedLinear
+
+    base = layer.get_base_layer()
+    quantized = isinstance(base, QuantizedLinear)
+    weight = (
+        base.dequantize(torch.float32, *base.parts()) if quantized else dequantize_module_weight(base).detach().float()
+    )
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     return u[:, chosen].contiguous(), s[chosen].contiguous(), vh[chosen].contiguous()
 

@@ -53,6 +53,7 @@ class Predictor(FrozenPipeline):
         if self.transformer is None and self.sampling is not None:
             self.transformer = self.load_transformer()
             self._load_loras()
+            self.stream_blocks()
 
     def _load_loras(self) -> None:
         self.rank_gates = []
@@ -155,6 +156,7 @@ class Predictor(FrozenPipeline):
             latents = self.pipeline().edit(controls, size, generator=generator, **arguments)
         with self.stopwatch.stage("decode"):
             pixels = self.decode(latents)
+        self.rest_components()
         if not pixels.isfinite().all():
             log.warning(
                 "note: a picture is not finite, and black where it is not: some schedules divide by zero with "

@@ -135,8 +135,18 @@ class Quantization:
             assert isinstance(linear, nn.Linear)
             model.set_submodule(name, self.quantize(linear.to(device)))
 
-    def nbytes(self, model: nn.Module, dtype: torch.dtype) -> int:
-        """What the weights of a model, which may be on the meta device, take when it is quantized."""
-        quantized = sum(m.weight.numel() for name, m in model.named_modules() if self.converts(name, m))
+    def nbytes(self, model: nn.Module, dtype: torch.dtype, prefix: str = "") -> int:
+        """What the weights of a model, which may be on the meta device, will take.
+
+        Args:
+            dtype: of what is not quantized.
+            prefix: the model's name in a larger one.
+        """
+        quantized = sum(m.weight.numel() for name, m in model.named_modules() if self.converts(prefix + name, m))
         others = sum(parameter.numel() for parameter in model.parameters()) - quantized
-        return round(quantized * BITS[self.format] / 8) + others * dtype.itemsize
+        return round(quantized * self.bits / 8) + others * dtype.itemsize
+
+    @property
+    def bits(self) -> float:
+        """What a weight takes, scales included but for those of whole rows."""
+        return 4.127 if self.double_quant and BITS[self.format] < 8 else BITS[self.format]

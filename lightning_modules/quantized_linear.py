@@ -33,7 +33,7 @@ class FrozenProduct(torch.autograd.Function):
         return layer.product(x, *parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         parts = ctx.saved_tensors
         return ctx.layer.input_gradient(grad, *parts), None, *[None] * len(parts)
 
@@ -102,7 +102,7 @@ class Fp8Linear(QuantizedLinear):
 
     def product(self, x: Tensor, *parts: Tensor) -> Tensor:
         weight, scale = parts
-        if not self._on_tensor_cores(x):
+        if not self._on_tensor_cores(x, weight):
             return super().product(x, *parts)
         rows, row_scales = quantize_rows(x.reshape(-1, self.in_features), E4M3)
         # Both scaled by rows: the second matrix is weight^T, column by column.
@@ -118,7 +118,7 @@ class Fp8Linear(QuantizedLinear):
 
     def input_gradient(self, grad: Tensor, *parts: Tensor) -> Tensor:
         weight, scale = parts
-        if self.gradient_dtype != E5M2 or not self._on_tensor_cores(grad):
+        if self.gradient_dtype != E5M2 or not self._on_tensor_cores(grad, weight):
             return super().input_gradient(grad, *parts)
         # The weight's scales are along the sum: they go into the gradient.
         rows, row_scales = quantize_rows(grad.reshape(-1, self.out_features) * scale.to(grad.dtype).t(), E5M2)
@@ -128,9 +128,9 @@ class Fp8Linear(QuantizedLinear):
         x = torch._scaled_mm(rows, columns, scale_a=row_scales, scale_b=ones, out_dtype=torch.bfloat16)
         return x.view(*grad.shape[:-1], self.in_features).to(grad.dtype)
 
-    def _on_tensor_cores(self, x: Tensor) -> bool:
+    def _on_tensor_cores(self, x: Tensor, weight: Tensor) -> bool:
         whole = self.in_features % TILE == 0 and self.out_features % TILE == 0
-        return whole and self.weight.dtype == E4M3 and has_fp8_tensor_cores(x.device)
+        return whole and weight.dtype == E4M3 and has_fp8_tensor_cores(x.device)
 
 
 @cache

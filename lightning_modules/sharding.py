@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
+from lightning_modules.offload import blocks
 from lightning_modules.quantized_linear import FourBitLinear
 
 
@@ -34,11 +35,6 @@ class Sharded(ModelParallelStrategy):
         return get_model_state_dict(self.model, options=options)
 
 
-def blocks(transformer: nn.Module) -> list[nn.Module]:
-    """Its repeated parts, in the order in which they compute."""
-    return [block for part in transformer.children() if isinstance(part, nn.ModuleList) for block in part]
-
-
 def shard(transformer: nn.Module, mesh: Any) -> None:
     """Split a transformer block by block: a block's weights come together while it computes.
 
@@ -52,6 +48,6 @@ def shard(transformer: nn.Module, mesh: Any) -> None:
                 f"trainer=fsdp cannot split {name}: it splits bf16, fp8 by retouch and int8 by bitsandbytes; others "
                 "are small enough for trainer.strategy=ddp"
             )
-    for block in blocks(transformer):
+    for block in blocks(transformer).values():
         fully_shard(block, mesh=mesh)
     fully_shard(transformer, mesh=mesh)
