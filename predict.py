@@ -72,10 +72,16 @@ def warn_of_other_base(module: Any, files: list[Path], headers: list[dict[str, A
     provenance = module.provenance()
     here = {key: value for key, value in provenance.items() if key != "transformer"} | module.encoding_settings()
     for file, header in zip(files, headers, strict=True):
-        trained = {} if header is None else {**header["model"], **header}
-        for key, value in here.items():
-            if key in trained and trained[key] != value:
-                log.warning(f"note: {file} was trained on {key} {trained[key]}, this is {value}")
+        if header is None:
+            continue
+        trained = {**header["model"], **header}
+        for key in dict.fromkeys([*here, *(key for key in header if key.endswith("_precision"))]):
+            # Encoders whose precision is not told have the model's dtype.
+            plain = key.endswith("_precision") and key != "base_precision"
+            before = trained.get(key, trained.get("dtype") if plain else None)
+            now = here.get(key, str(module.base_dtype)[6:])
+            if before is not None and before != now:
+                log.warning(f"note: {file} was trained on {key} {before}, this is {now}")
 
 
 def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:

@@ -121,6 +121,8 @@ class FrozenPipeline(L.LightningModule, Family):
                 raise UserError(
                     f"model.quantization.components_to_quantize: {listing(unknown)} is none of {', '.join(known)}"
                 )
+        if self.transformer_quantization is not None:
+            self.transformer_quantization.chosen(self.meta_transformer())
         found = loading.transformer_config(*self._transformer_source()).get("_class_name")
         if found not in (self.transformer_class, None):
             raise UserError(

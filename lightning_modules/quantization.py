@@ -85,6 +85,17 @@ class Quantization:
         plain = type(module) is nn.Linear
         return plain and not any(fnmatchcase(name, pattern) for pattern in self.modules_to_not_convert)
 
+    def chosen(self, model: nn.Module) -> list[str]:
+        """The names of the layers that are to be quantized.
+
+        Raises:
+            UserError: there are none.
+        """
+        names = [name for name, module in model.named_modules() if self.converts(name, module)]
+        if not names:
+            raise UserError("model.quantization.modules_to_not_convert leaves no linear layer to quantize")
+        return names
+
     def quantize(self, linear: nn.Linear) -> nn.Module:
         """A layer in its place, on its device.
 
@@ -127,10 +138,7 @@ class Quantization:
 
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise UserError("quantize before the adapter is injected: it goes beside quantized layers")
-        names = [name for name, module in model.named_modules() if self.converts(name, module)]
-        if not names:
-            raise UserError("model.quantization.modules_to_not_convert leaves no linear layer to quantize")
-        for name in names:
+        for name in self.chosen(model):
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             model.set_submodule(name, self.quantize(linear.to(device)))

@@ -204,5 +204,8 @@ def _stored_layer(
         return None
     import bitsandbytes as bnb
 
-    quant_state = bnb.functional.QuantState.from_dict(state, device)
+    try:
+        quant_state = bnb.functional.QuantState.from_dict(state, device)
+    except (KeyError, ValueError, AssertionError) as error:
+        raise UserError(f"the quant state of {name} is damaged: {error}; get the file again") from error
     return FourBitLinear(read("weight").view(torch.uint8), quant_state, bias, dtype)
