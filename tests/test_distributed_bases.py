@@ -1,0 +1,101 @@
+"""Bases in all formats, in two processes: whole in each (DDP), and split over them (FSDP2)."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.conftest import ROOT, lora_bytes
+from tests.lightning_modules.test_quantized_linear import WAYS
+from tests.test_quantized_training import MODEL, quantized, short
+
+DDP = ["trainer.devices=2", "trainer.strategy=ddp"]
+FSDP = ["trainer=fsdp", "trainer.devices=2"]
+SETTINGS = ["scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=float32"]
+SPLIT = {
+    "bf16": ["model.quantization=null", "model.dtype=bfloat16"],
+    "fp8": ["model.dtype=bfloat16"],
+    "fp8 in float32": [],
+    "int8": ["model.quantization.format=int8"],
+}
+
+
+def in_two_processes(runs, timeout=240):
+    """The text of both."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOGLEVEL": "ERROR"}
+    arguments = json.dumps([[str(part) for part in overrides] for overrides in runs])
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "several_runs.py"), arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        cwd=ROOT,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def assert_close(one, other, rtol=1e-4, atol=1e-6):
+    """Of the LoRA files of two runs."""
+    ours, theirs = (safetensors.torch.load(lora_bytes(folder)) for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=rtol, atol=atol)
+
+
+def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
+    def overrides(kind, format, backend, *more):
+        return quantized(tiny, pairs, tmp_path / kind / f"{format}-{backend}", 3, format, backend, *SETTINGS, *more)
+
+    for way in WAYS:
+        run("train", *overrides("one", *way, "data.batch_size=2", f"data.cache_dir={tmp_path / 'cache'}"))
+    where = f"data.cache_dir={tmp_path / 'cache'}"
+    status, text = in_two_processes([overrides("two", *way, *DDP, where) for way in WAYS])
+    assert status == 0, text
+    for format, backend in WAYS:
+        assert_close(*(tmp_path / kind / f"{format}-{backend}" for kind in ("one", "two")))
+
+
+def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs, tmp_path):
+    """Sample pictures, for which all processes compute, are made on the way."""
+
+    def overrides(kind, name, steps, *more):
+        output = tmp_path / kind / name
+        common = [part for part in short(tiny, pairs, output, steps) if part != "callbacks.sample_images=null"]
+        where = f"data.cache_dir={tmp_path / 'cache'}"
+        return [*MODEL, *common, *SETTINGS, *SPLIT[name], where, *more]
+
+    quiet = "callbacks.sample_images=null"
+    for name in SPLIT:
+        run("train", *overrides("one", name, 4, "data.batch_size=2", quiet))
+    status, text = in_two_processes(
+        [
+            *(overrides("split", name, 4, *FSDP, "callbacks.sample_images.num_inference_steps=2") for name in SPLIT),
+            overrides("parts", "fp8", 2, *FSDP, quiet),
+            overrides("parts", "fp8", 4, *FSDP, quiet, "ckpt_path=last"),
+        ]
+    )
+    assert status == 0, text
+    for name in SPLIT:
+        rounding = {"rtol": 0.05, "atol": 2e-4} if "model.dtype=bfloat16" in SPLIT[name] else {}
+        assert_close(tmp_path / "one" / name, tmp_path / "split" / name, **rounding)
+        assert len(list((tmp_path / "split" / name / "samples").glob("*/*.png"))) == 4
+    assert lora_bytes(tmp_path / "parts" / "fp8") == lora_bytes(tmp_path / "split" / "fp8")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.quantization.format=nf4", "trainer=fsdp cannot split transformer_blocks.0.attn.to_q"),
+        ("model.offload.blocks=2", "model.offload.blocks does not go with trainer=fsdp"),
+    ],
+)
+def test_what_cannot_be_split_is_one_line(run, tiny, pairs, tmp_path, setting, message):
+    one = ["trainer=fsdp", "trainer.devices=1", setting]
+    assert message in run("train", *MODEL, *short(tiny, pairs, tmp_path / "run", 1), *one, ok=False).error
