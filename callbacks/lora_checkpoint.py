@@ -106,7 +106,7 @@ class LoRACheckpoint(L.Callback):
         step = self.saved_step = trainer.global_step
         last = self.output_dir / "checkpoints" / "last.ckpt"
         with module.averaged_weights():
-            state = {name: tensor.cpu() for name, tensor in adapter_state(module.transformer).items()}
+            state = {name: tensor.cpu().clone() for name, tensor in adapter_state(module.transformer).items()}
         if trainer.is_global_zero:
             header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
             file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME

@@ -174,8 +174,8 @@ def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
 
 
 def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
-    """The optimizer's state, by taking a step with it on a small parameter."""
-    made, parameter = trial_step(optimizer, 1 << 16)
+    """The optimizer's state, by taking a step with it on a small matrix."""
+    made, parameter = trial_step(optimizer, 256, 256)
     state = [tensor for tensor in tree_iter(made.state) if isinstance(tensor, Tensor)]
     return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
 

@@ -62,7 +62,7 @@ def test_folders_and_unknown_names_are_left_as_they_are(tmp_path):
     assert loading.resolve_repository("Qwen/Qwen-Image-Edit") == "Qwen/Qwen-Image-Edit"
 
 
-@pytest.mark.parametrize(("name", "expected"), [("adamw", 8), ("adamw_8bit", 2), ("prodigy", 16)])
+@pytest.mark.parametrize(("name", "expected"), [("adamw", 8), ("adamw_8bit", 2), ("prodigy", 16), ("adafactor", 0.03)])
 def test_optimizer_state_is_what_the_optimizer_keeps(name, expected):
     cfg = compose("train", f"optimizer={name}")
     assert bytes_per_parameter(instantiate(cfg.optimizer)) == pytest.approx(expected, rel=0.05)

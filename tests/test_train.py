@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
-from tests.conftest import lora_bytes, make_pairs, short, start, wait_until
+from tests.conftest import compose, lora_bytes, make_pairs, short, start, wait_until
 
 
 def weights(run):
@@ -56,13 +56,32 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, tiny, tm
     assert losses == [row["loss"] for row in metrics(tmp_path / "whole")]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "prodigy"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit", "prodigy", "adafactor", "adamw_schedule_free"])
 def test_resume_is_bitwise_for_other_optimizers(run, tiny, pairs, tmp_path, optimizer):
-    settings = [f"optimizer={optimizer}", "scheduler=constant", "save_every=0"]
-    run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings)
-    run("train", *short(tiny, pairs, tmp_path / "halves", 3), *settings)
-    run("train", *short(tiny, pairs, tmp_path / "halves", 6), *settings, "ckpt_path=last")
+    settings = [f"optimizer={optimizer}", "scheduler=constant"]
+    run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings, "save_every=0")
+    run("train", *short(tiny, pairs, tmp_path / "halves", 3), *settings, "save_every=2")
+    run("train", *short(tiny, pairs, tmp_path / "halves", 6), *settings, "ckpt_path=last", "save_every=2")
     assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
+
+
+def test_files_of_a_schedule_free_run_hold_its_average(run, tiny, pairs, tmp_path):
+    """x of arXiv 2405.15682, where training goes on with y = (1 - beta) z + beta x."""
+    run("train", *short(tiny, pairs, tmp_path / "run", 6), "optimizer=adamw_schedule_free", "optimizer.lr=1e-2")
+    checkpoint = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
+    state = checkpoint["optimizer_states"][0]["state"].values()
+    average = safetensors.torch.load(lora_bytes(tmp_path / "run"))
+    for (name, y), moments in zip(checkpoint["state_dict"].items(), state, strict=True):
+        x = (y - (1 - 0.9) * moments["z"]) / 0.9
+        torch.testing.assert_close(average[name.replace(".default", "")], x, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(x, y, atol=1e-4)
+
+
+def test_prodigy_and_schedule_free_bring_a_constant_schedule():
+    for name in ("prodigy", "adamw_schedule_free"):
+        assert compose("train", f"optimizer={name}").scheduler._target_.endswith("get_constant_schedule_with_warmup")
+    chosen = compose("train", "optimizer=prodigy", "scheduler=cosine")
+    assert "cosine" in chosen.scheduler._target_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -116,7 +135,6 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
     from hydra.utils import instantiate
 
     from datamodules.pixels import collate
-    from tests.conftest import compose
 
     settings = ["adapter.rank=16", "adapter.target_modules=all-linear", "optimizer.lr=3e-3", "data.batch_size=4"]
     settings.append("data.caption_dropout_rate=0")

@@ -1,0 +1,144 @@
+"""Blocks that wait in the host's memory, and encoders: the same numbers as without."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from torch.nn import Linear
+
+from datamodules.errors import UserError
+from lightning_modules.lora import trainable
+from lightning_modules.offload import BlockStream, blocks, streamed_blocks
+from lightning_modules.rank_schedule import mask_forwards
+from tests.conftest import compose, lora_bytes, short
+from tests.tiny_adapters import batch, learn
+from tests.tiny_pipelines import FLUX
+
+BASES = {"bf16": ["model.quantization=null"], **{f: [f"model.quantization.format={f}"] for f in ("fp8", "nf4", "int8")}}
+
+
+def build(tiny, *more):
+    cfg = compose("train", "model=flux_kontext_fp8", f"model.pretrained_model_name_or_path={tiny}", *more)
+    module = instantiate(cfg.model, _convert_="all")
+    module.preflight()
+    module.configure_model()
+    if module.rank_gates:
+        mask_forwards(module.transformer, module.rank_gates, module.sampling_step)
+    learn(module)
+    return module
+
+
+def step(module):
+    """The velocity and the gradients of a batch."""
+    x_t, controls, prompt = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        velocity = module.velocity(x_t, torch.tensor([0.2, 0.7]), controls, prompt)
+    velocity.float().square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in trainable(module.transformer).items()}
+    return {"velocity": velocity.detach(), **gradients}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("adapter", ["lora", "ortho_tlora"])
+def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
+    settings = [*BASES[base], f"adapter={adapter}", "adapter.rank=4"]
+    whole = step(build(tiny, *settings))
+    for count in (1, 4):
+        streamed = step(build(tiny, *settings, f"model.offload.blocks={count}"))
+        assert whole.keys() == streamed.keys()
+        assert all(torch.equal(whole[name], streamed[name]) for name in whole)
+
+
+def test_two_blocks_are_there_at_a_time(tiny, monkeypatch):
+    """The one that computes, forward or backward, and the next."""
+    copies, most = [], 0
+    fetch = BlockStream._fetch
+
+    def counted(self, number):
+        nonlocal most
+        known = set(self._copies)
+        fetch(self, number)
+        for new in self._copies.keys() - known:
+            copies.append([weakref.ref(tensor.untyped_storage()) for tensor in self._copies[new][0]])
+        gc.collect()
+        most = max(most, sum(any(storage() is not None for storage in one) for one in copies))
+
+    module = build(tiny, "model.offload.blocks=4")
+    monkeypatch.setattr(BlockStream, "_fetch", counted)
+    step(module)
+    assert most == 2
+    # Forward one after the other, backward the same way back: each but the last is copied twice.
+    assert len(copies) == 8
+
+
+def test_nothing_is_left_in_a_block_that_has_computed(tiny):
+    module = build(tiny, "model.offload.blocks=2")
+    streamed = streamed_blocks(module.transformer, 2)
+    for _ in range(2):
+        step(module)
+        linears = [
+            m
+            for block in streamed.values()
+            for n, m in block.named_modules()
+            if isinstance(m, Linear) and "lora" not in n
+        ]
+        assert len(linears) > 10
+        assert all(linear.weight is None for linear in linears)
+
+
+def test_streamed_blocks_are_spread_over_all(tiny):
+    transformer = build(tiny).transformer
+    names = list(blocks(transformer))
+    assert len(names) == 4
+    assert list(streamed_blocks(transformer, 2)) == [names[0], names[2]]
+    assert list(streamed_blocks(transformer, 4)) == names
+    assert streamed_blocks(transformer, 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.offload.blocks=5"], "model.offload.blocks=5: FluxTransformer2DModel has 0 to 4"),
+        (["model.offload.blocks=-1"], "model.offload.blocks=-1: FluxTransformer2DModel has 0 to 4"),
+        (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=true"),
+        (
+            ["model.offload.blocks=2", "model.quantization.backend=torchao"],
+            "does not go with model.quantization.backend",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed_is_named(tiny, settings, message):
+    with pytest.raises(UserError, match=message):
+        build(tiny, *settings)
+
+
+def test_run_and_prediction_with_offloading_are_the_same(run, tiny, pairs, tmp_path):
+    """Sample pictures included: blocks stream where no gradient is wanted, too."""
+    offloaded = ["model.offload.blocks=3", "model.offload.encoders=true"]
+    pictures = []
+    for name, more in (("whole", []), ("offloaded", offloaded)):
+        common = [
+            part for part in short(tiny, pairs, tmp_path / name, 3, "pairs") if part != "callbacks.sample_images=null"
+        ]
+        steps = "callbacks.sample_images.num_inference_steps=2"
+        run("train", "model=flux_kontext_fp8", *FLUX["settings"], *common, steps, *more)
+        asked = [f"lora={tmp_path / name}", f"image={pairs / 'control_images/00.png'}", "prompt=x"]
+        where = [f"model.pretrained_model_name_or_path={tiny}", f"output_dir={tmp_path / name / 'pictures'}"]
+        same = ["model=flux_kontext_fp8", *FLUX["settings"], *where, *more]
+        run("predict", *asked, *same, "num_inference_steps=2")
+        pictures.append([path.read_bytes() for path in sorted((tmp_path / name).rglob("*.png"))])
+    assert len(pictures[0]) == 5
+    assert pictures[0] == pictures[1]
+    assert lora_bytes(tmp_path / "whole") == lora_bytes(tmp_path / "offloaded")
+
+
+def test_components_rest_beside_the_transformer_only(tiny):
+    module = build(tiny, "model.offload.encoders=true")
+    moved = []
+    module.components.rest = lambda: moved.append(True)
+    module.rest_components()
+    module.transformer = None
+    module.rest_components()
+    assert moved == [True]
