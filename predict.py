@@ -51,24 +51,38 @@ def model_settings(cfg: DictConfig, headers: list[dict[str, Any] | None], overri
     if any(override.startswith("model=") for override in overrides) or not headers or headers[0] is None:
         return cfg.model
     trained = headers[0]["model"]
-    own = [override for override in overrides if override.startswith("model.")]
+    own = [override for override in overrides if override.startswith(("model.", "model/"))]
+    quantization = trained.get("quantization") or {}
+    if any(override.startswith("model/quantization=") for override in own):
+        quantization = {}
+    elif quantization:  # any of them: its values come from the header
+        own.append("model/quantization=fp8")
     name = str(trained.get("name"))
     if not (CONF / "model" / f"{name}.yaml").is_file() or "/" in name:
         raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
     model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
     given = {override.split("=")[0].removeprefix("model.") for override in own}
-    settings = trained | {f"quantization.{key}": value for key, value in (trained.get("quantization") or {}).items()}
+    if "quantization.format" in given:
+        quantization = {key: value for key, value in quantization.items() if key != "backend"}
+    settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
     for key, value in settings.items():
         # A file from elsewhere may set values, never what is called or looked up.
-        plain = value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
         private = any(part.startswith("_") for part in key.split("."))
-        if plain and not private and key not in given and OmegaConf.select(model, key, default=...) is not ...:
-            OmegaConf.update(model, key, value)
+        if _plain(value) and not private and key not in given and OmegaConf.select(model, key, default=...) is not ...:
+            OmegaConf.update(model, key, value, merge=False)
     return model
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(one, str) and _plain(one) for one in value)
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
 
 
 def warn_of_other_base(module: Any, files: list[Path], headers: list[dict[str, Any] | None]) -> None:
     """A LoRA fits the base that it was trained on, the base's precision, and what the encoders were told."""
+    if not any(headers):
+        return
     provenance = module.provenance()
     here = {key: value for key, value in provenance.items() if key != "transformer"} | module.encoding_settings()
     for file, header in zip(files, headers, strict=True):
@@ -214,20 +228,28 @@ def quantize(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     """Write the transformer as its settings quantize it."""
     from hydra.utils import instantiate
 
-    from lightning_modules.weights import save_quantized
+    from lightning_modules.weights import WRITTEN_BACKENDS, save_quantized
 
     silence_libraries()
+    device = compute_device(cfg)
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None)
-    if module.transformer_quantization is None:
+    quantization = module.transformer_quantization
+    if quantization is None:
         raise UserError(
-            "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model=qwen_image_edit_fp4, ..."
+            "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model/quantization=fp4, ..."
         )
+    if quantization.backend not in WRITTEN_BACKENDS:
+        raise UserError(
+            f"task=quantize cannot write {quantization.backend}'s layers: leave model.quantization.backend out"
+        )
+    if (output_dir / "config.json").exists():
+        raise UserError(f"output_dir={output_dir} holds a model: choose another folder")
     module.preflight()
-    transformer = module.to(compute_device(cfg)).load_transformer()
-    save_quantized(transformer, module.transformer_quantization, output_dir)
+    module.check_unquantized("task=quantize")
+    save_quantized(module.to(device).load_transformer(), quantization, output_dir)
     files = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} holds {module.base_precision}, {decimal(files)}")
-    same = [shlex.quote(override) for override in overrides if re.match(r"model[.=]", override)]
+    same = [shlex.quote(override) for override in overrides if re.match(r"model[./=](?!transformer_name)", override)]
     log.info(f"train on it: {' '.join(['python train.py', *same, f'model.transformer_name_or_path={output_dir}'])}")
 
 
@@ -239,27 +261,27 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     from datamodules.batch import LatentBatch
     from lightning_modules.quantization import BACKENDS
 
-    place_trainer(cfg)
-    build_cache(cfg, data := cached_data(cfg))
+    device = compute_device(cfg)
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)
     module.preflight()
+    module.check_unquantized("task=compare_precision")
+    build_cache(cfg, data := cached_data(cfg))
     data.serve(module)
     data.open(data.cache(module))
-    settings = cfg.model.quantization or OmegaConf.load(CONF / "quantization" / "fp8.yaml")
-    quantizations = [instantiate(settings, format=format, backend=None) for format in BACKENDS]
+    settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
+    alone = {"backend": None, "components_to_quantize": ["transformer"]}
+    quantizations = [instantiate(settings, format=format, **alone) for format in BACKENDS]
     examples = [example.batch for example in data.examples(EXAMPLES, empty_prompt=False)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
-    compare_precision(module.to(compute_device(cfg)), quantizations, batches, output_dir / "precision.png")
+    compare_precision(module.to(device), quantizations, batches, output_dir / "precision.png")
 
 
 def compute_device(cfg: DictConfig) -> "torch.device":
     """Where the trainer would compute, for a task that goes without one."""
-    import torch
+    from hydra.utils import instantiate
 
-    from lightning_modules.loading import resolve_device
-
-    chosen = resolve_device(cfg.model.devices.transformer, "model.devices.transformer")
-    return chosen or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place_trainer(cfg)
+    return instantiate(cfg.trainer, logger=False).strategy.root_device
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")

@@ -50,8 +50,9 @@ OmegaConf.register_new_resolver("precision_for", lambda dtype: PRECISION.get(dty
 
 def unless_4_bit(usual: float, four_bit: float, *, _root_: DictConfig) -> float:
     """A setting that is another where the base is quantized to 4 bits."""
-    chosen = OmegaConf.select(_root_, "model.quantization.format")
-    return four_bit if chosen in ("fp4", "nf4") else usual
+    chosen = OmegaConf.select(_root_, "model.quantization") or {}
+    four = chosen.get("format") in ("fp4", "nf4") and "transformer" in chosen.get("components_to_quantize", ())
+    return four_bit if four else usual
 
 
 OmegaConf.register_new_resolver("unless_4_bit", unless_4_bit, replace=True)
@@ -117,12 +118,15 @@ def check_goes_on(settings: dict[str, Any], checkpoint: Path) -> None:
     config = checkpoint.parent.parent / "config.yaml"
     if not config.is_file():
         return
-    earlier: Any = OmegaConf.to_container(OmegaConf.load(config))
+    saved: Any = OmegaConf.load(config)
+    earlier: Any = OmegaConf.to_container(saved)
     for group in ("adapter", "optimizer", "scheduler", "model", "data"):
         before, now = earlier[group], settings[group]
         for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                what = f"{group}.{key} was {before.get(key)} in {config.parent} and is {now.get(key)} now"
+            # What follows from other settings, as the length of a schedule, may change with them.
+            values = [OmegaConf.select(one, f"{group}.{key}") for one in (saved, OmegaConf.create(settings))]
+            if before.get(key) != now.get(key) and values[0] != values[1]:
+                what = f"{group}.{key} was {values[0]} in {config.parent} and is {values[1]} now"
                 if group in ("adapter", "optimizer", "scheduler"):
                     raise UserError(
                         f"{what}: a run goes on with its own settings. To start a new one from its weights, pass "

@@ -38,12 +38,12 @@ def compose(model: str, folder: str, dtype: str, *more: str) -> Any:
     return cfg
 
 
-def write_shallow(model: str, depth: int, folder: str) -> None:
-    """The real configuration of a model, with fewer blocks of each kind."""
+def write_shallow(model: str, depth: int | None, folder: str) -> None:
+    """The real configuration of a model, with fewer blocks of each kind; None for all."""
     family: Any = hydra.utils.get_class(compose(model, "x", "float32").model._target_)
     known = [json.loads(path.read_text())["files"] for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))]
     files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
-    for content in files.values():
+    for content in files.values() if depth is not None else ():
         content |= {key: depth for key in ("num_layers", "num_single_layers") if key in content}
     footprint.write_files(files, Path(folder))
 

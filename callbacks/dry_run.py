@@ -70,7 +70,8 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     encoding_peak = sum(encoding.values()) if together else max(sum(texts.values()), vae + plan.encode)
     trained = weights + plan.adapter + plan.optimizer
     decoding = trained + vae + plan.decode
-    stepwise = trained + max(beside.values(), default=0) + plan.encode if not caches else 0
+    # Each step encodes before it computes: pictures, then prompts.
+    stepwise = trained + max(sum(texts.values()), vae + plan.encode) if resting and not caches else 0
     count, (images, _), tokens = plan.batch
     pictures = " + ".join(f"{width}x{height}" for width, height in images)
     other = "without" if chosen else "with"

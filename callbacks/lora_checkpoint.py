@@ -4,7 +4,7 @@ import contextlib
 import logging
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,7 +47,8 @@ class LoRACheckpoint(L.Callback):
         # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
         self.model: dict[str, Any] = {"name": model_name, **_plain(model)}
         if quantization := model.get("quantization"):
-            self.model["quantization"] = _plain(quantization)
+            lists = {k: list(v) for k, v in quantization.items() if isinstance(v, Sequence) and not isinstance(v, str)}
+            self.model["quantization"] = _plain(quantization) | lists
         self.saved_step = -1
         self.signal: signal.Signals | None = None
         self._handlers: dict[signal.Signals, Any] = {}

@@ -13,7 +13,6 @@ from rich.table import Table
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
-from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules import flow
 from lightning_modules.base import EditModule
@@ -33,18 +32,10 @@ def compare_precision(
     """Print the relative error of the velocity by timestep band for each way to quantize, and draw it.
 
     Args:
-        module: unquantized; it is left without its transformer.
+        module: unquantized on disk; it is left without its transformer.
         batches: of one sample each.
-
-    Raises:
-        UserError: the transformer is quantized on disk.
     """
     module.quantization = None
-    if module.base_precision not in ("float32", "bfloat16"):
-        raise UserError(
-            f"task=compare_precision needs unquantized weights; {module.transformer_name} is {module.base_precision} "
-            "on disk"
-        )
     log.info(f"{len(batches)} samples, {BANDS} timesteps each, in {1 + len(quantizations)} precisions")
     exact, size = _velocities(module, batches)
     sizes, errors = {module.base_precision: size}, {}
@@ -67,6 +58,7 @@ def compare_precision(
 def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[list[list[Tensor]], int]:
     """For the middle of each timestep band, each sample's velocity; and what the transformer's weights take."""
     module.transformer = module.load_transformer()
+    module.stream_blocks()
     device, mixed = module.main_device, module.base_dtype != torch.float32
     bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
     with torch.autocast(device.type, module.base_dtype) if mixed else nullcontext():

@@ -64,6 +64,8 @@ class EditModule(Predictor):
         if stage == "fit":
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             self._check_precision()
+            if self.device_mesh is not None and self.offload["blocks"]:
+                raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
             self.caption_dropout_rate = data.caption_dropout_rate
         super().setup(stage)
 
@@ -99,9 +101,6 @@ class EditModule(Predictor):
         if self.device_mesh is not None:
             from lightning_modules.sharding import shard
 
-            if self.offload["blocks"]:
-                raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
-
             shard(transformer, self.device_mesh["data_parallel"])
         # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
@@ -120,7 +119,7 @@ class EditModule(Predictor):
         if data.needs_encoders:
             for name in (*self.text_components, "vae"):
                 self.components[name]
-            self.rest_components()
+                self.rest_components()
 
     # Training
 
@@ -178,6 +177,12 @@ class EditModule(Predictor):
             optimizer = self.optimizer(list(trainable(self.transformer).values()))
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer: {error}") from error
+        library = type(optimizer).__module__.partition(".")[0]
+        if self.device_mesh is not None and library not in ("torch", "schedulefree"):
+            raise UserError(
+                f"trainer=fsdp does not go with {type(optimizer).__name__}, which wants whole weights: use "
+                "optimizer=adamw or adamw_schedule_free"
+            )
         if hasattr(optimizer, "train"):  # a schedule-free one
             optimizer.train()
         lr = optimizer.param_groups[0]["lr"]

@@ -23,7 +23,6 @@ from lightning_modules.base import EditModule
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
 from lightning_modules.frozen import PIXELS_PER_LATENT
 from lightning_modules.lora import adapter_tensors, trainable, trial_step
-from lightning_modules.offload import streamed_blocks
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
@@ -93,10 +92,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert module.optimizer is not None
     transformer = module.meta_transformer()
     parameters = sum(p.numel() for p in transformer.parameters())
-    weights = {
-        name: module.weight_bytes(name) for name in ("", *streamed_blocks(transformer, module.offload["blocks"]))
-    }
-    whole = weights.pop("")
+    weights, waiting = module.weight_bytes(), module.waiting_bytes()
     module.adapter.inject(transformer)
     count = sum(p.numel() for p in trainable(transformer).values())
     caption = max((sample.prompt for sample in data.samples), key=len, default="")
@@ -121,9 +117,8 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         parameters=parameters,
         trainable=count,
         batch=heaviest,
-        weights=whole,
-        # Two blocks are on the device at a time: one computes, one is on its way.
-        waiting=sum(sorted(weights.values())[:-2]),
+        weights=weights,
+        waiting=waiting,
         adapter=sum(tensor.nbytes for tensor in adapter_tensors(transformer).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(module.optimizer)),
         # Gradients are made in the step too, and counted with the adapter.

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -163,13 +163,22 @@ class FrozenPipeline(L.LightningModule, Family):
                 dtype=self.base_dtype,
                 device=self.main_device,
                 quantization=self.transformer_quantization,
-                rest=self._rest_of_block if self.offload["blocks"] else None,
+                rest=self._places(),
             )
 
-    def _rest_of_block(self, name: str) -> torch.device:
-        """Where the weights of a layer end."""
-        streamed = streamed_blocks(self.meta_transformer(), self.offload["blocks"])
-        return torch.device("cpu") if name.startswith(tuple(f"{block}." for block in streamed)) else self.main_device
+    def _places(self) -> Callable[[str], torch.device] | None:
+        """Where layers are to be once they are loaded, by name; None where all stay on the device."""
+        host = torch.device("cpu")
+        if self.device_mesh is not None:  # no process holds all of it on its device
+            return lambda name: host
+        streamed = tuple(f"{block}." for block in streamed_blocks(self.meta_transformer(), self.offload["blocks"]))
+        return (lambda name: host if name.startswith(streamed) else self.main_device) if streamed else None
+
+    def check_unquantized(self, what: str) -> None:
+        """Raise a UserError where the transformer is quantized on disk."""
+        weights = loading.transformer_weights(*self._transformer_source())
+        if weights is not None and weights.format is not None:
+            raise UserError(f"{what} needs unquantized weights; {self.transformer_name} is {weights.format} on disk")
 
     @cached_property
     def expected_precision(self) -> str:
@@ -178,14 +187,28 @@ class FrozenPipeline(L.LightningModule, Family):
         stored = loading.transformer_format(*self._transformer_source())
         return stored or (str(self.base_dtype)[6:] if wanted is None else wanted.format)
 
-    def weight_bytes(self, name: str) -> int:
-        """What a part of the transformer takes, about, where its files are quantized."""
-        part = self.meta_transformer().get_submodule(name)
-        wanted = self.transformer_quantization
+    def weight_bytes(self) -> int:
+        """What the transformer takes, about, where its files are quantized."""
+        wanted, transformer = self.transformer_quantization, self.meta_transformer()
         if wanted is not None and wanted.format == self.expected_precision:
-            return wanted.nbytes(part, self.base_dtype, prefix=name and f"{name}.")
-        bits = BITS.get(self.expected_precision, 8 * self.base_dtype.itemsize)
-        return round(sum(parameter.numel() for parameter in part.parameters()) * bits / 8)
+            return wanted.nbytes(transformer, self.base_dtype)
+        _, bits = BITS.get(self.expected_precision, (0, 8 * self.base_dtype.itemsize))
+        return round(sum(parameter.numel() for parameter in transformer.parameters()) * bits / 8)
+
+    def waiting_bytes(self) -> int:
+        """What of it is in the host's memory at any time: offloaded blocks, but for two that have a buffer each."""
+        wanted, transformer = self.transformer_quantization, self.meta_transformer()
+        plain = 8 * self.base_dtype.itemsize
+        sizes = []
+        for block, module in streamed_blocks(transformer, self.offload["blocks"]).items():
+            linears = {f"{block}.{name}": one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
+            size = 0
+            for name, linear in linears.items():
+                kept = wanted is not None and not wanted.converts(name, linear)
+                bits, _ = (plain, 0) if kept else BITS.get(self.expected_precision, (plain, 0))
+                size += linear.weight.numel() * bits // 8
+            sizes.append(size)
+        return max(0, sum(sizes) - 2 * max(sizes, default=0))
 
     def stream_blocks(self) -> None:
         """Give the offloaded blocks of the transformer what lets them compute; adapters must be there."""
@@ -194,7 +217,7 @@ class FrozenPipeline(L.LightningModule, Family):
             BlockStream(list(streamed_blocks(self.transformer, self.offload["blocks"]).values()), self.main_device)
 
     def rest_components(self) -> None:
-        """Encoders and autoencoder make room for the transformer, if they are told to."""
+        """Encoders and autoencoder make room beside the transformer, if they are told to."""
         if self.offload["encoders"] and self.transformer is not None:
             self.components.rest()
 
@@ -271,6 +294,7 @@ class FrozenPipeline(L.LightningModule, Family):
             "preprocessing": PREPROCESSING,
             "vae_encode_mode": self.vae_encode_mode,
             "settings": self.encoding_settings() | self._quantized_encoders(),
+            "quantization": self.quantization.settings() if self.quantization and self._quantized_encoders() else None,
             "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         }
 
@@ -287,6 +311,7 @@ class FrozenPipeline(L.LightningModule, Family):
                 if batch.target is not None:
                     target_mean, target_std = self.encode_pixels(batch.target)
                 controls = [self.encode_pixels(control)[0] for control in batch.controls]
+            self.rest_components()
             images = batch.prompt_images
             prompt, empty = self.prompts(batch.prompts, images, self.main_device), {}
             if negative_prompt is not None:

@@ -9,6 +9,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
 
+# Bytes; where a weight may begin within a block's buffer.
+ALIGNMENT = 256
+
 
 def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
     """Its repeated parts by name, in the order in which they compute."""
@@ -29,11 +32,22 @@ def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
     return {name: found[name] for name in chosen}
 
 
-class BlockStream:
-    """Lets blocks compute on weights that are copied to the device one block ahead, and dropped afterwards.
+def streamed_linears(block: nn.Module) -> list[nn.Linear]:
+    """The layers whose weights a block's stream carries: all that are frozen, adapters aside."""
+    return [
+        module
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and "lora_" not in name and not module.weight.requires_grad
+    ]
 
+
+class BlockStream:
+    """Lets blocks compute on weights that are copied to the device one block ahead.
+
+    Two buffers on the device take turns, each as large as the largest block. A copy into one begins when all that its
+    block had to compute, forward or backward, is queued, and waits for that on a stream of its own.
     Weights are frozen, so nothing is ever copied back. In training it needs gradient checkpointing: else the backward
-    pass would keep all copies.
+    pass of a block would come when its buffer holds another one's weights.
 
     Args:
         blocks: in the order in which they compute, their linear layers on the CPU.
@@ -44,63 +58,79 @@ class BlockStream:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
-        self.device = device
-        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._owners: list[list[nn.Linear]] = []
-        self._host: list[list[Tensor]] = []
-        self._copies: dict[int, tuple[list[Tensor], Any]] = {}
+        self._layers = [streamed_linears(block) for block in blocks]
+        if any(is_traceable_wrapper_subclass(layer.weight) for layers in self._layers for layer in layers):
+            raise UserError("model.offload.blocks does not go with model.quantization.backend=quanto or torchao")
+        self._host: list[Tensor] = []
+        self._places: list[list[tuple[int, torch.dtype, torch.Size]]] = []
+        for layers in self._layers:
+            self._take(layers)
+        size = max(len(host) for host in self._host)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._holds: list[int | None] = [None, None]
+        self._in_use = 1
+        self._copied: list[Any] = [None, None]
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for number, block in enumerate(blocks):
-            owners = [
-                module
-                for name, module in block.named_modules()
-                if isinstance(module, nn.Linear) and "lora_" not in name and not module.weight.requires_grad
-            ]
-            if any(is_traceable_wrapper_subclass(owner.weight) for owner in owners):
-                raise UserError("model.offload.blocks does not go with model.quantization.backend=quanto or torchao")
-            self._owners.append(owners)
-            self._host.append([self._pinned(owner.weight.data) for owner in owners])
-            self._drop(number)
             block.register_forward_pre_hook(self._before(number))
             # Also where checkpointing leaves a block by an exception, as soon as it has what it wants.
             block.register_forward_hook(self._after(number), always_call=True)
 
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if self.side_stream is not None else tensor
+    def _take(self, layers: list[nn.Linear]) -> None:
+        """Move a block's weights into one piece of host memory."""
+        places, size = [], 0
+        for layer in layers:
+            places.append((size, layer.weight.dtype, layer.weight.shape))
+            size += -(-layer.weight.nbytes // ALIGNMENT) * ALIGNMENT
+        host = torch.empty(size, dtype=torch.uint8)
+        for layer, (start, _, _) in zip(layers, places, strict=True):
+            weight = layer.weight.data.contiguous().view(torch.uint8).flatten()
+            host[start : start + len(weight)] = weight
+            layer._parameters["weight"] = None
+        if torch.cuda.is_available():
+            # Pinned where it is: PyTorch's own pinned memory comes in powers of two.
+            torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+        self._host.append(host)
+        self._places.append(places)
 
-    def _fetch(self, number: int) -> None:
-        """Start copying a block's weights."""
-        if number in self._copies or not 0 <= number < len(self._host):
-            return
-        if self.side_stream is None:
-            self._copies[number] = [tensor.clone() for tensor in self._host[number]], None
-            return
-        with torch.cuda.stream(self.side_stream):
-            copies = [tensor.to(self.device, non_blocking=True) for tensor in self._host[number]]
-            self._copies[number] = copies, self.side_stream.record_event()
+    def _fetch(self, number: int) -> int:
+        """Start copying a block's weights, if no buffer has them; gives the buffer that will."""
+        if number in self._holds:
+            return self._holds.index(number)
+        slot = 1 - self._in_use
+        host, buffer = self._host[number], self._buffers[slot]
+        self._holds[slot] = number
+        if self._side_stream is None:
+            buffer[: len(host)].copy_(host)
+            return slot
+        self._side_stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(self._side_stream):
+            buffer[: len(host)].copy_(host, non_blocking=True)
+            self._copied[slot] = self._side_stream.record_event()
+        return slot
 
     def _before(self, number: int) -> Callable[..., None]:
         def before(block: nn.Module, args: Any) -> None:
-            self._fetch(number)
-            copies, copied = self._copies.pop(number)
-            if copied is not None:
-                stream = torch.cuda.current_stream(self.device)
-                stream.wait_event(copied)
-                for tensor in copies:
-                    tensor.record_stream(stream)
-            for owner, tensor in zip(self._owners[number], copies, strict=True):
-                owner._parameters["weight"] = nn.Parameter(tensor, requires_grad=False)
-            self._copies.clear()  # of another direction
-            backwards = torch._C._current_graph_task_id() != -1
-            self._fetch(number - 1 if backwards else number + 1)
+            slot = self._in_use = self._fetch(number)
+            buffer = self._buffers[slot]
+            if self._copied[slot] is not None:
+                torch.cuda.current_stream(buffer.device).wait_event(self._copied[slot])
+            for layer, (start, dtype, shape) in zip(self._layers[number], self._places[number], strict=True):
+                weight = buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+                layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+            if torch._C._current_graph_task_id() != -1:  # in a backward pass
+                following = number - 1
+            else:
+                # Without gradients another forward pass follows; with them the backward pass begins where this ends.
+                following = number + 1 if torch.is_grad_enabled() else (number + 1) % len(self._host)
+            if 0 <= following < len(self._host):
+                self._fetch(following)
 
         return before
 
     def _after(self, number: int) -> Callable[..., None]:
         def after(block: nn.Module, args: Any, output: Any) -> None:
-            self._drop(number)
+            for layer in self._layers[number]:
+                layer._parameters["weight"] = None
 
         return after
-
-    def _drop(self, number: int) -> None:
-        for owner in self._owners[number]:
-            owner._parameters["weight"] = None

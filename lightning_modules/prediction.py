@@ -51,6 +51,8 @@ class Predictor(FrozenPipeline):
     def configure_model(self) -> None:
         """Load the transformer where pictures are made; encoding needs none."""
         if self.transformer is None and self.sampling is not None:
+            if self.offload["encoders"]:
+                self.components.rest()
             self.transformer = self.load_transformer()
             self._load_loras()
             self.stream_blocks()

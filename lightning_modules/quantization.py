@@ -2,7 +2,9 @@
 
 from collections.abc import Collection
 from fnmatch import fnmatchcase
+from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,10 @@ BACKENDS = {
     "nf4": ("bitsandbytes",),
     "int8": ("bitsandbytes", "quanto"),
 }
-LIBRARIES = {"quanto": "optimum.quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-# Bits that a weight takes, its share of the scales included
-BITS = {"fp8": 8.0, "fp4": 4.5, "nf4": 4.5, "int8": 8.0}
+LIBRARIES = {"quanto": "optimum-quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+# Bits that a weight takes itself, and with its share of the scales of blocks
+BITS = {"fp8": (8, 8.0), "fp4": (4, 4.5), "nf4": (4, 4.5), "int8": (8, 8.0)}
+DOUBLE_QUANT_BITS = 4.127
 GRADIENT_DTYPES = {"float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
 
 
@@ -73,12 +76,22 @@ class Quantization:
         self.format = format
         self.backend = backend or BACKENDS[format][0]
         library = LIBRARIES.get(self.backend)
-        if library is not None and find_spec(library.partition(".")[0]) is None:
-            raise UserError(f"model.quantization.backend={self.backend} is not installed: pip install {self.backend}")
+        if library is not None and find_spec(library.partition("-")[0]) is None:
+            raise UserError(f"model.quantization.backend={self.backend} is not installed: pip install {library}")
         self.modules_to_not_convert = tuple(modules_to_not_convert)
         self.components_to_quantize = tuple(components_to_quantize)
         self.double_quant = bnb_4bit_use_double_quant
         self.gradient_dtype = GRADIENT_DTYPES[gradient_dtype]
+
+    def settings(self) -> dict[str, Any]:
+        """All that the quantized weights depend on."""
+        return {
+            "format": self.format,
+            "backend": self.backend,
+            "version": version(LIBRARIES[self.backend]) if self.backend in LIBRARIES else None,
+            "modules_to_not_convert": list(self.modules_to_not_convert),
+            "bnb_4bit_use_double_quant": self.double_quant,
+        }
 
     def converts(self, name: str, module: nn.Module) -> bool:
         """Whether this is a linear layer that is to be quantized."""
@@ -105,7 +118,7 @@ class Quantization:
         device = linear.weight.device
         try:
             return self._layer(linear.requires_grad_(False))
-        except (RuntimeError, NotImplementedError, ImportError, AssertionError, TypeError, ValueError) as error:
+        except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"model.quantization: {self.format} by {self.backend} does not run on {device} here: {first}"
@@ -157,4 +170,5 @@ class Quantization:
     @property
     def bits(self) -> float:
         """What a weight takes, scales included but for those of whole rows."""
-        return 4.127 if self.double_quant and BITS[self.format] < 8 else BITS[self.format]
+        own, with_scales = BITS[self.format]
+        return DOUBLE_QUANT_BITS if self.double_quant and own == 4 else with_scales

@@ -4,6 +4,7 @@ Their products keep nothing for the backward pass but the quantized weight, and 
 checkpointing and offloading can let go of it. bitsandbytes' own layers keep their inputs as well.
 """
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,8 @@ import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+log = logging.getLogger("retouch")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Tensor cores take matrices whose sides are multiples of it.
@@ -79,10 +82,11 @@ class Fp8Linear(QuantizedLinear):
     ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        # The bias first: diffusers takes the first floating parameter for the dtype of a model.
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
         # No buffer: DDP would broadcast it before each forward.
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.compute_dtype = dtype  # by this name peft knows it
         self.gradient_dtype = gradient_dtype
 
@@ -135,8 +139,8 @@ class Fp8Linear(QuantizedLinear):
 
 @cache
 def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """Compute capability 8.9 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Compute capability 8.9 and later; AMD's fp8 is another."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,7 +156,8 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(n, k) -> float8 (n, k) and scales (n, 1) in float32."""
-    return _fused_rows(x.device.type)(x, dtype)
+    rows, scale = _fused_rows(x.device)(x, dtype)
+    return rows.contiguous(), scale
 
 
 def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -161,11 +166,19 @@ def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _fused_rows(device: str) -> Any:
+def _fused_rows(device: torch.device) -> Any:
     """On a GPU one kernel that reads x once: as separate operations this would eat what tensor cores gain."""
-    from torch.utils._triton import has_triton
-
-    return torch.compile(_quantize_rows, dynamic=True) if device == "cuda" and has_triton() else _quantize_rows
+    if device.type != "cuda":
+        return _quantize_rows
+    fused = torch.compile(_quantize_rows, dynamic=True)
+    try:
+        for dtype in (E4M3, E5M2):
+            fused(torch.ones(TILE, TILE, device=device, dtype=torch.bfloat16), dtype)
+    except (RuntimeError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        log.warning(f"note: fp8 is slower than it could be, for torch.compile does not run here: {first}")
+        return _quantize_rows
+    return fused
 
 
 class FourBitLinear(QuantizedLinear):

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("retouch")
 
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-# diffusers' name of a layer's scale, and ComfyUI's
+# diffusers' name of a layer's scale, and ComfyUI's; scales of inputs are hints, for ours are taken from the inputs.
 SCALES = ("weight_scale", "scale_weight")
+HINTS = ("input_scale", "scale_input")
+# Whose layers have a layout on disk.
+WRITTEN_BACKENDS = ("retouch", "bitsandbytes")
 FOUR_BIT = "weight.quant_state.bitsandbytes__"
 # Pages of a file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
@@ -96,6 +99,15 @@ def check(weights: Weights, model: nn.Module, where: str) -> None:
         if (kind == "U8" and not any(f"{name}.{FOUR_BIT}{quant}" in on_disk for quant in ("fp4", "nf4")))
         or (kind == "I8" and f"{name}.SCB" not in on_disk)
     ]
+    strange = [
+        name
+        for name in on_disk
+        if "scale" in name.rpartition(".")[2]
+        and not name.endswith((*SCALES, *HINTS))
+        and kinds.get(name.rpartition(".")[0]) in FLOAT8
+    ]
+    if strange:
+        raise UserError(f"{where} has {listing(strange)}, scales of a kind that is not known here")
     for lacking, what in ((no_scale, "scales"), (no_state, "quant state")):
         if lacking:
             raise UserError(f"{where} lacks the {what} of {listing(lacking)}: the file is not whole; get it again")
@@ -148,17 +160,11 @@ def assemble(
 def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -> None:
     """Write a transformer that `assemble` quantized, in the layout that it reads; 4 and 8 bits are diffusers' own.
 
-    Raises:
-        UserError: its layers have no layout on disk, or the folder is taken.
+    Args:
+        quantization: by one of WRITTEN_BACKENDS.
     """
     from huggingface_hub import save_torch_state_dict
 
-    if quantization.backend not in ("retouch", "bitsandbytes"):
-        raise UserError(
-            f"task=quantize cannot write {quantization.backend}'s layers: leave model.quantization.backend out"
-        )
-    if (folder / "config.json").exists():
-        raise UserError(f"output_dir={folder} holds a model: choose another folder")
     state = {name: tensor.contiguous() for name, tensor in transformer.state_dict().items()}
     plain = [name for name, module in transformer.named_modules() if type(module) is nn.Linear]
     how: dict[str, Any] = {"quant_method": "retouch_fp8"}
@@ -192,8 +198,13 @@ def _stored_layer(
     kind = weights.dtypes[f"{name}.weight"]
     bias = read("bias").to(dtype) if f"{name}.bias" in weights.dtypes else None
     if kind in FLOAT8:
+        weight = read("weight")
         scale = next((read(part) for part in SCALES if f"{name}.{part}" in weights.dtypes), torch.ones(1))
-        return Fp8Linear(read("weight"), scale.float().reshape(-1, 1).to(device), bias, dtype, gradient_dtype)
+        if scale.numel() not in (1, len(weight)):
+            raise UserError(
+                f"{name} has scales {tuple(scale.shape)} on disk: known are one for all, or one for each row"
+            )
+        return Fp8Linear(weight, scale.float().reshape(-1, 1).to(device), bias, dtype, gradient_dtype)
     if kind == "I8":
         return Int8Linear(read("weight"), read("SCB").float(), bias, dtype)
     start = f"{name}.weight."

@@ -1,4 +1,4 @@
-"""Several runs of train.py, one after the other, in each process of torchrun: their overrides are a JSON list of lists."""
+"""Several runs of train.py, one after the other, in each process of torchrun: overrides as a JSON list of lists."""
 
 import json
 import sys

@@ -95,6 +95,8 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs
     ("setting", "message"),
     [
         ("model.quantization.format=nf4", "trainer=fsdp cannot split transformer_blocks.0.attn.to_q"),
+        ("optimizer=adamw_8bit", "trainer=fsdp does not go with AdamW8bit, which wants whole weights"),
+        ("optimizer=prodigy", "trainer=fsdp does not go with Prodigy"),
         ("model.offload.blocks=2", "model.offload.blocks does not go with trainer=fsdp"),
     ],
 )

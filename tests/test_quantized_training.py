@@ -1,17 +1,21 @@
 """Training, going on and predicting on quantized bases."""
 
+from unittest import mock
+
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from lightning_modules import loading
 from lightning_modules.lora import trainable
 from lightning_modules.lora_files import read_header
+from lightning_modules.quantization import Quantization
 from tests.conftest import compose, lora_bytes, short
 from tests.lightning_modules.test_quantized_linear import WAYS
 from tests.lightning_modules.test_weights import FORMATS, write
-from tests.tiny_pipelines import FLUX
+from tests.tiny_pipelines import FLUX, MODELS
 
 MODEL = ["model=flux_kontext_fp8", *FLUX["settings"]]
 
@@ -44,8 +48,14 @@ def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, format, ba
 
 
 def learned(tiny, *more):
-    """The losses of 40 steps on one fixed batch with fixed draws."""
-    settings = ["optimizer.lr=1e-2", "adapter.rank=4", "adapter.target_modules=all-linear", *FLUX["settings"]]
+    """The losses of 20 steps on one fixed batch with fixed draws."""
+    settings = [
+        "optimizer.lr=2e-2",
+        "model.gradient_checkpointing=false",
+        "adapter.rank=4",
+        "adapter.target_modules=all-linear",
+        *FLUX["settings"],
+    ]
     where = f"model.pretrained_model_name_or_path={tiny}"
     module = instantiate(compose("train", *more, where, *settings).model, _convert_="all")
     module.configure_model()
@@ -56,7 +66,7 @@ def learned(tiny, *more):
     batch = LatentBatch(list("abcd"), [0, 1, 2, 3], target, 0.1 * target.abs(), [control], prompt, {}, None)
     optimizer = module.optimizer(list(trainable(module.transformer).values()))
     losses = []
-    for _ in range(40):
+    for _ in range(20):
         with torch.autocast("cpu", torch.bfloat16):
             loss = module.losses(batch).mean()
         loss.backward()
@@ -67,10 +77,10 @@ def learned(tiny, *more):
 
 
 def test_loss_falls_on_each_format_as_on_bf16(tiny):
-    """To a tenth, and ends where it does on bf16: but for 1 % of the way on 8 bits, for 5 % on 4."""
+    """To a third, and ends where it does on bf16: but for 1 % of the way on 8 bits, for 5 % on 4."""
     exact = learned(tiny, "model=flux_kontext")
     way = exact[0] - exact[-1]
-    assert exact[-1] < 0.1 * exact[0]
+    assert exact[-1] < 0.33 * exact[0]
     for format, backend in WAYS:
         how = ["model=flux_kontext_fp8", f"model.quantization.format={format}", f"model.quantization.backend={backend}"]
         losses = learned(tiny, *how)
@@ -86,9 +96,23 @@ def test_another_precision_of_the_base_is_noted(run, tiny, pairs, tmp_path):
         "prompt=x",
         "num_inference_steps=2",
     ]
-    other = [*MODEL, "model.quantization.format=nf4", f"model.pretrained_model_name_or_path={tiny}"]
-    outcome = run("predict", *asked, *other, f"output_dir={tmp_path / 'pictures'}")
-    assert "was trained on base_precision fp8, this is nf4" in outcome.text
+    outcome = run("predict", *asked, "model/quantization=fp4", f"output_dir={tmp_path / 'pictures'}")
+    assert "was trained on base_precision fp8, this is fp4" in outcome.text
+
+
+def test_any_model_is_quantized_by_one_word(run, pairs, tmp_path):
+    """Prediction knows it from the LoRA."""
+    settings = short("embedded", pairs, tmp_path / "run", 1)
+    assert "quantizing to fp8 by retouch" in run("train", *settings, "model/quantization=fp8").text
+    asked = [
+        f"lora={tmp_path / 'run'}",
+        f"image={pairs / 'control_images/00.png'}",
+        "prompt=x",
+        "num_inference_steps=2",
+    ]
+    outcome = run("predict", *asked, f"output_dir={tmp_path / 'pictures'}")
+    assert "quantizing to fp8 by retouch" in outcome.text
+    assert "note: " not in outcome.text
 
 
 EXPERIMENTS = {
@@ -101,8 +125,6 @@ EXPERIMENTS = {
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path, monkeypatch, experiment):
     """The repositories that it names are stood for by tiny ones in the same format."""
-    from diffusers import FluxTransformer2DModel
-
     repository, made, precision = EXPERIMENTS[experiment]
     folder = repositories["flux_kontext"]
     if made:
@@ -154,12 +176,10 @@ def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path)
     assert "text_encoder_2_precision" not in headers[0]
     assert headers[1]["text_encoder_2_precision"] == "nf4 by bitsandbytes"
     asked = [f"lora={tmp_path / 't5'}", f"image={pairs / 'control_images/00.png'}", "prompt=x", "num_inference_steps=2"]
-    which = "model.quantization.components_to_quantize=[transformer,text_encoder_2]"
-    same = [*MODEL, "model.quantization.format=nf4", f"model.pretrained_model_name_or_path={tiny}", which]
-    outcome = run("predict", *asked, *same, f"output_dir={tmp_path / 'pictures'}")
+    outcome = run("predict", *asked, f"output_dir={tmp_path / 'pictures'}")
     assert "quantizing text_encoder_2 to nf4 by bitsandbytes" in outcome.text
     assert "was trained on" not in outcome.text
-    outcome = run("predict", *asked, f"output_dir={tmp_path / 'others'}")
+    outcome = run("predict", *asked, "model/quantization=fp4", f"output_dir={tmp_path / 'others'}")
     assert "was trained on text_encoder_2_precision nf4 by bitsandbytes, this is" in outcome.text
 
 
@@ -177,6 +197,57 @@ def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path)
 def test_settings_that_make_no_sense_are_one_line(run, tiny, pairs, tmp_path, setting, message):
     settings = [*MODEL, *short(tiny, pairs, tmp_path / "run", 1), f"model.quantization.{setting}"]
     assert message in run("train", *settings, ok=False).error
+
+
+@pytest.mark.parametrize("name", ["scaled", "plain"])
+def test_file_whose_layers_are_all_fp8_makes_pictures(run, repositories, pairs, tmp_path, name):
+    """diffusers takes a model's first floating parameter for its dtype."""
+    folder = repositories["flux_kontext"]
+    source = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
+    write(source, tmp_path / "fp8", FORMATS[f"fp8 {name}"][0])
+    where = [f"model.pretrained_model_name_or_path={folder}", f"model.transformer_name_or_path={tmp_path / 'fp8'}"]
+    asked = [f"image={pairs / 'control_images/00.png'}", "prompt=x", "num_inference_steps=2"]
+    run("predict", "model=flux_kontext", *FLUX["settings"], *where, *asked, f"output_dir={tmp_path / 'pictures'}")
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
+
+
+def test_what_stays_in_high_precision_is_known_from_the_lora(run, tiny, pairs, tmp_path):
+    keep = "model.quantization.modules_to_not_convert=['transformer_blocks.*',proj_out]"
+    run("train", *quantized(tiny, pairs, tmp_path / "run", 1, "nf4", "bitsandbytes", keep))
+    asked = [
+        f"lora={tmp_path / 'run'}",
+        f"image={pairs / 'control_images/00.png'}",
+        "prompt=x",
+        "num_inference_steps=2",
+    ]
+    seen = []
+    convert = Quantization.converts
+
+    def converts(self, *args):
+        seen.append(self.modules_to_not_convert)
+        return convert(self, *args)
+
+    with mock.patch.object(Quantization, "converts", converts):
+        run("predict", *asked, f"output_dir={tmp_path / 'pictures'}")
+    assert set(seen) == {("transformer_blocks.*", "proj_out")}
+
+
+@pytest.mark.parametrize("model", ["flux_kontext", "qwen_image_edit"])
+@pytest.mark.parametrize(("format", "backend"), WAYS)
+def test_quantized_encoders_stay_near(repositories, model, format, backend):
+    """T5 computes in the dtype of one of its weights: in a quantized one its embeddings are off by 0.8, or it fails."""
+    texts = ["text_encoder", "text_encoder_2"] if model == "flux_kontext" else ["text_encoder"]
+    how = [f"model.quantization.{key}={value}" for key, value in (("format", format), ("backend", backend))]
+    which = f"model.quantization.components_to_quantize={[*texts]}".replace("'", "")
+    embeds = []
+    for more in ([], [f"model/quantization={format if format == 'fp8' else 'fp4'}", *how, which]):
+        where = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}"]
+        module = instantiate(compose("train", *where, *MODELS[model].settings, *more).model, _convert_="all")
+        with torch.no_grad():
+            embeds.append(module.encode_prompt("make it snow", [torch.full((3, 28, 28), 99, dtype=torch.uint8)]))
+    for name, exact in embeds[0].items():
+        error = (embeds[1][name].float() - exact.float()).norm() / exact.float().norm()
+        assert error < (0.4 if format in ("fp4", "nf4") else 0.1)
 
 
 def test_precisions_are_compared(run, repositories, pairs, tmp_path):

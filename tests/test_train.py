@@ -250,7 +250,7 @@ def test_starting_from_existing_weights_goes_on_from_their_loss(run, tiny, pairs
 
 def test_help_explains_itself_quickly(run):
     text = run("train", "--help").text
-    for word in ("adapter.rank", "ckpt_path=last", "optimizer: adamw, adamw_8bit, prodigy", "Examples", "embedded"):
+    for word in ("adapter.rank", "ckpt_path=last", "optimizer: adafactor, adamw, adamw_8bit", "Examples", "embedded"):
         assert word in text
     assert "lora_scale" in run("predict", "--help").text
 

@@ -17,7 +17,7 @@ from lightning_modules.quantization import nbytes
 from tests.conftest import ROOT, compose
 from tests.lightning_modules.test_quantized_linear import quantization
 
-FP8 = OmegaConf.load(ROOT / "conf/quantization/fp8.yaml")
+FP8 = OmegaConf.load(ROOT / "conf/model/quantization/fp8.yaml")
 KEPT = {
     "flux_kontext": {"x_embedder", "context_embedder", "proj_out", "norm_out.linear"}
     | {f"transformer_blocks.{i}.{norm}.linear" for i in range(2) for norm in ("norm1", "norm1_context")}
@@ -101,8 +101,11 @@ def test_four_bits_start_slower():
         ("flux_kontext_fp8", ["model.quantization.format=nf4", "optimizer=adamw_8bit"], (2e-5, 100)),
         ("flux_kontext_fp4", ["optimizer.lr=3e-5"], (3e-5, 100)),
         ("flux_kontext_fp4", ["optimizer=prodigy"], (1.0, 100)),
+        ("flux_kontext_fp4", ["model.quantization.components_to_quantize=[text_encoder_2]"], (1e-4, 0)),
+        (None, ["experiment=precision_fp4"], (2e-5, 100)),
+        (None, ["experiment=precision_fp8"], (1e-4, 0)),
     ):
-        cfg = compose("train", f"model={model}", *more)
+        cfg = compose("train", *([f"model={model}"] if model else []), *more)
         assert (cfg.optimizer.lr, cfg.scheduler.num_warmup_steps) == expected
         assert cfg.trainer.gradient_clip_val == 1.0
 

@@ -186,6 +186,18 @@ def test_a_marker_of_scales_without_any_is_an_error(source, tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (fp8("weight_scale_inv"), r"weight_scale_inv, .*scales of a kind that is not known"),
+        (lambda module: fp8()(module) | {"weight_scale": torch.ones(2, 2)}, r"scales \(2, 2\) on disk: known are one"),
+    ],
+)
+def test_scales_that_are_not_known_are_named(source, tmp_path, scales, message):
+    with pytest.raises(UserError, match=message):
+        load(write(source, tmp_path, scales))
+
+
 def test_layers_of_another_shape_are_named(source, tmp_path):
     def shrink(state):
         state[f"{LAYER}.weight"] = state[f"{LAYER}.weight"][:32].contiguous()
