@@ -92,9 +92,9 @@ def warn_of_other_base(module: Any, files: list[Path], headers: list[dict[str, A
         for key in dict.fromkeys([*here, *(key for key in header if key.endswith("_precision"))]):
             # Encoders whose precision is not told have the model's dtype.
             plain = key.endswith("_precision") and key != "base_precision"
-            before = trained.get(key, trained.get("dtype") if plain else None)
+            before = trained.get(key, trained.get("dtype", ...) if plain else ...)
             now = here.get(key, str(module.base_dtype)[6:])
-            if before is not None and before != now:
+            if before is not ... and before != now:
                 log.warning(f"note: {file} was trained on {key} {before}, this is {now}")
 
 

@@ -180,10 +180,10 @@ def main() -> None:
         flops = {side: useful_flops(options, folder, side) for side in options.size}
         for precision in options.precisions:
             module = build(options, folder, precision, device)
-            weights = round(nbytes(module.transformer) / 1e9, 2)
+            weights = round(nbytes(module.transformer) / 1e6, 2)
             for side in options.size:
                 for checkpointing in (True, False):
-                    row: dict[str, Any] = {"precision": precision, "weights_gb": weights}
+                    row: dict[str, Any] = {"precision": precision, "weights_mb": weights}
                     try:
                         row |= measure(options, module, side, checkpointing, flops[side], peak)
                     except torch.OutOfMemoryError:

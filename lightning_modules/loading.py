@@ -248,7 +248,7 @@ def load_transformer(
     *,
     revision: str | None = None,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
     quantization: Quantization | None = None,
     rest: Callable[[str], torch.device] | None = None,
 ) -> Any:

@@ -426,4 +426,7 @@ def test_builds_of_one_cache_wait_for_each_other(run, tiny, tmp_path):
 
 
 def test_task_that_does_not_exist(run):
-    assert "task=catch: choose edit, cache, preview or clean" in run("predict", "task=catch", ok=False).error
+    assert (
+        "task=catch: choose edit, cache, preview, clean, quantize or compare_precision"
+        in run("predict", "task=catch", ok=False).error
+    )

@@ -1,5 +1,6 @@
 """Bases in all formats, in two processes: whole in each (DDP), and split over them (FSDP2)."""
 
+import csv
 import json
 import os
 import subprocess
@@ -50,16 +51,28 @@ def assert_close(one, other):
 
 
 def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
-    def overrides(kind, format, backend, *more):
-        return quantized(tiny, pairs, tmp_path / kind / f"{format}-{backend}", 3, format, backend, *SETTINGS, *more)
-
-    for way in WAYS:
-        run("train", *overrides("one", *way, "data.batch_size=2", f"data.cache_dir={tmp_path / 'cache'}"))
+    """So is an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
     where = f"data.cache_dir={tmp_path / 'cache'}"
-    status, text = in_two_processes([overrides("two", *way, *DDP, where) for way in WAYS])
+    bases = {f"{format}-{backend}": (format, backend) for format, backend in WAYS}
+
+    def overrides(kind, name, *more):
+        return quantized(tiny, pairs, tmp_path / kind / name, 2, *bases[name], *SETTINGS, where, *more)
+
+    def orthogonal(kind, *more):
+        return [*short(tiny, pairs, tmp_path / kind / "ortho", 4), *SETTINGS, "adapter=ortho_tlora", where, *more]
+
+    for name in bases:
+        run("train", *overrides("one", name, "data.batch_size=2"))
+    run("train", *orthogonal("one", "data.batch_size=2"))
+    status, text = in_two_processes([*(overrides("two", name, *DDP) for name in bases), orthogonal("two", *DDP)])
     assert status == 0, text
-    for format, backend in WAYS:
-        assert_close(*(tmp_path / kind / f"{format}-{backend}" for kind in ("one", "two")))
+    for name in (*bases, "ortho"):
+        assert_close(*(tmp_path / kind / name for kind in ("one", "two")))
+    ranks = [
+        [row["active_rank"] for row in csv.DictReader((tmp_path / kind / "ortho" / "metrics.csv").open())]
+        for kind in ("one", "two")
+    ]
+    assert ranks[0] == ranks[1]
 
 
 def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs, tmp_path):

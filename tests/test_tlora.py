@@ -16,7 +16,7 @@ from PIL import Image
 from datamodules.pixels import collate
 from lightning_modules.lora_files import read_adapter
 from lightning_modules.rank_schedule import attach_rank_schedule, mask_forwards
-from tests.conftest import ROOT, compose, lora_bytes, randomize, short, start
+from tests.conftest import ROOT, compose, lora_bytes, randomize, short
 from tests.stock_pictures import same_request, stock_picture
 from tests.tiny_pipelines import MODELS
 
@@ -155,22 +155,6 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
     [picture] = (tmp_path / "out").glob("*.png")
     strip = level(tmp_path / "run" / "samples" / "step-000003" / "00.png")
     assert np.array_equal(strip[:, 32:64], level(picture))
-
-
-def test_two_processes_are_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
-    settings = ["adapter=ortho_tlora", "data.caption_dropout_rate=0", "model.gradient_checkpointing=true"]
-    run("train", *short(tiny, pairs, tmp_path / "one", 4), *settings, "data.batch_size=2")
-    two = ["trainer.devices=2", "trainer.strategy=ddp"]
-    process = start("train", *short(tiny, pairs, tmp_path / "two", 4), *settings, *two)
-    assert process.wait(timeout=120) == 0, process.stdout.read()
-    one, other = (safetensors.torch.load(lora_bytes(tmp_path / name)) for name in ("one", "two"))
-    for name, weight in one.items():
-        torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
-    ranks = [
-        [row["active_rank"] for row in csv.DictReader((tmp_path / run / "metrics.csv").open())]
-        for run in ("one", "two")
-    ]
-    assert ranks[0] == ranks[1]
 
 
 def test_full_mask_trains_the_weights_of_plain_lora(run, tiny, pairs, tmp_path):
