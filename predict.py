@@ -233,7 +233,7 @@ def quantize(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     silence_libraries()
     device = compute_device(cfg)
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None)
-    quantization = module.transformer_quantization
+    quantization = module.source.quantization
     if quantization is None:
         raise UserError(
             "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model/quantization=fp4, ..."
@@ -245,10 +245,10 @@ def quantize(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     if (output_dir / "config.json").exists():
         raise UserError(f"output_dir={output_dir} holds a model: choose another folder")
     module.preflight()
-    module.check_unquantized("task=quantize")
+    module.source.check_unquantized("task=quantize")
     save_quantized(module.to(device).load_transformer(), quantization, output_dir)
     files = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
-    log.info(f"{output_dir} holds {module.base_precision}, {decimal(files)}")
+    log.info(f"{output_dir} holds {quantization.format}, {decimal(files)}")
     same = [shlex.quote(override) for override in overrides if re.match(r"model[./=](?!transformer_name)", override)]
     log.info(f"train on it: {' '.join(['python train.py', *same, f'model.transformer_name_or_path={output_dir}'])}")
 
@@ -264,7 +264,7 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     device = compute_device(cfg)
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)
     module.preflight()
-    module.check_unquantized("task=compare_precision")
+    module.source.check_unquantized("task=compare_precision")
     build_cache(cfg, data := cached_data(cfg))
     data.serve(module)
     data.open(data.cache(module))

@@ -64,7 +64,7 @@ def build(options: argparse.Namespace, folder: str, precision: str, device: torc
     module = instantiate(compose(options.model, folder, "bfloat16", *more).model, _convert_="all")
     with init_empty_weights():
         transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
-    weights, quantization = RandomWeights(transformer, device), module.transformer_quantization
+    weights, quantization = RandomWeights(transformer, device), module.source.quantization
     assemble(transformer, weights, dtype=torch.bfloat16, device=device, quantization=quantization)
     module.adapter.inject(transformer)
     module.transformer = transformer.to(device)

@@ -35,12 +35,13 @@ def compare_precision(
         module: unquantized on disk; it is left without its transformer.
         batches: of one sample each.
     """
-    module.quantization = None
+    module.source.quantization = None
     log.info(f"{len(batches)} samples, {BANDS} timesteps each, in {1 + len(quantizations)} precisions")
+    precision = str(module.base_dtype).removeprefix("torch.")
     exact, size = _velocities(module, batches)
-    sizes, errors = {module.base_precision: size}, {}
+    sizes, errors = {precision: size}, {}
     for quantization in quantizations:
-        module.quantization = quantization
+        module.source.quantization = quantization
         quantized, sizes[quantization.format] = _velocities(module, batches)
         errors[quantization.format] = [
             (
@@ -49,9 +50,9 @@ def compare_precision(
             ).item()
             for band, exact_band in zip(quantized, exact, strict=True)
         ]
-    Console(stderr=True).print(_table(errors, sizes, module.base_precision))
+    Console(stderr=True).print(_table(errors, sizes, precision))
     with replacing(path) as temporary:
-        _draw(errors, module.base_precision).savefig(temporary, format="png")
+        _draw(errors, precision).savefig(temporary, format="png")
 
 
 @torch.no_grad()

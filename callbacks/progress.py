@@ -172,7 +172,7 @@ class TrainingProgress(TerminalProgress):
         batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
         epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
-            "model": f"{module.repository_name} ({module.base_precision}) on {module.main_device}",
+            "model": f"{module.repository_name} ({module.source.precision}) on {module.main_device}",
             "trains": f"{adapter}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
             "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),

@@ -187,7 +187,7 @@ class EditModule(Predictor):
             optimizer.train()
         lr = optimizer.param_groups[0]["lr"]
         finds_its_own = "d" in optimizer.param_groups[0]
-        if self.base_precision in ("fp4", "nf4") and lr > 5e-5 and not finds_its_own:
+        if self.source.precision in ("fp4", "nf4") and lr > 5e-5 and not finds_its_own:
             log.warning(f"note: optimizer.lr={lr:g} may diverge on a base of 4 bits; 2e-5 was stable")
         if self.scheduler is None:
             return optimizer

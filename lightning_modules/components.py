@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from datamodules.batch import stack_padded
 from datamodules.conditions import PromptRequest
-from datamodules.errors import UserError
-from lightning_modules.loading import load_component, resolve_repository
+from datamodules.errors import UserError, listing
+from lightning_modules.loading import WITHOUT_WEIGHTS, component_class, load_component, resolve_repository
 from lightning_modules.quantization import Quantization
 
 log = logging.getLogger("retouch")
@@ -105,12 +105,11 @@ class Components:
         return part.to(self.device(name)) if name in self._resting else part
 
     def _load(self, name: str, device: torch.device) -> Any:
-        if self.quantization is None or name not in self.quantization.components_to_quantize:
+        if name not in self.quantized:
             return load_component(self.repository, name, revision=self.revision, dtype=self.dtype, device=device)
         part = load_component(self.repository, name, revision=self.revision, dtype=self.dtype)
-        if not isinstance(part, nn.Module):
-            raise UserError(f"model.quantization.components_to_quantize: {name} is no model")
-        log.info(f"quantizing {name} to {self.quantization.format} by {self.quantization.backend}")
+        assert self.quantization is not None
+        log.info(f"quantizing {name} to {self.quantization}")
         self.quantization.convert(part, device)
         return part.to(device)
 
@@ -122,9 +121,29 @@ class Components:
         """The models that are in memory now."""
         return {name: part for name, part in self._loaded.items() if isinstance(part, nn.Module)}
 
+    @property
+    def quantized(self) -> list[str]:
+        """Those that are quantized."""
+        chosen = () if self.quantization is None else self.quantization.components_to_quantize
+        return [name for name in chosen if name != "transformer"]
+
+    def check_quantization(self, texts: Sequence[str]) -> None:
+        """Raise a UserError for what is to be quantized and is no text encoder; `texts` are the parts that encode."""
+        classes = {name: component_class(self.repository, name, self.revision).__name__ for name in texts}
+        known = [name for name, kind in classes.items() if not any(word in kind for word in WITHOUT_WEIGHTS)]
+        if unknown := [name for name in self.quantized if name not in known]:
+            choices = ", ".join(["transformer", *known])
+            raise UserError(f"model.quantization.components_to_quantize: {listing(unknown)} is none of {choices}")
+
+    def quantization_settings(self) -> dict[str, Any]:
+        """What the outputs of quantized components depend on; nothing where there are none."""
+        if self.quantization is None or not self.quantized:
+            return {}
+        return {"quantization": self.quantization.settings() | {"components_to_quantize": sorted(self.quantized)}}
+
     def weight_bytes(self, name: str, part: nn.Module) -> int:
         """What a model, which may be on the meta device, takes."""
-        if self.quantization is not None and name in self.quantization.components_to_quantize:
+        if self.quantization is not None and name in self.quantized:
             return self.quantization.nbytes(part, self.dtype)
         return sum(parameter.numel() for parameter in part.parameters()) * self.dtype.itemsize
 

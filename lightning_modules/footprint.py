@@ -92,7 +92,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert module.optimizer is not None
     transformer = module.meta_transformer()
     parameters = sum(p.numel() for p in transformer.parameters())
-    weights, waiting = module.weight_bytes(), module.waiting_bytes()
+    weights, waiting = module.source.nbytes(), module.source.waiting_bytes()
     module.adapter.inject(transformer)
     count = sum(p.numel() for p in trainable(transformer).values())
     caption = max((sample.prompt for sample in data.samples), key=len, default="")
@@ -113,7 +113,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert vae is not None
     encode, decode = autoencoder_peaks(module, vae, data.sizes)
     return Footprint(
-        precision=module.expected_precision,
+        precision=module.source.expected_precision,
         parameters=parameters,
         trainable=count,
         batch=heaviest,

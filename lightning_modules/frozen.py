@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,8 @@ from lightning_modules import flow, loading
 from lightning_modules.components import Components, PromptMemory, Stopwatch
 from lightning_modules.family import Family
 from lightning_modules.offload import BlockStream, streamed_blocks
-from lightning_modules.quantization import BITS, Quantization
+from lightning_modules.quantization import Quantization
+from lightning_modules.transformer import TransformerSource
 
 log = logging.getLogger("retouch")
 
@@ -75,7 +76,16 @@ class FrozenPipeline(L.LightningModule, Family):
             name: loading.resolve_device(device, f"model.devices.{name}") for name, device in devices.items()
         }
         self.vae_encode_mode = vae_encode_mode
-        self.quantization = quantization
+        in_transformer = quantization is not None and "transformer" in quantization.components_to_quantize
+        self.source = TransformerSource(
+            self.transformer_class,
+            self.transformer_name,
+            # Of the pipeline's repository alone.
+            revision if self.transformer_name == self.repository_name else None,
+            self.base_dtype,
+            quantization if in_transformer else None,
+            offload["blocks"],
+        )
         self.offload = offload
         self.transformer: nn.Module | None = None
         self.stopwatch = Stopwatch()
@@ -89,7 +99,6 @@ class FrozenPipeline(L.LightningModule, Family):
             quantization,
         )
         self.prompts = PromptMemory(self.encode_prompt, self.stopwatch)
-        self._meta: Any = None
 
     # Loading
 
@@ -112,23 +121,14 @@ class FrozenPipeline(L.LightningModule, Family):
                 f"{self.repository_name} has no {listing(lacking)}, which {type(self).__name__} needs: it is made for "
                 f"{made_for}"
             )
-        if self.offload["blocks"]:
-            streamed_blocks(self.meta_transformer(), self.offload["blocks"])
-        if self.quantization is not None:
-            known = ("transformer", *(name for name in self.text_components if name in index))
-            unknown = [name for name in self.quantization.components_to_quantize if name not in known]
-            if unknown:
-                raise UserError(
-                    f"model.quantization.components_to_quantize: {listing(unknown)} is none of {', '.join(known)}"
-                )
-        if self.transformer_quantization is not None:
-            self.transformer_quantization.chosen(self.meta_transformer())
-        found = loading.transformer_config(*self._transformer_source()).get("_class_name")
+        self.components.check_quantization([name for name in self.text_components if name in index])
+        found = self.source.config().get("_class_name")
         if found not in (self.transformer_class, None):
             raise UserError(
                 f"{self.transformer_name} holds a {found}, {type(self).__name__} needs a {self.transformer_class}: "
                 "choose the model= that goes with it"
             )
+        self.source.preflight()
         if made_for != self.pipeline_name:
             _note_once(
                 f"{self.repository_name} is made for {made_for}, {type(self).__name__} uses it as "
@@ -137,78 +137,12 @@ class FrozenPipeline(L.LightningModule, Family):
 
     def meta_transformer(self) -> Any:
         """The transformer without weights."""
-        if self._meta is None:
-            import diffusers
-
-            cls = getattr(diffusers, self.transformer_class)
-            # In a tuple: the module must not take it for a part of itself.
-            self._meta = (loading.meta_transformer(cls, *self._transformer_source()),)
-        return self._meta[0]
-
-    def _transformer_source(self) -> tuple[str, str | None]:
-        """The transformer's repository and revision; `revision` is that of the pipeline's repository alone."""
-        same = self.transformer_name == self.repository_name
-        return loading.resolve_repository(self.transformer_name), self.revision if same else None
+        return self.source.meta
 
     def load_transformer(self) -> Any:
         """The transformer on its device, frozen."""
-        import diffusers
-
         with self.stopwatch.stage("load"):
-            repository, revision = self._transformer_source()
-            return loading.load_transformer(
-                getattr(diffusers, self.transformer_class),
-                repository,
-                revision=revision,
-                dtype=self.base_dtype,
-                device=self.main_device,
-                quantization=self.transformer_quantization,
-                rest=self._places(),
-            )
-
-    def _places(self) -> Callable[[str], torch.device] | None:
-        """Where layers are to be once they are loaded, by name; None where all stay on the device."""
-        host = torch.device("cpu")
-        if self.device_mesh is not None:  # no process holds all of it on its device
-            return lambda name: host
-        streamed = tuple(f"{block}." for block in streamed_blocks(self.meta_transformer(), self.offload["blocks"]))
-        return (lambda name: host if name.startswith(streamed) else self.main_device) if streamed else None
-
-    def check_unquantized(self, what: str) -> None:
-        """Raise a UserError where the transformer is quantized on disk."""
-        weights = loading.transformer_weights(*self._transformer_source())
-        if weights is not None and weights.format is not None:
-            raise UserError(f"{what} needs unquantized weights; {self.transformer_name} is {weights.format} on disk")
-
-    @cached_property
-    def expected_precision(self) -> str:
-        """`base_precision`, as far as can be said without reading weights from the hub."""
-        wanted = self.transformer_quantization
-        stored = loading.transformer_format(*self._transformer_source())
-        return stored or (str(self.base_dtype)[6:] if wanted is None else wanted.format)
-
-    def weight_bytes(self) -> int:
-        """What the transformer takes, about, where its files are quantized."""
-        wanted, transformer = self.transformer_quantization, self.meta_transformer()
-        if wanted is not None and wanted.format == self.expected_precision:
-            return wanted.nbytes(transformer, self.base_dtype)
-        _, bits = BITS.get(self.expected_precision, (0, 8 * self.base_dtype.itemsize))
-        return round(sum(parameter.numel() for parameter in transformer.parameters()) * bits / 8)
-
-    def waiting_bytes(self) -> int:
-        """What of it is in the host's memory at any time: offloaded blocks, but for two that have a buffer each."""
-        wanted, transformer = self.transformer_quantization, self.meta_transformer()
-        plain = 8 * self.base_dtype.itemsize
-        sizes = []
-        for block, module in streamed_blocks(transformer, self.offload["blocks"]).items():
-            linears = {f"{block}.{name}": one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
-            size = 0
-            for name, linear in linears.items():
-                kept = wanted is not None and not wanted.converts(name, linear)
-                bits, _ = (plain, 0) if kept else BITS.get(self.expected_precision, (plain, 0))
-                size += linear.weight.numel() * bits // 8
-            sizes.append(size)
-        return max(0, sum(sizes) - 2 * max(sizes, default=0))
+            return self.source.load(self.main_device, split=self.device_mesh is not None)
 
     def stream_blocks(self) -> None:
         """Give the offloaded blocks of the transformer what lets them compute; adapters must be there."""
@@ -220,24 +154,6 @@ class FrozenPipeline(L.LightningModule, Family):
         """Encoders and autoencoder make room beside the transformer, if they are told to."""
         if self.offload["encoders"] and self.transformer is not None:
             self.components.rest()
-
-    @property
-    def transformer_quantization(self) -> Quantization | None:
-        """What the settings want of the transformer."""
-        chosen = self.quantization is not None and "transformer" in self.quantization.components_to_quantize
-        return self.quantization if chosen else None
-
-    @cached_property
-    def base_precision(self) -> str:
-        """The format of the transformer's linear layers: what is on disk decides, then the settings."""
-        weights = loading.transformer_weights(*self._transformer_source())
-        wanted = self.transformer_quantization
-        stored = None if weights is None else weights.format
-        if stored is not None and wanted is not None and stored != wanted.format:
-            _note_once(
-                f"{self.transformer_name} is {stored} on disk: model.quantization.format={wanted.format} is idle"
-            )
-        return stored or (str(self.base_dtype)[6:] if wanted is None else wanted.format)
 
     @property
     def main_device(self) -> torch.device:
@@ -293,8 +209,8 @@ class FrozenPipeline(L.LightningModule, Family):
             "dtype": str(self.base_dtype).removeprefix("torch."),
             "preprocessing": PREPROCESSING,
             "vae_encode_mode": self.vae_encode_mode,
-            "settings": self.encoding_settings() | self._quantized_encoders(),
-            "quantization": self.quantization.settings() if self.quantization and self._quantized_encoders() else None,
+            "settings": self.encoding_settings(),
+            **self.components.quantization_settings(),
             "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         }
 
@@ -319,19 +235,11 @@ class FrozenPipeline(L.LightningModule, Family):
         self.rest_components()
         return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
 
-    def _quantized_encoders(self) -> dict[str, str]:
-        """By name, the format of encoders that are quantized."""
-        quantization = self.quantization
-        if quantization is None:
-            return {}
-        how = f"{quantization.format} by {quantization.backend}"
-        return {name: how for name in quantization.components_to_quantize if name != "transformer"}
-
     def provenance(self) -> dict[str, Any]:
         """What a LoRA file's header says of its base."""
         return {
             "base": self.repository_name,
             "transformer": self.transformer_name,
-            "base_precision": self.base_precision,
-            **{f"{name}_precision": how for name, how in self._quantized_encoders().items()},
+            "base_precision": self.source.precision,
+            **{f"{name}_precision": str(self.components.quantization) for name in self.components.quantized},
         }

@@ -3,18 +3,15 @@
 import importlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
-from lightning_modules.quantization import Quantization
-from lightning_modules.weights import SafetensorsWeights, assemble, check
 
 log = logging.getLogger("retouch")
 
@@ -22,7 +19,6 @@ EMBEDDED = "embedded"
 # Folders that are read in place of repositories.
 STAND_INS: dict[str, str] = {}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TRANSFORMER_FILE = "diffusion_pytorch_model.safetensors"
 # Classes whose components are built without weights.
 WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
@@ -142,7 +138,7 @@ def load_component(
     cls = component_class(repository, name, revision)
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return _from_pretrained(cls, repository, revision=revision, subfolder=name)
-    return _load_model(cls, repository, name, revision, dtype, device)
+    return load_model(cls, repository, name, revision, dtype, device)
 
 
 def encoders_identity(repository: str, revision: str | None, names: Sequence[str], memo: Path) -> dict[str, str]:
@@ -177,25 +173,6 @@ def component_config(repository: str, name: str, revision: str | None = None) ->
     return json.loads(path.read_text())
 
 
-def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """The transformer's config.json, from its subfolder or from a repository that holds nothing else."""
-    for filename in ("transformer/config.json", "config.json"):
-        if path := repository_file(repository, filename, revision):
-            return json.loads(path.read_text()) | {"_subfolder": filename.rpartition("/")[0] or None}
-    raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
-
-
-def meta_transformer(cls: type[Any], repository: str, revision: str | None = None) -> Any:
-    """The transformer without weights: names and shapes, to check against before anything is loaded."""
-    config = transformer_config(repository, revision)
-    with torch.device("meta"):
-        return cls.from_config(_model_settings(config))
-
-
-def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in ("_subfolder", "quantization_config")}
-
-
 def meta_component(repository: str, name: str, revision: str | None = None) -> Any:
     """A component without weights; None where it has none."""
     cls = component_class(repository, name, revision)
@@ -207,77 +184,7 @@ def meta_component(repository: str, name: str, revision: str | None = None) -> A
         return model.requires_grad_(False)
 
 
-def transformer_weights(repository: str, revision: str | None = None) -> SafetensorsWeights | None:
-    """The transformer's weights on disk, downloaded if need be; None where they are no safetensors files.
-
-    Raises:
-        UserError: a shard is missing or damaged.
-    """
-    folder = transformer_config(repository, revision)["_subfolder"]
-    start = f"{folder}/" if folder else ""
-    index = repository_file(repository, f"{start}{TRANSFORMER_FILE}.index.json", revision)
-    names = [TRANSFORMER_FILE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    files = [repository_file(repository, start + name, revision) for name in names]
-    if index is None and files == [None]:
-        return None
-    for name, file in zip(names, files, strict=True):
-        if file is None:
-            raise UserError(f"{repository} lacks {start}{name}: the download is not whole; get it again")
-    try:
-        return SafetensorsWeights([file for file in files if file is not None])
-    except SafetensorError as error:
-        raise UserError(
-            f"{repository}: a file of {start or 'its '}weights is damaged; get it again: {error}"
-        ) from error
-
-
-def transformer_format(repository: str, revision: str | None = None) -> str | None:
-    """What its configuration, or the headers of files that are here, say of the quantization of linear layers."""
-    how = transformer_config(repository, revision).get("quantization_config") or {}
-    if how.get("load_in_8bit"):
-        return "int8"
-    if how.get("load_in_4bit"):
-        return how.get("bnb_4bit_quant_type", "fp4")
-    weights = transformer_weights(repository, revision) if Path(repository).is_dir() else None
-    return None if weights is None else weights.format
-
-
-def load_transformer(
-    cls: type[Any],
-    repository: str,
-    *,
-    revision: str | None = None,
-    dtype: torch.dtype,
-    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
-    quantization: Quantization | None = None,
-    rest: Callable[[str], torch.device] | None = None,
-) -> Any:
-    """The transformer alone, frozen; its repository may be a whole pipeline or nothing but the transformer.
-
-    Weights that are quantized on disk are loaded as they are.
-
-    Args:
-        quantization: of weights that are not quantized on disk.
-        rest: the device that a parameter or layer of this name ends on; None for `device`.
-    """
-    config = transformer_config(repository, revision)
-    weights = transformer_weights(repository, revision)
-    if weights is None or (weights.format is None and quantization is None and rest is None):
-        if quantization is not None:
-            raise UserError(f"{repository}: only safetensors weights can be quantized")
-        return _load_model(cls, repository, config["_subfolder"], revision, dtype, device)
-    from accelerate import init_empty_weights
-
-    asked = None if quantization is None else f"quantizing to {quantization.format} by {quantization.backend}"
-    log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))
-    with init_empty_weights():
-        model = cls.from_config(_model_settings(config))
-    check(weights, model, repository)
-    assemble(model, weights, dtype=dtype, device=device, quantization=quantization, rest=rest)
-    return model.requires_grad_(False).eval()
-
-
-def _load_model(
+def load_model(
     cls: type[Any],
     repository: str,
     subfolder: str | None,
@@ -285,6 +192,7 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Any:
+    """A diffusers or transformers model, frozen and straight to its dtype and device."""
     log.info(f"loading {subfolder or 'transformer'}")
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
     # transformers 5 and diffusers 0.42 name the same argument differently.

@@ -93,6 +93,9 @@ class Quantization:
             "bnb_4bit_use_double_quant": self.double_quant,
         }
 
+    def __str__(self) -> str:
+        return f"{self.format} by {self.backend}"
+
     def converts(self, name: str, module: nn.Module) -> bool:
         """Whether this is a linear layer that is to be quantized."""
         plain = type(module) is nn.Linear
@@ -120,9 +123,7 @@ class Quantization:
             return self._layer(linear.requires_grad_(False))
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(
-                f"model.quantization: {self.format} by {self.backend} does not run on {device} here: {first}"
-            ) from error
+            raise UserError(f"model.quantization: {self} does not run on {device} here: {first}") from error
 
     def _layer(self, linear: nn.Linear) -> nn.Module:
         if self.backend == "torchao":

@@ -120,20 +120,18 @@ def assemble(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None,
-    gradient_dtype: torch.dtype = torch.float8_e5m2,
     rest: Callable[[str], torch.device] | None = None,
 ) -> None:
     """Fill a model whose parameters are on the meta device; at no time are there two copies of more than a layer.
 
     Args:
         quantization: of linear layers that are not quantized on disk; None leaves them as they are.
-        gradient_dtype: of fp8 layers.
         rest: the device that a parameter or layer of this name ends on; None for `device`.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     last = time.monotonic()
     for number, (name, linear) in enumerate(linears.items(), 1):
-        layer: nn.Module | None = _stored_layer(weights, name, dtype, device, gradient_dtype)
+        layer: nn.Module | None = _stored_layer(weights, name, dtype, device, quantization)
         if layer is not None and (layer.out_features, layer.in_features) != (linear.out_features, linear.in_features):
             raise UserError(
                 f"{name} is {layer.out_features}x{layer.in_features} on disk, "
@@ -187,7 +185,7 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
 
 
 def _stored_layer(
-    weights: Weights, name: str, dtype: torch.dtype, device: torch.device, gradient_dtype: torch.dtype
+    weights: Weights, name: str, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
 ) -> "QuantizedLinear | None":
     """The layer as it is on disk; None where it is not quantized there."""
     from lightning_modules.quantized_linear import FourBitLinear, Fp8Linear, Int8Linear
@@ -204,6 +202,7 @@ def _stored_layer(
             raise UserError(
                 f"{name} has scales {tuple(scale.shape)} on disk: known are one for all, or one for each row"
             )
+        gradient_dtype = torch.float8_e5m2 if quantization is None else quantization.gradient_dtype
         return Fp8Linear(weight, scale.float().reshape(-1, 1).to(device), bias, dtype, gradient_dtype)
     if kind == "I8":
         return Int8Linear(read("weight"), read("SCB").float(), bias, dtype)

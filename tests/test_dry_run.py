@@ -8,6 +8,7 @@ from datamodules.cache import Cache
 from lightning_modules import flow, loading
 from lightning_modules.fake_memory import PeakMemory
 from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure
+from lightning_modules.transformer import transformer_config
 from tests.conftest import ROOT, compose, make_pairs, short
 from tests.tiny_pipelines import MODELS
 
@@ -59,7 +60,7 @@ def test_folders_and_unknown_names_are_left_as_they_are(tmp_path):
             assert loading.resolve_repository(name) == name
     with local_configuration("Qwen/Qwen-Image-Edit"):
         folder = loading.resolve_repository("Qwen/Qwen-Image-Edit")
-        assert loading.transformer_config(folder)["num_layers"] == 60
+        assert transformer_config(folder)["num_layers"] == 60
     assert loading.resolve_repository("Qwen/Qwen-Image-Edit") == "Qwen/Qwen-Image-Edit"
 
 

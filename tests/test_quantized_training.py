@@ -188,7 +188,7 @@ def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path)
     [
         (
             "components_to_quantize=[unet]",
-            "components_to_quantize: unet is none of transformer, tokenizer, text_encoder",
+            "components_to_quantize: unet is none of transformer, text_encoder, text_encoder_2",
         ),
         ("modules_to_not_convert=['*']", "leaves no linear layer to quantize"),
         ("backend=bitsandbytes", "backend=bitsandbytes has no fp8: choose retouch or quanto or torchao"),

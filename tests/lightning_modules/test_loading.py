@@ -14,12 +14,11 @@ from datamodules.errors import UserError
 from lightning_modules.embedded import embedded_model
 from lightning_modules.loading import (
     load_component,
-    load_transformer,
-    meta_transformer,
     read_index,
     repository_file,
     resolve_device,
 )
+from lightning_modules.transformer import TransformerSource, load_transformer
 from tests.conftest import ROOT
 
 MODELS = ["text_encoder", "text_encoder_2", "vae", "transformer"]
@@ -59,7 +58,7 @@ def test_transformer_may_come_from_a_repository_of_its_own(tiny, stock, tmp_path
 
 
 def test_meta_transformer_has_the_names_and_shapes_and_no_memory(tiny, stock):
-    meta = meta_transformer(type(stock.transformer), str(tiny))
+    meta = TransformerSource("FluxTransformer2DModel", str(tiny), None, torch.float32, None, 0).meta
     shapes = {name: p.shape for name, p in meta.named_parameters()}
     assert shapes == {name: p.shape for name, p in stock.transformer.named_parameters()}
     assert all(p.is_meta for p in meta.parameters())

@@ -76,7 +76,7 @@ def test_what_waits_is_what_the_dry_run_says(tiny):
     for base in BASES.values():
         plain = blocks(build(tiny, *base).transformer).values()
         sizes = [sum(layer.weight.nbytes for layer in streamed_linears(block)) for block in plain]
-        assert build(tiny, "model.offload.blocks=4", *base).waiting_bytes() == sum(sizes) - 2 * max(sizes)
+        assert build(tiny, "model.offload.blocks=4", *base).source.waiting_bytes() == sum(sizes) - 2 * max(sizes)
 
 
 def test_nothing_is_left_in_a_block_that_has_computed(tiny):

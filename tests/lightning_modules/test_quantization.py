@@ -113,7 +113,7 @@ def test_four_bits_start_slower():
 LOAD = """
 import json, resource, sys, torch
 from diffusers import FluxTransformer2DModel
-from lightning_modules.loading import load_transformer
+from lightning_modules.transformer import load_transformer
 from lightning_modules.quantization import nbytes
 from tests.lightning_modules.test_quantized_linear import quantization
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules import loading
-from lightning_modules.loading import load_transformer
 from lightning_modules.quantized_linear import E4M3, E5M2, FourBitLinear, Fp8Linear, Int8Linear
+from lightning_modules.transformer import load_transformer, transformer_weights
 from tests.lightning_modules.test_quantization import FP8
 from tests.lightning_modules.test_quantized_linear import dequantized, quantization
 
@@ -109,7 +108,7 @@ def test_layers_are_loaded_as_they_are(checkpoint, source):
     folder, kind, format = checkpoint
     state = load_file(folder / NAME)
     model = load(folder)
-    assert loading.transformer_weights(str(folder)).format == format
+    assert transformer_weights(str(folder)).format == format
     assert type(model.proj_out) is nn.Linear
     for name, module in source.named_modules():
         if isinstance(module, nn.Linear) and name != "proj_out":
