@@ -43,22 +43,18 @@ def compare_precision(
     for quantization in quantizations:
         module.source.quantization = quantization
         quantized, sizes[quantization.format] = _velocities(module, batches)
-        errors[quantization.format] = [
-            (
-                torch.stack([(a - b).square().sum() for a, b in zip(band, exact_band, strict=True)]).sum().sqrt()
-                / torch.stack([b.square().sum() for b in exact_band]).sum().sqrt()
-            ).item()
-            for band, exact_band in zip(quantized, exact, strict=True)
-        ]
+        pairs = zip(quantized, exact, strict=True)
+        errors[quantization.format] = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs]
     Console(stderr=True).print(_table(errors, sizes, precision))
     with replacing(path) as temporary:
         _draw(errors, precision).savefig(temporary, format="png")
 
 
 @torch.no_grad()
-def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[list[list[Tensor]], int]:
-    """For the middle of each timestep band, each sample's velocity; and what the transformer's weights take."""
+def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[list[Tensor], int]:
+    """All samples' velocities in the middle of each timestep band, flat; and what the transformer's weights take."""
     module.transformer = module.load_transformer()
+    size = nbytes(module.transformer)
     module.stream_blocks()
     device, mixed = module.main_device, module.base_dtype != torch.float32
     bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
@@ -72,12 +68,11 @@ def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[lis
             for band, velocities in enumerate(bands):
                 t = torch.full((1,), (band + 0.5) / BANDS, device=device)
                 predicted = module.velocity(flow.interpolate(x0, eps, t), t, controls, batch.prompt)
-                velocities.append(predicted.float().cpu())
-    size = nbytes(module.transformer)
+                velocities.append(predicted.float().cpu().flatten())
     module.transformer = None
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return bands, size
+    return [torch.cat(band) for band in bands], size
 
 
 def _band(number: int) -> str:
