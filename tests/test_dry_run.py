@@ -1,5 +1,7 @@
 """The plan of a run: from the real configurations, without weights."""
 
+import re
+
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -14,16 +16,15 @@ from tests.tiny_pipelines import MODELS
 
 # As published on the models' pages
 PARAMETERS = {
-    "flux_kontext_fp4": 11_901_408_320,
+    "flux_kontext": 11_901_408_320,
     "flux_dev": 11_901_408_320,
     "qwen_image_edit": 20_430_401_088,
-    "qwen_image_edit_plus_fp8": 20_430_401_088,
+    "qwen_image_edit_plus": 20_430_401_088,
 }
+YAMLS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml") if path.stem[-4:] not in ("_fp8", "_fp4"))
 
 
-@pytest.mark.parametrize(
-    "model", ["embedded", "flux_dev", "flux_kontext_fp4", "qwen_image_edit", "qwen_image_edit_plus_fp8"]
-)
+@pytest.mark.parametrize("model", YAMLS)
 def test_every_model_is_planned_without_weights(run, pairs, tmp_path, model):
     captions = model in MODELS and MODELS[model].data == "captions"
     data = ["data=captions", f"data.root={pairs}/training_images"] if captions else [f"data.root={pairs}"]
@@ -34,6 +35,17 @@ def test_every_model_is_planned_without_weights(run, pairs, tmp_path, model):
         assert part in outcome.text
     assert "loading" not in outcome.text
     assert not (tmp_path / "out").exists()
+
+
+def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
+    plan = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.gradient_checkpointing=true"]
+    sizes = []
+    for more in ([], ["model/quantization=fp4"], ["model/quantization=fp4", "model.offload.blocks=4"]):
+        text = run("train", *plan, *more).text
+        assert ("embedded (fp4)" if more else "embedded (float32)") in text
+        assert ("blocks" in text) == (len(more) == 2)
+        sizes.append(float(re.search(r"weights ([\d.]+) [kM]B", text)[1]) * (1000 if "weights 1.9 MB" in text else 1))
+    assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):
