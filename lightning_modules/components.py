@@ -153,11 +153,14 @@ class Components:
             if self.device(name).type != "cpu":
                 part.to("cpu")
                 self._resting.add(name)
+        if self._resting and torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def release(self, *names: str) -> None:
         """Forget components and give their memory back."""
         for name in names:
             self._loaded.pop(name, None)
+            self._resting.discard(name)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

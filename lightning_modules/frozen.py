@@ -149,6 +149,7 @@ class FrozenPipeline(L.LightningModule, Family):
         assert self.transformer is not None
         if self.offload["blocks"]:
             BlockStream(list(streamed_blocks(self.transformer, self.offload["blocks"]).values()), self.main_device)
+            self.transformer.to(self.main_device)  # what is left of the blocks
 
     def rest_components(self) -> None:
         """Encoders and autoencoder make room beside the transformer, if they are told to."""

@@ -1,13 +1,18 @@
 """Transformer blocks whose frozen weights wait in the host's memory and come to the device for their turn."""
 
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.cuda._pin_memory_utils
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
+
+log = logging.getLogger("retouch")
 
 # Bytes; where a weight may begin within a block's buffer.
 ALIGNMENT = 256
@@ -41,11 +46,28 @@ def streamed_linears(block: nn.Module) -> list[nn.Linear]:
     ]
 
 
+def _pin(host: Tensor) -> bool:
+    """Pin memory where it is, for PyTorch's own pinned memory comes in powers of two; whether that was possible."""
+    try:
+        torch.cuda._pin_memory_utils.pin_memory(host.data_ptr(), host.nbytes)
+    except RuntimeError as error:
+        log.warning(f"note: offloaded blocks come slower, for memory cannot be pinned: {error}")
+        return False
+    return True
+
+
+def _unpin(side_stream: torch.cuda.Stream, pinned: list[Tensor]) -> None:
+    side_stream.synchronize()  # a copy may be under way
+    for host in pinned:
+        torch.cuda._pin_memory_utils.unpin_memory(host.data_ptr())
+
+
 class BlockStream:
     """Lets blocks compute on weights that are copied to the device one block ahead.
 
     Two buffers on the device take turns, each as large as the largest block. A copy into one begins when all that its
-    block had to compute, forward or backward, is queued, and waits for that on a stream of its own.
+    block had to compute is queued, and waits for that on a stream of its own. In the backward pass, too: autograd runs
+    the latest nodes first, so that of a block nothing is left when the block before it is computed again.
     Weights are frozen, so nothing is ever copied back. In training it needs gradient checkpointing: else the backward
     pass of a block would come when its buffer holds another one's weights.
 
@@ -65,12 +87,18 @@ class BlockStream:
         self._places: list[list[tuple[int, torch.dtype, torch.Size]]] = []
         for layers in self._layers:
             self._take(layers)
-        size = max(len(host) for host in self._host)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._holds: list[int | None] = [None, None]
-        self._in_use = 1
-        self._copied: list[Any] = [None, None]
+        size, count = max(len(host) for host in self._host), min(2, len(blocks))
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._block_in: list[int | None] = [None] * count
+        self._slot_in_use = count - 1
+        self._copied: list[Any] = [None] * count
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._side_stream is not None:
+            for buffer in self._buffers:
+                buffer.record_stream(self._side_stream)
+            with torch.cuda.device(device):
+                pinned = [host for host in self._host if _pin(host)]
+            weakref.finalize(self, _unpin, self._side_stream, pinned)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._before(number))
             # Also where checkpointing leaves a block by an exception, as soon as it has what it wants.
@@ -87,31 +115,29 @@ class BlockStream:
             weight = layer.weight.data.contiguous().view(torch.uint8).flatten()
             host[start : start + len(weight)] = weight
             layer._parameters["weight"] = None
-        if torch.cuda.is_available():
-            # Pinned where it is: PyTorch's own pinned memory comes in powers of two.
-            torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
         self._host.append(host)
         self._places.append(places)
 
     def _fetch(self, number: int) -> int:
-        """Start copying a block's weights, if no buffer has them; gives the buffer that will."""
-        if number in self._holds:
-            return self._holds.index(number)
-        slot = 1 - self._in_use
+        """Start copying a block's weights, unless a buffer has or is getting them; gives that buffer's number."""
+        if number in self._block_in:
+            return self._block_in.index(number)
+        slot = (self._slot_in_use + 1) % len(self._buffers)
         host, buffer = self._host[number], self._buffers[slot]
-        self._holds[slot] = number
+        self._block_in[slot] = None
         if self._side_stream is None:
             buffer[: len(host)].copy_(host)
-            return slot
-        self._side_stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        with torch.cuda.stream(self._side_stream):
-            buffer[: len(host)].copy_(host, non_blocking=True)
-            self._copied[slot] = self._side_stream.record_event()
+        else:
+            self._side_stream.wait_stream(torch.cuda.current_stream(buffer.device))
+            with torch.cuda.stream(self._side_stream):
+                buffer[: len(host)].copy_(host, non_blocking=True)
+                self._copied[slot] = self._side_stream.record_event()
+        self._block_in[slot] = number
         return slot
 
     def _before(self, number: int) -> Callable[..., None]:
         def before(block: nn.Module, args: Any) -> None:
-            slot = self._in_use = self._fetch(number)
+            slot = self._slot_in_use = self._fetch(number)
             buffer = self._buffers[slot]
             if self._copied[slot] is not None:
                 torch.cuda.current_stream(buffer.device).wait_event(self._copied[slot])
@@ -123,7 +149,7 @@ class BlockStream:
             else:
                 # Without gradients another forward pass follows; with them the backward pass begins where this ends.
                 following = number + 1 if torch.is_grad_enabled() else (number + 1) % len(self._host)
-            if 0 <= following < len(self._host):
+            if 0 <= following < len(self._host) and len(self._buffers) > 1:
                 self._fetch(following)
 
         return before

@@ -157,14 +157,13 @@ class Quantization:
             assert isinstance(linear, nn.Linear)
             model.set_submodule(name, self.quantize(linear.to(device)))
 
-    def nbytes(self, model: nn.Module, dtype: torch.dtype, prefix: str = "") -> int:
+    def nbytes(self, model: nn.Module, dtype: torch.dtype) -> int:
         """What the weights of a model, which may be on the meta device, will take.
 
         Args:
             dtype: of what is not quantized.
-            prefix: the model's name in a larger one.
         """
-        quantized = sum(m.weight.numel() for name, m in model.named_modules() if self.converts(prefix + name, m))
+        quantized = sum(m.weight.numel() for name, m in model.named_modules() if self.converts(name, m))
         others = sum(parameter.numel() for parameter in model.parameters()) - quantized
         return round(quantized * self.bits / 8) + others * dtype.itemsize
 

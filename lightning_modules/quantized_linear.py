@@ -93,7 +93,8 @@ class Fp8Linear(QuantizedLinear):
     @classmethod
     def quantize(cls, linear: nn.Linear, gradient_dtype: torch.dtype) -> "Fp8Linear":
         """Per-row scales that are powers of two: they cost no precision, and multiplying by them is exact."""
-        scale = row_scale(linear.weight, E4M3).log2().ceil().exp2()
+        mantissa, exponent = torch.frexp(row_scale(linear.weight, E4M3))
+        scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
         weight = to_float8(linear.weight, scale, E4M3)
         return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
 
@@ -102,7 +103,7 @@ class Fp8Linear(QuantizedLinear):
 
     def dequantize(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
         weight, scale = parts
-        return weight.to(dtype).mul_(scale.to(dtype))
+        return weight.to(dtype).mul_(scale)
 
     def product(self, x: Tensor, *parts: Tensor) -> Tensor:
         weight, scale = parts
@@ -139,8 +140,19 @@ class Fp8Linear(QuantizedLinear):
 
 @cache
 def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """Compute capability 8.9 and later; AMD's fp8 is another."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Compute capability 8.9 and later, where PyTorch's kernels run; AMD's fp8 is another."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
+        return False
+    ones, scale = torch.ones(TILE, TILE, device=device), torch.ones(TILE, 1, device=device)
+    try:
+        for dtype in (E4M3, E5M2):
+            second = ones.to(E4M3).t()
+            torch._scaled_mm(ones.to(dtype), second, scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        log.warning(f"note: fp8 saves memory only, for its tensor cores cannot be used here: {first}")
+        return False
+    return True
 
 
 def row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,7 +275,7 @@ class Int8Linear(QuantizedLinear):
 
     def dequantize(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
         weight, maxima = parts
-        return weight.to(dtype).mul_((maxima / 127).to(dtype)[:, None])
+        return weight.to(dtype).mul_((maxima / 127)[:, None])
 
 
 class QuantoLinear(QuantizedLinear):

@@ -76,10 +76,10 @@ class TransformerSource:
         """The transformer, frozen; streamed blocks, and all of one that will be split over processes, on the CPU."""
         host, cls = torch.device("cpu"), getattr(diffusers, self.class_name)
         streamed = tuple(f"{block}." for block in streamed_blocks(self.meta, self.streamed))
-        rest = None
+        placement = None
         if split or streamed:
 
-            def rest(name: str) -> torch.device:
+            def placement(name: str) -> torch.device:
                 return host if split or name.startswith(streamed) else device
 
         return load_transformer(
@@ -89,7 +89,7 @@ class TransformerSource:
             dtype=self.dtype,
             device=device,
             quantization=self.quantization,
-            rest=rest,
+            placement=placement,
         )
 
     @cached_property
@@ -134,13 +134,18 @@ class TransformerSource:
         """What of it is in the host's memory at any time: streamed blocks, but for two that have a buffer each."""
         plain, wanted = 8 * self.dtype.itemsize, self.quantization
         stored, _ = BITS.get(self.expected_precision, (plain, 0))
+
+        def kept(name: str, part: nn.Module) -> bool:
+            if wanted is None or wanted.format != self.expected_precision:
+                return False
+            return not wanted.converts(name, part)
+
         sizes = []
         for block, module in streamed_blocks(self.meta, self.streamed).items():
             linears = {f"{block}.{name}": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-            kept = {name for name, part in linears.items() if wanted is not None and not wanted.converts(name, part)}
-            bits = (part.weight.numel() * (plain if name in kept else stored) for name, part in linears.items())
+            bits = (part.weight.numel() * (plain if kept(name, part) else stored) for name, part in linears.items())
             sizes.append(sum(bits) // 8)
-        return max(0, sum(sizes) - 2 * max(sizes, default=0))
+        return sum(sizes) - min(2, len(sizes)) * max(sizes, default=0)
 
 
 def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
@@ -187,7 +192,7 @@ def load_transformer(
     dtype: torch.dtype,
     device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
     quantization: Quantization | None = None,
-    rest: Callable[[str], torch.device] | None = None,
+    placement: Callable[[str], torch.device] | None = None,
 ) -> Any:
     """The transformer alone, frozen; its repository may be a whole pipeline or nothing but the transformer.
 
@@ -195,13 +200,13 @@ def load_transformer(
 
     Args:
         quantization: of weights that are not quantized on disk.
-        rest: the device that a parameter or layer of this name ends on; None for `device`.
+        placement: the device that a parameter or layer of this name ends on; None for `device`.
     """
     config = transformer_config(repository, revision)
     weights = transformer_weights(repository, revision)
-    if weights is None or (weights.format is None and quantization is None and rest is None):
-        if quantization is not None:
-            raise UserError(f"{repository}: only safetensors weights can be quantized")
+    if weights is None or (weights.format is None and quantization is None and placement is None):
+        if quantization is not None or placement is not None:
+            raise UserError(f"{repository}: only safetensors weights can be quantized, offloaded or split")
         return load_model(cls, repository, config["_subfolder"], revision, dtype, device)
     from accelerate import init_empty_weights
 
@@ -210,5 +215,5 @@ def load_transformer(
     with init_empty_weights():
         model = cls.from_config(_settings(config))
     check(weights, model, repository)
-    assemble(model, weights, dtype=dtype, device=device, quantization=quantization, rest=rest)
+    assemble(model, weights, dtype=dtype, device=device, quantization=quantization, placement=placement)
     return model.requires_grad_(False).eval()

@@ -120,13 +120,13 @@ def assemble(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None,
-    rest: Callable[[str], torch.device] | None = None,
+    placement: Callable[[str], torch.device] | None = None,
 ) -> None:
     """Fill a model whose parameters are on the meta device; at no time are there two copies of more than a layer.
 
     Args:
         quantization: of linear layers that are not quantized on disk; None leaves them as they are.
-        rest: the device that a parameter or layer of this name ends on; None for `device`.
+        placement: the device that a parameter or layer of this name ends on; None for `device`.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     last = time.monotonic()
@@ -142,14 +142,14 @@ def assemble(
             linear.load_state_dict(tensors, assign=True)
             layer = quantization.quantize(linear)
         if layer is not None:
-            model.set_submodule(name, layer if rest is None else layer.to(rest(name)))
+            model.set_submodule(name, layer if placement is None else layer.to(placement(name)))
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
             log.info(f"{number} of {len(linears)} layers")
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
-            value = weights.read(name).to(device if rest is None else rest(name), dtype)
+            value = weights.read(name).to(device if placement is None else placement(name), dtype)
             if value.shape != parameter.shape:
                 raise UserError(f"{name} is {tuple(value.shape)} on disk, {tuple(parameter.shape)} in the model")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
