@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from datamodules.batch import stack_padded
 from datamodules.conditions import PromptRequest
 from datamodules.errors import UserError, listing
-from lightning_modules.loading import WITHOUT_WEIGHTS, component_class, load_component, resolve_repository
+from lightning_modules.loading import WITHOUT_WEIGHTS, load_component, read_index, resolve_repository
 from lightning_modules.quantization import Quantization
 
 log = logging.getLogger("retouch")
@@ -129,8 +129,8 @@ class Components:
 
     def check_quantization(self, texts: Sequence[str]) -> None:
         """Raise a UserError for what is to be quantized and is no text encoder; `texts` are the parts that encode."""
-        classes = {name: component_class(self.repository, name, self.revision).__name__ for name in texts}
-        known = [name for name, kind in classes.items() if not any(word in kind for word in WITHOUT_WEIGHTS)]
+        index = read_index(self.repository, self.revision)  # not the classes: most runs need none of them
+        known = [name for name in texts if not any(word in index[name][1] for word in WITHOUT_WEIGHTS)]
         if unknown := [name for name in self.quantized if name not in known]:
             choices = ", ".join(["transformer", *known])
             raise UserError(f"model.quantization.components_to_quantize: {listing(unknown)} is none of {choices}")

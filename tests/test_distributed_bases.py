@@ -20,7 +20,6 @@ SETTINGS = ["scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=fl
 SPLIT = {
     "bf16": ["model.quantization=null", "model.dtype=bfloat16"],
     "fp8": ["model.dtype=bfloat16"],
-    "fp8 in float32": [],
     "int8": ["model.quantization.format=int8"],
 }
 
@@ -50,13 +49,21 @@ def assert_close(one, other):
         torch.testing.assert_close(weight, theirs[name], rtol=1e-4, atol=1e-6)
 
 
+def column(run_folder, name):
+    """Of metrics.csv."""
+    return [row[name] for row in csv.DictReader((run_folder / "metrics.csv").open())]
+
+
 def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
-    """So is an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
+    """So are a float32 base, and an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
     where = f"data.cache_dir={tmp_path / 'cache'}"
     bases = {f"{format}-{backend}": (format, backend) for format, backend in WAYS}
 
     def overrides(kind, name, *more):
         return quantized(tiny, pairs, tmp_path / kind / name, 2, *bases[name], *SETTINGS, where, *more)
+
+    def plain(kind, *more):
+        return [*short(tiny, pairs, tmp_path / kind / "plain", 5), where, *more]
 
     def orthogonal(kind, *more):
         return [*short(tiny, pairs, tmp_path / kind / "ortho", 4), *SETTINGS, "adapter=ortho_tlora", where, *more]
@@ -64,15 +71,18 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, 
     for name in bases:
         run("train", *overrides("one", name, "data.batch_size=2"))
     run("train", *orthogonal("one", "data.batch_size=2"))
-    status, text = in_two_processes([*(overrides("two", name, *DDP) for name in bases), orthogonal("two", *DDP)])
+    run("train", *plain("one", "data.batch_size=2"))
+    dump = "+callbacks.dump={_target_: tests.dump_weights.DumpWeights, folder: " + str(tmp_path) + "}"
+    others = [orthogonal("two", *DDP), plain("two", *DDP, dump)]
+    status, text = in_two_processes([*(overrides("two", name, *DDP) for name in bases), *others])
     assert status == 0, text
-    for name in (*bases, "ortho"):
+    for name in (*bases, "ortho", "plain"):
         assert_close(*(tmp_path / kind / name for kind in ("one", "two")))
-    ranks = [
-        [row["active_rank"] for row in csv.DictReader((tmp_path / kind / "ortho" / "metrics.csv").open())]
-        for kind in ("one", "two")
-    ]
-    assert ranks[0] == ranks[1]
+    assert column(tmp_path / "one" / "ortho", "active_rank") == column(tmp_path / "two" / "ortho", "active_rank")
+    losses = (column(tmp_path / kind / "plain", "loss") for kind in ("one", "two"))
+    assert all(float(a) == pytest.approx(float(b), rel=1e-4) for a, b in zip(*losses, strict=True))
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
 
 
 def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs, tmp_path):

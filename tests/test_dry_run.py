@@ -25,7 +25,18 @@ YAMLS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml") if
 
 
 @pytest.mark.parametrize("model", YAMLS)
-def test_every_model_is_planned_without_weights(run, pairs, tmp_path, model):
+def test_every_model_is_known_without_weights(model):
+    cfg = compose("train", f"model={model}")
+    with local_configuration(cfg.model.pretrained_model_name_or_path):
+        module = instantiate(cfg.model, _convert_="all")
+        module.preflight()
+        parameters = sum(parameter.numel() for parameter in module.meta_transformer().parameters())
+    assert parameters == PARAMETERS.get(model, parameters)
+
+
+@pytest.mark.parametrize("model", ["embedded", "flux_dev", "qwen_image_edit_plus"])
+def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
+    """Of each kind of transformer."""
     captions = model in MODELS and MODELS[model].data == "captions"
     data = ["data=captions", f"data.root={pairs}/training_images"] if captions else [f"data.root={pairs}"]
     outcome = run("train", "task=dry_run", f"model={model}", f"output_dir={tmp_path / 'out'}", *data)

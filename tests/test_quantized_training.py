@@ -48,7 +48,7 @@ def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, format, ba
 
 
 def learned(tiny, *more):
-    """The losses of 20 steps on one fixed batch with fixed draws."""
+    """The losses of 12 steps on one fixed batch with fixed draws."""
     settings = [
         "optimizer.lr=2e-2",
         "model.gradient_checkpointing=false",
@@ -66,7 +66,7 @@ def learned(tiny, *more):
     batch = LatentBatch(list("abcd"), [0, 1, 2, 3], target, 0.1 * target.abs(), [control], prompt, {}, None)
     optimizer = module.optimizer(list(trainable(module.transformer).values()))
     losses = []
-    for _ in range(20):
+    for _ in range(12):
         with torch.autocast("cpu", torch.bfloat16):
             loss = module.losses(batch).mean()
         loss.backward()
@@ -77,10 +77,10 @@ def learned(tiny, *more):
 
 
 def test_loss_falls_on_each_format_as_on_bf16(tiny):
-    """To a third, and ends where it does on bf16: but for 1 % of the way on 8 bits, for 5 % on 4."""
+    """To two thirds, and ends where it does on bf16: but for 1 % of the way on 8 bits, for 5 % on 4."""
     exact = learned(tiny, "model=flux_kontext")
     way = exact[0] - exact[-1]
-    assert exact[-1] < 0.33 * exact[0]
+    assert exact[-1] < 0.67 * exact[0]
     for format, backend in WAYS:
         how = ["model=flux_kontext_fp8", f"model.quantization.format={format}", f"model.quantization.backend={backend}"]
         losses = learned(tiny, *how)

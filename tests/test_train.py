@@ -115,21 +115,6 @@ def test_accumulating_two_equals_batch_of_two(run, tiny, pairs, tmp_path):
         assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-4)
 
 
-def test_two_processes_end_equal_to_each_other_and_to_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
-    """The existing system never synchronised gradients: every rank trained its own LoRA."""
-    two = [*short(tiny, pairs, tmp_path / "two", 5), "trainer.devices=2", "trainer.strategy=ddp"]
-    two.append("+callbacks.dump={_target_: tests.dump_weights.DumpWeights, folder: " + str(tmp_path) + "}")
-    process = start("train", *two)
-    text, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, text
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
-    run("train", *short(tiny, pairs, tmp_path / "one", 5), "data.batch_size=2")
-    assert_same_weights(tmp_path / "two", tmp_path / "one", rtol=0, atol=1e-5)
-    for one, other in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
-        assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-4)
-
-
 def test_loss_falls(run, tiny, pairs, tmp_path):
     """200 steps on 8 fixed pairs, measured at noise that training never saw."""
     from hydra.utils import instantiate

@@ -37,12 +37,11 @@ def step(module):
     return {"velocity": velocity.detach(), **gradients}
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("adapter", ["lora", "ortho_tlora"])
+@pytest.mark.parametrize(("base", "adapter"), [*((base, "lora") for base in BASES), ("fp8", "ortho_tlora")])
 def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
     settings = [*BASES[base], f"adapter={adapter}", "adapter.rank=4"]
     whole = step(build(tiny, *settings))
-    for count in (1, 2, 4):
+    for count in (1, 4):
         streamed = step(build(tiny, *settings, f"model.offload.blocks={count}"))
         assert whole.keys() == streamed.keys()
         assert all(torch.equal(whole[name], streamed[name]) for name in whole)
