@@ -101,8 +101,10 @@ class Components:
         if name not in self._loaded:
             with self.stopwatch.stage("load"):
                 self._loaded[name] = self._load(name, self.device(name))
-        part = self._loaded[name]
-        return part.to(self.device(name)) if name in self._resting else part
+        elif name in self._resting:
+            self._loaded[name].to(self.device(name))
+            self._resting.remove(name)
+        return self._loaded[name]
 
     def _load(self, name: str, device: torch.device) -> Any:
         if name not in self.quantized:
@@ -149,11 +151,11 @@ class Components:
 
     def rest(self) -> None:
         """Let the models wait in the host's memory until they are used again."""
-        for name, part in self.models().items():
-            if self.device(name).type != "cpu":
-                part.to("cpu")
-                self._resting.add(name)
-        if self._resting and torch.cuda.is_available():
+        moving = [name for name in self.models() if name not in self._resting and self.device(name).type != "cpu"]
+        for name in moving:
+            self._loaded[name].to("cpu")
+        self._resting.update(moving)
+        if moving and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def release(self, *names: str) -> None:

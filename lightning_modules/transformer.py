@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -56,11 +55,17 @@ class TransformerSource:
         """The folder or hub id."""
         return resolve_repository(self.name)
 
+    @property
+    def _class(self) -> Any:
+        import diffusers
+
+        return getattr(diffusers, self.class_name)
+
     @cached_property
     def meta(self) -> Any:
         """The transformer without weights: names and shapes, to check against before anything is loaded."""
         with torch.device("meta"):
-            return getattr(diffusers, self.class_name).from_config(_settings(self.config()))
+            return self._class.from_config(_settings(self.config()))
 
     def config(self) -> dict[str, Any]:
         """Its config.json."""
@@ -74,7 +79,7 @@ class TransformerSource:
 
     def load(self, device: torch.device, split: bool = False) -> Any:
         """The transformer, frozen; streamed blocks, and all of one that will be split over processes, on the CPU."""
-        host, cls = torch.device("cpu"), getattr(diffusers, self.class_name)
+        host = torch.device("cpu")
         streamed = tuple(f"{block}." for block in streamed_blocks(self.meta, self.streamed))
         placement = None
         if split or streamed:
@@ -83,7 +88,7 @@ class TransformerSource:
                 return host if split or name.startswith(streamed) else device
 
         return load_transformer(
-            cls,
+            self._class,
             self.repository,
             revision=self.revision,
             dtype=self.dtype,
@@ -93,11 +98,15 @@ class TransformerSource:
         )
 
     @cached_property
+    def stored_format(self) -> str | None:
+        """The format that its linear layers have on disk; None where they are not quantized."""
+        weights = transformer_weights(self.repository, self.revision)
+        return None if weights is None else weights.format
+
+    @cached_property
     def precision(self) -> str:
         """The format of its linear layers: what is on disk decides, then the settings."""
-        weights = transformer_weights(self.repository, self.revision)
-        stored = None if weights is None else weights.format
-        wanted = self.quantization
+        stored, wanted = self.stored_format, self.quantization
         if stored is not None and wanted is not None and stored != wanted.format:
             log.warning(f"note: {self.name} is {stored} on disk: model.quantization.format={wanted.format} is idle")
         return stored or self._asked
@@ -118,9 +127,8 @@ class TransformerSource:
 
     def check_unquantized(self, what: str) -> None:
         """Raise a UserError where it is quantized on disk."""
-        weights = transformer_weights(self.repository, self.revision)
-        if weights is not None and weights.format is not None:
-            raise UserError(f"{what} needs unquantized weights; {self.name} is {weights.format} on disk")
+        if self.stored_format is not None:
+            raise UserError(f"{what} needs unquantized weights; {self.name} is {self.stored_format} on disk")
 
     def nbytes(self) -> int:
         """What its weights take, about, where its files are quantized."""

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
+from lightning_modules.components import SECONDS_BETWEEN_LINES
 from lightning_modules.quantization import Quantization
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ WRITTEN_BACKENDS = ("retouch", "bitsandbytes")
 FOUR_BIT = "weight.quant_state.bitsandbytes__"
 # Pages of a file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
-SECONDS_BETWEEN_LINES = 10
 
 
 class Weights(Protocol):
