@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from callbacks.console import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
-from lightning_modules.lora import trainable
+from lightning_modules.adapter import trainable
 from lightning_modules.quantization import nbytes
 from lightning_modules.weights import assemble
 

@@ -20,7 +20,7 @@ from omegaconf import open_dict
 
 from datamodules.batch import LatentBatch
 from lightning_modules import flow, footprint
-from lightning_modules.lora import trainable
+from lightning_modules.adapter import trainable
 
 ROOT = Path(__file__).parent.parent
 

@@ -76,6 +76,8 @@ def silence_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp"):
         warnings.filterwarnings("ignore", module=name)
+    # adapter=full under autocast: norms whose weights are float32.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
         library.set_verbosity_error()

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
-from lightning_modules.lora import adapter_state
-from lightning_modules.lora_files import WEIGHTS_NAME, save_lora
 
 log = logging.getLogger("retouch")
 
@@ -106,14 +103,12 @@ class LoRACheckpoint(L.Callback):
         assert module.transformer is not None
         step = self.saved_step = trainer.global_step
         last = self.output_dir / "checkpoints" / "last.ckpt"
+        header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
         with module.averaged_weights():
-            state = {name: tensor.cpu().clone() for name, tensor in adapter_state(module.transformer).items()}
+            write = module.adapter.export(module, self.output_dir, header)
+            if trainer.is_global_zero:
+                write()
         if trainer.is_global_zero:
-            header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
-            file = self.output_dir / "lora" / f"step-{step:06d}" / WEIGHTS_NAME
-            save_lora(state, file, module.adapter.file_alpha, header, module.lora_prefix)
-            with replacing(self.output_dir / "lora" / "last" / WEIGHTS_NAME) as temporary:
-                shutil.copyfile(file, temporary)
             with replacing(last) as temporary:
                 trainer.save_checkpoint(temporary)
         else:

@@ -27,7 +27,6 @@ from callbacks.metrics import Metrics
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from lightning_modules.base import EditModule
-from lightning_modules.lora import trainable
 from lightning_modules.quantization import nbytes
 
 log = logging.getLogger("retouch")
@@ -160,20 +159,18 @@ class TrainingProgress(TerminalProgress):
     def _summary(self, trainer: L.Trainer, module: EditModule) -> dict[str, str]:
         assert module.transformer is not None
         assert module.adapter is not None
-        weights = trainable(module.transformer)
-        count = sum(p.numel() for p in weights.values())
-        layers = len([name for name in weights if ".lora_A." in name and name.endswith(".weight")])
+        trained = module.trained_parameters()
+        count = sum(p.numel() for p in trained.values())
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
         more = len(data.size_counts()) - len(sizes)
-        adapter = module.adapter
         windows = trainer.accumulate_grad_batches * trainer.world_size
         budget = data.max_tokens_per_batch
         batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
         epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
             "model": f"{module.repository_name} ({module.source.precision}) on {module.main_device}",
-            "trains": f"{adapter}, alpha {adapter.alpha:g}: {layers} layers, {count:,} parameters",
+            "trains": module.adapter.describe(trained),
             "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",

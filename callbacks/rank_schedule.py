@@ -14,7 +14,6 @@ from datamodules.files import replacing
 from lightning_modules import flow
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
-from lightning_modules.frozen import PIXELS_PER_LATENT
 from lightning_modules.prediction import Predictor
 from lightning_modules.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule, mask_forwards
 
@@ -72,7 +71,7 @@ class RankHistogram(L.Callback):
         """Compare the ranks of this run's own timesteps with those of sampling, at the size that most samples have."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         [((width, height), _)] = data.size_counts().most_common(1)
-        shape = torch.Size((height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT))
+        shape = module.latent_size(width, height)
         schedule = module.rank_gates[0].schedule
         steps = module.sampling_timesteps(shape, self.num_inference_steps)
         samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size

@@ -1,6 +1,6 @@
 """Fixed-seed pictures of the first few samples, to see the edit being learned."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +74,14 @@ class SampleImages(L.Callback):
         assert module.transformer is not None
         assert module.adapter is not None
         module.eval()
-        # As a loader will have the weights; those that are split over processes stay as they train.
-        split = module.device_mesh is not None
-        as_loaded = nullcontext() if split else module.adapter.in_dtype(module.transformer, module.base_dtype)
-        with module.averaged_weights(), as_loaded:
+        with torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(module.averaged_weights())
+            # As a loader will have the weights; those that are split over processes stay as they train.
+            for part in module.trained_parts().values() if module.device_mesh is None else ():
+                stack.enter_context(module.adapter.in_dtype(part, module.base_dtype))
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]
-                result = module.edit(latents, self.sampling, (width, height), self.seed)
+                result = module.edit(module.with_texts(latents), self.sampling, (width, height), self.seed)
                 if not trainer.is_global_zero:
                     continue
                 strip = _side_by_side([*pictures[:-1], result, pictures[-1]])

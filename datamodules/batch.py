@@ -42,7 +42,7 @@ class LatentBatch:
     Latents are the autoencoder's own, before shift and scale.
 
     Attributes:
-        keys, draws, mask: as in `RawBatch`.
+        keys, draws, mask, prompts: as in `RawBatch`; no prompts where the shards of a cache are all there is.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
         controls: the modes of the condition images' latents, each (B, C, h, w).
         prompt: the family's text conditioning by diffusers' argument names, each (B, ...); what is shorter in one
@@ -59,6 +59,7 @@ class LatentBatch:
     prompt: dict[str, Tensor]
     empty_prompt: dict[str, Tensor]
     mask: Tensor | None = None
+    prompts: list[str] = field(default_factory=list)
 
 
 def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -157,7 +157,8 @@ class CachedDataModule(PairsDataModule):
 
     def reader(self, empty_prompt: bool) -> LatentReader:
         """Reads batches; whether they carry the empty prompt's conditioning."""
-        return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt)
+        prompts = [sample.prompt for sample in self.samples]
+        return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt, prompts)
 
     def train_dataloader(self) -> ThreadedLoader:
         return ThreadedLoader(self.reader(self.caption_dropout_rate > 0), self.sampler(), self.num_workers)

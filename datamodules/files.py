@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,27 @@ def replacing(path: Path) -> Iterator[Path]:
         raise UserError(f"cannot write {path}: {error.strerror or error}{kept}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`, which takes its place at the end; when writing fails, it is removed.
+
+    Raises:
+        UserError: the folder could not be written (disk full, no permission).
+    """
+    temporary, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if folder.is_dir():
+            folder.rename(old)
+        temporary.rename(folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        for left in (temporary, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:

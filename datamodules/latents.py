@@ -78,15 +78,23 @@ class LatentReader:
         numbers: the samples' numbers in the index.
         keys: the samples' names.
         empty_prompt: whether batches carry the empty prompt's conditioning.
+        prompts: those of the samples, where they are known.
     """
 
     def __init__(
-        self, folder: Path, index: ShardIndex, numbers: Sequence[int], keys: Sequence[str], empty_prompt: bool
+        self,
+        folder: Path,
+        index: ShardIndex,
+        numbers: Sequence[int],
+        keys: Sequence[str],
+        empty_prompt: bool,
+        prompts: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.index = index
         self.numbers = array("q", numbers)
         self.keys = keys
+        self.prompts = prompts
         self.empty_prompt = empty_prompt
         # A file that leaves the cache is closed once no thread reads from it.
         self._open = lru_cache(maxsize=128)(self._open_shard)
@@ -104,7 +112,9 @@ class LatentReader:
             read = self._read_empty if len(shared) == 1 else self._read
             empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in read(shared).items()}
         keys, draws = [self.keys[index] for index, _ in items], [draw for _, draw in items]
-        return latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
+        batch = latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
+        batch.prompts = [self.prompts[index] for index, _ in items] if self.prompts else []
+        return batch
 
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
         """The tensors of some groups, each (B, longest, ...): what is shorter ends in zeros."""

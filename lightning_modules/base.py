@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from datamodules.batch import LatentBatch, RawBatch, pad_to
 from datamodules.errors import UserError, listing
 from lightning_modules import flow
-from lightning_modules.lora import LoRA, adapter_tensors, trainable, whole
-from lightning_modules.lora_files import check_fits
+from lightning_modules.adapter import Adapter, trainable
+from lightning_modules.lora import whole
 from lightning_modules.prediction import Predictor
 
 log = logging.getLogger("retouch")
@@ -37,7 +38,7 @@ class EditModule(Predictor):
         timesteps: flow.TimestepLaw,
         max_nonfinite_steps: int,
         seed: int,
-        adapter: LoRA | None = None,
+        adapter: Adapter | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None = None,
         **pipeline: Any,
@@ -51,6 +52,7 @@ class EditModule(Predictor):
         self.adapter = adapter
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.text_encoders = nn.ModuleDict()  # those that train
         self.grad_norm: Tensor | None = None
         self.nonfinite_steps = 0
         self.batch_tokens = 0
@@ -74,11 +76,7 @@ class EditModule(Predictor):
         if self.adapter is not None:
             if self.offload["blocks"] and not self.gradient_checkpointing:
                 raise UserError("model.offload.blocks needs model.gradient_checkpointing=true: it frees a block's copy")
-            if self.adapter.init_from:
-                check_fits(self.adapter.init_from, self.meta_transformer(), self.repository_name)
-            self.adapter.resolve_targets(self.meta_transformer())
-            if self.optimizer is not None:
-                self.adapter.check_optimizer(self.optimizer)
+            self.adapter.preflight(self)
 
     def _check_precision(self) -> None:
         needed = "32-true" if self.base_dtype == torch.float32 else "bf16-mixed"
@@ -98,6 +96,8 @@ class EditModule(Predictor):
         self.rank_gates = self.adapter.rank_gates()
         self.transformer = transformer
         self.stream_blocks()
+        if self.adapter.trains_text_encoders:
+            self._train_text_encoders()
         if self.device_mesh is not None:
             from lightning_modules.sharding import shard
 
@@ -105,6 +105,27 @@ class EditModule(Predictor):
         # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         self._ddp_params_and_buffers_to_ignore = frozen
+
+    def _train_text_encoders(self) -> None:
+        """Let those in use be trained and saved with the transformer."""
+        assert self.adapter is not None
+        for name in self.text_components:
+            if isinstance(part := self.components[name], nn.Module):
+                self.adapter.inject(part)
+                for module in part.modules():
+                    if isinstance(module, nn.Dropout):  # it would draw from PyTorch's global generator
+                        module.p = 0.0
+                self.text_encoders[name] = part
+
+    def trained_parts(self) -> dict[str, nn.Module]:
+        """The transformer, and what trains beside it, by their names in the repository."""
+        assert self.transformer is not None
+        return {"transformer": self.transformer, **dict(self.text_encoders.items())}
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """What trains, by name."""
+        assert self.transformer is not None
+        return trainable(self.transformer) | trainable(self.text_encoders)
 
     def set_gradient_checkpointing(self, transformer: Any, on: bool) -> None:
         """Turn it on or off in a diffusers model, as the adapter needs it."""
@@ -128,6 +149,7 @@ class EditModule(Predictor):
             self.encode(batch, "" if self.caption_dropout_rate > 0 else None) if isinstance(batch, RawBatch) else batch
         )
         assert self.adapter is not None
+        latents = self.with_texts(latents)
         if self.adapter.dropout > 0:  # peft draws it from PyTorch's global generator
             torch.manual_seed(flow.mix(flow.mix(self.seed, latents.draws[0]), 0))
         losses = self.losses(latents)
@@ -138,6 +160,15 @@ class EditModule(Predictor):
         self.batch_tokens = self.token_count(latents)
         self.batch_loss = losses.detach().mean()
         return losses.mean()
+
+    def with_texts(self, batch: LatentBatch) -> LatentBatch:
+        """The batch with the conditioning that text encoders in training give now; where none train, as it is."""
+        if not self.text_encoders:
+            return batch
+        if not batch.prompts:
+            raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
+        empty = self.encode_prompts([""]) if batch.empty_prompt else {}
+        return replace(batch, prompt=self.encode_prompts(batch.prompts), empty_prompt=empty)
 
     def losses(self, batch: LatentBatch) -> Tensor:
         """Each sample's flow-matching loss (B,), its randomness drawn from (seed, draw number)."""
@@ -174,7 +205,7 @@ class EditModule(Predictor):
         assert self.optimizer is not None
         assert self.transformer is not None
         try:
-            optimizer = self.optimizer(list(trainable(self.transformer).values()))
+            optimizer = self.optimizer(list(self.trained_parameters().values()))
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer: {error}") from error
         library = type(optimizer).__module__.partition(".")[0]
@@ -240,7 +271,7 @@ class EditModule(Predictor):
             yield
             return
         # Its own way back rounds: a saving would change the run.
-        originals = {parameter: parameter.data.clone() for parameter in trainable(self.transformer).values()}
+        originals = {parameter: parameter.data.clone() for parameter in self.trained_parameters().values()}
         optimizer.eval()
         try:
             yield
@@ -252,8 +283,7 @@ class EditModule(Predictor):
     # Checkpoints: what trains, and nothing else
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert self.transformer is not None
-        names = {f"transformer.{name}" for name in adapter_tensors(self.transformer)}
+        names = self._checkpoint_tensors()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
         # An accumulation window that is not finished is taken again from its start.
         batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
@@ -261,14 +291,22 @@ class EditModule(Predictor):
         for counter in (progress["total"], progress["current"]):
             counter.update(dict.fromkeys(counter, batches))
 
+    def _checkpoint_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by its names in this module."""
+        assert self.adapter is not None
+        assert self.transformer is not None
+        parts = {"transformer": self.transformer} | {
+            f"text_encoders.{k}": part for k, part in self.text_encoders.items()
+        }
+        return {f"{at}.{name}": t for at, part in parts.items() for name, t in self.adapter.tensors(part).items()}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:  # else the strategy has loaded it
             self.check_checkpoint(checkpoint["state_dict"])
 
     def check_checkpoint(self, state_dict: Mapping[str, Tensor]) -> None:
         """Raise a UserError for the tensors of another adapter."""
-        assert self.transformer is not None
-        own = {f"transformer.{name}": tensor.shape for name, tensor in adapter_tensors(self.transformer).items()}
+        own = {name: tensor.shape for name, tensor in self._checkpoint_tensors().items()}
         stored = {name: tensor.shape for name, tensor in state_dict.items()}
         if own != stored:
             different = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))

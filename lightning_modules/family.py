@@ -66,6 +66,10 @@ class Family(ABC):
         What is as long as the text has its length first, and a mask of ones of that length beside it.
         """
 
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Several at once, each (B, ...), for text encoders that train; not for those that see images."""
+        raise NotImplementedError
+
     @abstractmethod
     def prompt_shapes(self, prompt: str, images: list[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
         """The shapes that `encode_prompt` gives, masks left out, for condition images whose autoencoder sees these

@@ -59,9 +59,12 @@ class FluxKontext(EditModule):
 
     def encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """prompt_embeds (L, D) and pooled_prompt_embeds (P,)."""
+        return {name: tensor[0] for name, tensor in self.encode_prompts([prompt]).items()}
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         return {
-            "prompt_embeds": self.get_t5_prompt_embeds([prompt])[0],
-            "pooled_prompt_embeds": self.get_clip_prompt_embeds([prompt])[0],
+            "prompt_embeds": self.get_t5_prompt_embeds(prompts),
+            "pooled_prompt_embeds": self.get_clip_prompt_embeds(prompts),
         }
 
     def prompt_shapes(self, prompt: str, images: list[tuple[int, int]]) -> dict[str, tuple[int, ...]]:

@@ -19,10 +19,10 @@ from datamodules.batch import LatentBatch
 from datamodules.pairs import PairsDataModule, Size
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow, loading
+from lightning_modules.adapter import trainable
 from lightning_modules.base import EditModule
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
-from lightning_modules.frozen import PIXELS_PER_LATENT
-from lightning_modules.lora import adapter_tensors, trainable, trial_step
+from lightning_modules.lora import trial_step
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
@@ -95,6 +95,8 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     weights, waiting = module.source.nbytes(), module.source.waiting_bytes()
     module.adapter.inject(transformer)
     count = sum(p.numel() for p in trainable(transformer).values())
+    if count == parameters:  # all of it is counted below, in float32
+        weights = 0
     caption = max((sample.prompt for sample in data.samples), key=len, default="")
     one = {size: latents(module, size, 1, caption) for size in set(data.sizes)}
     heaviest = _heaviest_batch(data, {size: module.token_count(batch) for size, batch in one.items()})
@@ -119,7 +121,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         batch=heaviest,
         weights=weights,
         waiting=waiting,
-        adapter=sum(tensor.nbytes for tensor in adapter_tensors(transformer).values()) + count * 4,
+        adapter=sum(tensor.nbytes for tensor in module.adapter.tensors(transformer).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(module.optimizer)),
         # Gradients are made in the step too, and counted with the adapter.
         activations={
@@ -150,7 +152,7 @@ def latents(module: EditModule, size: Size, samples: int, caption: str) -> Laten
     channels = module.meta_transformer().config.in_channels // 4
 
     def empty(image: tuple[int, int]) -> Tensor:
-        return torch.empty(samples, channels, *_in_latents(*image), dtype=module.base_dtype, device="meta")
+        return torch.empty(samples, channels, *module.latent_size(*image), dtype=module.base_dtype, device="meta")
 
     prompt = {
         name: torch.empty(samples, *shape, dtype=module.base_dtype, device="meta")
@@ -214,7 +216,7 @@ def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: list[Size]) -> 
     width, height = largest({image for images, _ in sizes for image in images})
     pixels = (1, 3, height, width)
     width, height = largest({images[0] for images, _ in sizes})
-    latents = (1, module.meta_transformer().config.in_channels // 4, *_in_latents(width, height))
+    latents = (1, module.meta_transformer().config.in_channels // 4, *module.latent_size(width, height))
     with FakeTensorMode(), PeakMemory() as memory, torch.no_grad():
         module.components.hold("vae", fake_model(vae, module.base_dtype))
         peaks = []
@@ -224,8 +226,3 @@ def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: list[Size]) -> 
             peaks.append(memory.peak)
     module.components.release("vae")
     return peaks[0], peaks[1]
-
-
-def _in_latents(width: int, height: int) -> tuple[int, int]:
-    """(width, height) in pixels -> (h, w) in latents."""
-    return height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT

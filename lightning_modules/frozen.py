@@ -24,9 +24,6 @@ from lightning_modules.transformer import TransformerSource
 
 log = logging.getLogger("retouch")
 
-# Both autoencoders make one latent of 8x8 pixels.
-PIXELS_PER_LATENT = 8
-
 
 @cache
 def _note_once(text: str) -> None:
@@ -172,6 +169,11 @@ class FrozenPipeline(L.LightningModule, Family):
         """Known without loading the autoencoder: training from cached latents never needs its weights."""
         return loading.component_config(self.components.repository, "vae", self.revision)
 
+    def latent_size(self, width: int, height: int) -> torch.Size:
+        """(height, width) of a picture's latent."""
+        halvings = self.vae_config.get("temperal_downsample") or self.vae_config["block_out_channels"][1:]
+        return torch.Size((height >> len(halvings), width >> len(halvings)))
+
     def for_vae(self, pixels: Tensor) -> Tensor:
         """Pixels on the autoencoder's device, in its dtype and in diffusers' layout, by which bf16 kernels round."""
         return pixels.to(self.components.device("vae"), self.base_dtype, memory_format=torch.channels_last)
@@ -234,7 +236,9 @@ class FrozenPipeline(L.LightningModule, Family):
             if negative_prompt is not None:
                 empty = self.prompts([negative_prompt] * len(images), images, self.main_device)
         self.rest_components()
-        return LatentBatch(batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask)
+        return LatentBatch(
+            batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask, batch.prompts
+        )
 
     def provenance(self) -> dict[str, Any]:
         """What a LoRA file's header says of its base."""

@@ -3,7 +3,7 @@
 import importlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,15 @@ def _hub_file(repository: str, filename: str, revision: str | None) -> Path | No
             f"{repository} is no folder here and huggingface.co cannot be reached: check the network (and "
             "HF_HUB_OFFLINE), or pass the path of a downloaded copy"
         ) from error
+
+
+def local_folder(repository: str, revision: str | None, without: Iterable[str]) -> Path:
+    """The repository as a folder on this machine, whose components `without` may lack."""
+    if Path(repository).is_dir():
+        return Path(repository)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repository, revision=revision, ignore_patterns=[f"{name}/*" for name in without]))
 
 
 def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:

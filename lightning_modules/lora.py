@@ -1,8 +1,8 @@
 """The LoRA adapter, by peft: layers beside frozen ones, their start and their weights."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from datamodules.errors import UserError, listing
-from lightning_modules.lora_files import find_weights, read_adapter, read_weights
+from datamodules.files import replacing
+from lightning_modules.adapter import Adapter, trainable
+from lightning_modules.lora_files import WEIGHTS_NAME, check_fits, find_weights, read_adapter, read_weights, save_lora
 
 if TYPE_CHECKING:
-    from lightning_modules.rank_schedule import RankGate
+    from lightning_modules.base import EditModule
 
 ADAPTER = "default"
 
 
-class LoRA:
+class LoRA(Adapter):
     """Low-rank updates of a transformer's linear layers (arXiv 2106.09685), trained in float32.
 
     Args:
@@ -37,6 +39,7 @@ class LoRA:
         width: how many neighbouring rows of the down projection are one component.
     """
 
+    folder = "lora/last"
     width = 1
 
     def __init__(
@@ -62,6 +65,13 @@ class LoRA:
         self.target_modules = target_modules if isinstance(target_modules, str) else list(target_modules)
         self.init_from = None if init_from is None else find_weights(init_from)
         self.seed = seed
+
+    def preflight(self, module: "EditModule") -> None:
+        if self.init_from:
+            check_fits(self.init_from, module.meta_transformer(), module.repository_name)
+        self.resolve_targets(module.meta_transformer())
+        if module.optimizer is not None:
+            self.check_optimizer(module.optimizer)
 
     def inject(self, transformer: nn.Module) -> None:
         """Freeze the transformer and put trainable layers beside its targets.
@@ -148,31 +158,28 @@ class LoRA:
             _set_weight(layer.lora_A[ADAPTER], down.float() * scale)
             _set_weight(layer.lora_B[ADAPTER], up.float())
 
-    def gradient_checkpointing_func(self) -> Callable[..., Any] | None:
-        """What diffusers' transformers should checkpoint blocks with; None for their own way."""
-        return None
-
-    def rank_gates(self) -> "list[RankGate]":
-        """What masks the adapter's rank."""
-        return []
-
     def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         """Raise a UserError for an optimizer that the adapter cannot be trained with."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
-        """Called when the gradients of an optimizer step are there."""
+    def tensors(self, part: nn.Module) -> dict[str, Tensor]:
+        return adapter_tensors(part)
 
-    @contextmanager
-    def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Inside, the weights are as a loader casts them to a base of this dtype; the originals come back."""
-        originals = {parameter: parameter.data for parameter in trainable(transformer).values()}
-        for parameter in originals:
-            parameter.data = parameter.data.to(dtype)
-        try:
-            yield
-        finally:
-            for parameter, data in originals.items():
-                parameter.data = data
+    def export(self, module: "EditModule", output_dir: Path, header: Mapping[str, Any]) -> Callable[[], None]:
+        assert module.transformer is not None
+        state = {name: tensor.cpu().clone() for name, tensor in adapter_state(module.transformer).items()}
+
+        def write() -> None:
+            file = output_dir / "lora" / f"step-{header['step']:06d}" / WEIGHTS_NAME
+            save_lora(state, file, self.file_alpha, header, module.lora_prefix)
+            with replacing(output_dir / self.folder / WEIGHTS_NAME) as temporary:
+                shutil.copyfile(file, temporary)
+
+        return write
+
+    def describe(self, trained: Mapping[str, Tensor]) -> str:
+        layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])
+        count = sum(tensor.numel() for tensor in trained.values())
+        return f"{self}, alpha {self.alpha:g}: {layers} layers, {count:,} parameters"
 
     @property
     def file_alpha(self) -> float:
@@ -192,11 +199,6 @@ def _ending(name: str) -> str:
     parts = name.split(".")
     blocks = [i for i, part in enumerate(parts) if part.isdigit() and i < 2]
     return ".".join(parts[blocks[0] + 1 :] if blocks else parts)
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def trial_step(optimizer: Callable[..., torch.optim.Optimizer], *shape: int) -> tuple[Any, nn.Parameter]:

@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from lightning_modules import loading
-from lightning_modules.lora import trainable
+from lightning_modules.adapter import trainable
 from lightning_modules.lora_files import read_header
 from lightning_modules.quantization import Quantization
 from tests.conftest import compose, lora_bytes, short

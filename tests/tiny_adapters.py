@@ -5,7 +5,8 @@ import torch
 from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 
-from lightning_modules.lora import adapter_state, trainable
+from lightning_modules.adapter import trainable
+from lightning_modules.lora import adapter_state
 from lightning_modules.lora_files import save_lora
 from lightning_modules.rank_schedule import mask_forwards
 from tests.conftest import compose

@@ -5,8 +5,9 @@ import safetensors.torch
 import torch
 
 from datamodules.errors import UserError
+from lightning_modules.adapter import trainable
 from lightning_modules.embedded import build_pipeline
-from lightning_modules.lora import LoRA, adapter_state, trainable
+from lightning_modules.lora import LoRA, adapter_state
 from lightning_modules.lora_files import check_fits, find_weights, read_header, save_lora
 
 DEFAULTS = {

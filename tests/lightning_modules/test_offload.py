@@ -6,7 +6,7 @@ from hydra.utils import instantiate
 from torch.nn import Linear
 
 from datamodules.errors import UserError
-from lightning_modules.lora import trainable
+from lightning_modules.adapter import trainable
 from lightning_modules.offload import BlockStream, blocks, streamed_blocks, streamed_linears
 from lightning_modules.rank_schedule import mask_forwards
 from tests.conftest import compose, lora_bytes, short

@@ -9,7 +9,8 @@ from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from lightning_modules.lora import ADAPTER, adapter_tensors, lora_layers, trainable
+from lightning_modules.adapter import trainable
+from lightning_modules.lora import ADAPTER, adapter_tensors, lora_layers
 from lightning_modules.rank_schedule import RankSchedule, attach_rank_schedule
 from tests.conftest import compose
 from tests.tiny_adapters import (

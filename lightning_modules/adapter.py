@@ -1,0 +1,85 @@
+"""What trains: the interface of LoRA, T-LoRA and full fine-tuning."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lightning_modules.base import EditModule
+    from lightning_modules.rank_schedule import RankGate
+
+
+class Adapter(ABC):
+    """What of a pipeline trains, and how it is written for others to load.
+
+    Attributes:
+        folder: where in the run's folder the newest weights are.
+        dropout: share of a layer's inputs that it does not see, in training.
+        trains_text_encoders: whether text is encoded anew in every step.
+    """
+
+    folder: str
+    dropout: float = 0.0
+    trains_text_encoders: bool = False
+
+    @abstractmethod
+    def preflight(self, module: "EditModule") -> None:
+        """Raise a UserError for what it cannot be trained with, before any weights are read."""
+
+    @abstractmethod
+    def inject(self, transformer: nn.Module) -> None:
+        """Freeze what stays, and let the rest train in float32."""
+
+    @abstractmethod
+    def tensors(self, part: nn.Module) -> dict[str, Tensor]:
+        """What a checkpoint holds of the transformer or a text encoder, by name."""
+
+    @abstractmethod
+    def export(self, module: "EditModule", output_dir: Path, header: Mapping[str, Any]) -> Callable[[], None]:
+        """Gather the weights, in all processes; gives what writes them below the run's folder, whole or not at all.
+
+        Args:
+            header: what there is to say of their making; `step` among it.
+        """
+
+    @abstractmethod
+    def describe(self, trained: Mapping[str, Tensor]) -> str:
+        """What trains, for the summary."""
+
+    def metadata(self) -> dict[str, Any]:
+        """What a file's header says of it."""
+        return {}
+
+    def gradient_checkpointing_func(self) -> Callable[..., Any] | None:
+        """What diffusers' transformers should checkpoint blocks with; None for their own way."""
+        return None
+
+    def rank_gates(self) -> "list[RankGate]":
+        """What masks the adapter's rank."""
+        return []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
+        """Called when the gradients of an optimizer step are there."""
+        return
+
+    @contextmanager
+    def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """Inside, the weights are as a loader casts them to a base of this dtype; the originals come back."""
+        originals = {parameter: parameter.data for parameter in trainable(part).values()}
+        for parameter in originals:
+            parameter.data = parameter.data.to(dtype)
+        try:
+            yield
+        finally:
+            for parameter, data in originals.items():
+                parameter.data = data
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -1,0 +1,66 @@
+"""Full fine-tuning: all of the transformer trains, and the text encoders where they are told to."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from datamodules.errors import UserError
+from datamodules.files import replacing_folder
+from lightning_modules.adapter import Adapter, trainable
+from lightning_modules.loading import local_folder
+
+if TYPE_CHECKING:
+    from lightning_modules.base import EditModule
+
+
+class FullFineTuning(Adapter):
+    """All weights train, in float32, and are written as a whole pipeline in the base's dtype.
+
+    Args:
+        text_encoders: whether these train too; then prompts are encoded in every step, also beside cached latents.
+    """
+
+    folder = "model/last"
+
+    def __init__(self, text_encoders: bool) -> None:
+        self.trains_text_encoders = text_encoders
+
+    def preflight(self, module: "EditModule") -> None:
+        if module.source.quantization is not None or module.source.stored_format is not None:
+            raise UserError("adapter=full trains the base's weights, which must not be quantized: choose a bf16 model=")
+        if module.offload["blocks"]:
+            raise UserError("adapter=full does not go with model.offload.blocks, whose blocks cannot change")
+        if self.trains_text_encoders and module.condition_images.text_sees_them:
+            raise UserError("adapter.text_encoders=true: text encoders that see the condition images stay frozen")
+
+    def inject(self, transformer: nn.Module) -> None:
+        transformer.requires_grad_(True).train()
+        for parameter in transformer.parameters():
+            parameter.data = parameter.data.float()
+
+    def tensors(self, part: nn.Module) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in trainable(part).items()}
+
+    def export(self, module: "EditModule", output_dir: Path, header: Mapping[str, Any]) -> Callable[[], None]:
+        repository, revision = module.components.repository, module.revision
+        trained: dict[str, Any] = dict(module.trained_parts())
+
+        def write() -> None:
+            base = local_folder(repository, revision, without=trained)
+            with replacing_folder(output_dir / self.folder) as folder:
+                shutil.copytree(base, folder, dirs_exist_ok=True, ignore=lambda _, names: trained.keys() & set(names))
+                for name, part in trained.items():
+                    with self.in_dtype(part, module.base_dtype):
+                        part.save_pretrained(folder / name)
+
+        return write
+
+    def describe(self, trained: Mapping[str, Tensor]) -> str:
+        what = "the transformer and the text encoders" if self.trains_text_encoders else "the transformer"
+        return f"all of {what}: {sum(tensor.numel() for tensor in trained.values()):,} parameters"
+
+    def __str__(self) -> str:
+        return "full fine-tuning"
