@@ -44,7 +44,6 @@ def run_folder(ckpt_path: str | None) -> str:
 
 
 OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("assets", lambda name: str(Path(__file__).parent / "assets" / name), replace=True)
 OmegaConf.register_new_resolver("precision_for", lambda dtype: PRECISION.get(dtype, "32-true"), replace=True)
 
 
@@ -213,10 +212,11 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     return trainer
 
 
-def report(trainer: "L.Trainer", output_dir: Path) -> float:
-    """Say where things are; the running mean of the loss is what a sweep compares."""
+def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None) -> float:
+    """Say how good it is and where things are; gives what a sweep compares."""
     from callbacks.lora_checkpoint import LoRACheckpoint
     from callbacks.metrics import Metrics
+    from callbacks.validation import Validation
 
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     stopped = next((c.signal for c in callbacks if isinstance(c, LoRACheckpoint)), None)
@@ -231,11 +231,22 @@ def report(trainer: "L.Trainer", output_dir: Path) -> float:
     metrics = next((c for c in callbacks if isinstance(c, Metrics)), None)
     if metrics is not None and not metrics.latest:
         log.info(f"nothing to do: {output_dir} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
-    log.info(f"done: {output_dir / 'lora' / 'last'}")
+    validation = next((c for c in callbacks if isinstance(c, Validation) and c.rows), None)
+    if validation is not None:
+        log.info(validation.summary())
+        log.info(f"look at it: {output_dir / 'report.html'}")
     module: Any = trainer.lightning_module
+    last = output_dir / module.adapter.folder / "last"
+    log.info(f"done: {last}")
     image = "" if module.condition_images.most == 0 else "image=PHOTO "
-    log.info(f'try it: python predict.py lora={output_dir} {image}prompt="..."')
-    return metrics.latest.get("loss_avg", float("nan")) if metrics is not None else float("nan")
+    weights = f"lora={output_dir}" if module.adapter.folder == "lora" else f"model.pretrained_model_name_or_path={last}"
+    log.info(f'try it: python predict.py {weights} {image}prompt="..."')
+    measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
+    if monitor is None:
+        monitor = "loss_avg" if validation is None else "val_loss"
+    if monitor not in measured:
+        raise UserError(f"monitor={monitor} was not measured: choose {', '.join(measured)}")
+    return measured[monitor]
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -260,7 +271,7 @@ def run(cfg: DictConfig) -> float | None:
                 return None
             if cfg.task != "fit":
                 raise UserError(f"task={cfg.task}: choose fit or dry_run")
-            return report(fit(cfg, output_dir), output_dir)
+            return report(fit(cfg, output_dir), output_dir, cfg.monitor)
     finally:
         if fresh and not (output_dir / "config.yaml").exists():  # the run did not start: leave no traces
             shutil.rmtree(output_dir, ignore_errors=True)
@@ -269,9 +280,19 @@ def run(cfg: DictConfig) -> float | None:
         gc.collect()
 
 
+def with_examples(arguments: list[str]) -> list[str]:
+    """The command line; where it names neither data nor model, the embedded model learns from drawn examples."""
+    names = ("data=", "data.root=", "data.shards=", "experiment=", "model=", "-c", "--config")
+    if any(one.startswith(names) and one != "model=embedded" for one in arguments):
+        return arguments
+    # Its learning rate is AdamW's.
+    other_optimizer = any(one.startswith("optimizer=") for one in arguments)
+    return [*arguments, "data=shapes" if other_optimizer else "experiment=shapes"]
+
+
 def main() -> None:
     """The command line."""
-    sys.argv[1:] = quote_values(sys.argv[1:])
+    sys.argv[1:] = with_examples(quote_values(sys.argv[1:]))
     run()
 
 

@@ -2,13 +2,14 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from datamodules.files import replacing
@@ -22,10 +23,13 @@ def to_image(pixels: Tensor) -> Image.Image:
     return Image.fromarray((array * 255).round().astype("uint8"))
 
 
-def save_png(image: Image.Image, path: Path) -> None:
-    """Write the picture whole or not at all."""
+def save_png(image: Image.Image, path: Path, facts: Mapping[str, str] | None = None) -> None:
+    """Write the picture whole or not at all, with texts by name."""
+    info = PngInfo()
+    for name, text in (facts or {}).items():
+        info.add_itxt(name, text)
     with replacing(path) as temporary:
-        image.save(temporary, format="PNG")
+        image.save(temporary, format="PNG", pnginfo=info)
 
 
 class ImageWriter(BasePredictionWriter):

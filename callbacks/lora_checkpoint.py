@@ -92,6 +92,16 @@ class LoRACheckpoint(L.Callback):
         with pl_module.stopwatch.stage(ASIDE):
             self._save(trainer, pl_module)
 
+    def write(self, trainer: L.Trainer, module: EditModule, *names: str) -> None:
+        """The weights for the world, under each of these names."""
+        assert module.adapter is not None
+        step = trainer.global_step
+        header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
+        with module.averaged_weights():
+            write = module.adapter.export(module, header)
+            for name in names if trainer.is_global_zero else ():
+                write(self.output_dir / module.adapter.folder / name)
+
     def _restore_handlers(self) -> None:
         """Before Lightning restores its own: a handler left behind would keep the model in memory."""
         for number, handler in self._handlers.items():
@@ -103,11 +113,8 @@ class LoRACheckpoint(L.Callback):
         assert module.transformer is not None
         step = self.saved_step = trainer.global_step
         last = self.output_dir / "checkpoints" / "last.ckpt"
-        header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
-        with module.averaged_weights():
-            write = module.adapter.export(module, self.output_dir, header)
-            if trainer.is_global_zero:
-                write()
+        names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
+        self.write(trainer, module, *names)
         if trainer.is_global_zero:
             with replacing(last) as temporary:
                 trainer.save_checkpoint(temporary)

@@ -1,6 +1,5 @@
-"""Fixed-seed pictures of the first few samples, to see the edit being learned."""
+"""Fixed-seed pictures of a few samples, to see the edit being learned."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,12 @@ from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
 from lightning_modules.family import Sampling
 
+# The text in a strip's PNG that tells the widths of its parts.
+PARTS = "parts"
+
 
 class SampleImages(L.Callback):
-    """Every `sample_every` steps and at the end: samples/step-N/KEY.png, control | result | target.
+    """Before training, every `sample_every` steps and at the end: samples/step-N/KEY.png, control | result | target.
 
     The same computation as predict.py's. It draws from a generator of its own, so training is the same with and
     without it.
@@ -27,8 +29,13 @@ class SampleImages(L.Callback):
     Args:
         output_dir: the run's folder.
         sample_every: optimizer steps between two sets; 0 makes them at the end only.
-        count: how many of the data set's first samples.
+        count: how many of the first samples that are held out, or where none are, of all.
         num_inference_steps, guidance_scale, true_cfg_scale, seed: as in prediction; the negative prompt is "".
+
+    Attributes:
+        validation: the data module of the held-out samples, where there are some.
+        results: of the last sampling: for each sample its pictures (the controls and the target) and the result.
+        sampled_step: when that was.
     """
 
     def __init__(
@@ -50,47 +57,54 @@ class SampleImages(L.Callback):
         self.seed = seed
         self._examples: list[tuple[list[Tensor], LatentBatch]] = []
         self._step = 0
+        self.validation: Any = None
+        self.results: list[tuple[list[Tensor], Tensor]] = []
+        self.sampled_step = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self.validation = data.validation
+        if self._step == 0:
+            self._sample_if_due(trainer, pl_module, due=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         step = trainer.global_step
         due = self.sample_every > 0 and step % self.sample_every == 0
+        self._sample_if_due(trainer, pl_module, step != self._step and (due or step == trainer.max_steps))
+        self._step = step
+
+    def _sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
         # A base that is split needs all processes to compute.
         takes_part = trainer.is_global_zero or pl_module.device_mesh is not None
-        if step != self._step and (due or step == trainer.max_steps) and takes_part:
+        if due and takes_part:
             assert isinstance(pl_module, EditModule)
             with pl_module.stopwatch.stage(ASIDE):
                 self.sample(trainer, pl_module)
-        self._step = step
+            self.sampled_step = trainer.global_step
 
     def sample(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write one strip for each of the first samples."""
         if not self._examples:
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            examples = data.examples(self.count, empty_prompt=self.sampling.negative is not None)
+            examples = (self.validation or data).examples(self.count, empty_prompt=self.sampling.negative is not None)
             self._examples = [self._prepare(module, example) for example in examples]
-        assert module.transformer is not None
-        assert module.adapter is not None
-        module.eval()
-        with torch.no_grad(), ExitStack() as stack:
-            stack.enter_context(module.averaged_weights())
-            # As a loader will have the weights; those that are split over processes stay as they train.
-            for part in module.trained_parts().values() if module.device_mesh is None else ():
-                stack.enter_context(module.adapter.in_dtype(part, module.base_dtype))
+        self.results = []
+        with torch.no_grad(), module.as_loaded():
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]
                 result = module.edit(module.with_texts(latents), self.sampling, (width, height), self.seed)
+                self.results.append((pictures, result))
                 if not trainer.is_global_zero:
                     continue
-                strip = _side_by_side([*pictures[:-1], result, pictures[-1]])
+                parts = _as_high_as_the_last([*pictures[:-1], result, pictures[-1]])
+                strip = torch.cat(parts, dim=-1)
                 name = latents.keys[0].replace("/", "_")
-                save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png")
+                facts = {PARTS: " ".join(str(part.shape[-1]) for part in parts), "prompt": " ".join(latents.prompts)}
+                save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png", facts)
                 for logger in trainer.loggers:
                     if isinstance(logger, TensorBoardLogger):
                         logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
-        module.train()
 
     def _prepare(self, module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
         """The pictures beside the result, and the latents; of shards without their files, what the latents show."""
@@ -101,8 +115,8 @@ class SampleImages(L.Callback):
         return example.pictures or [module.decode(module.normalize(image)) for image in known], latents
 
 
-def _side_by_side(images: list[Tensor]) -> Tensor:
-    """(1, 3, H, W) each -> one row, all as high as the last."""
+def _as_high_as_the_last(images: list[Tensor]) -> list[Tensor]:
+    """(1, 3, H, W) each, in proportion."""
     height = images[-1].shape[-2]
     scaled = [
         torch.nn.functional.interpolate(image, size=(height, round(image.shape[-1] * height / image.shape[-2])))
@@ -110,4 +124,4 @@ def _side_by_side(images: list[Tensor]) -> Tensor:
         else image
         for image in images
     ]
-    return torch.cat([image.cpu().clamp(-1, 1) for image in scaled], dim=-1)
+    return [image.cpu().clamp(-1, 1) for image in scaled]

@@ -7,8 +7,10 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 
+from callbacks.report import write_sweep
 from datamodules.files import replacing
 
 
@@ -37,6 +39,7 @@ class SweepSummary(Callback):
                 "overrides": "",
                 "final_loss": curve[-1]["loss_avg"] if curve else "",
                 "best_loss": min((float(row["loss_avg"]) for row in curve), default=""),
+                "value": "" if failed or job_return._return_value is None else job_return._return_value,
                 "seconds": curve[-1]["seconds"] if curve else "",
                 "lora": str(lora) if lora.is_dir() else "",
                 "error": str(job_return._return_value) if failed else "",
@@ -53,6 +56,18 @@ class SweepSummary(Callback):
         with replacing(self.folder / "sweep.csv") as temporary:
             temporary.write_text(text.getvalue())
         self._plot(self.folder)
+        self._report(config)
+
+    def _report(self, config: DictConfig) -> None:
+        """The jobs' pictures on one page, sorted by what the sweep compares."""
+        assert self.folder is not None
+        held_out = any((self.folder / row["job"] / "validation.csv").is_file() for row in self.rows)
+        monitor = config.monitor or ("val_loss" if held_out else "loss_avg")
+        metric = OmegaConf.select(config, f"callbacks.validation.metrics.{monitor.removesuffix('_source')}")
+        kind: Any = None if metric is None else get_class(metric._target_)
+        higher = kind is not None and bool(kind.higher_is_better)
+        jobs = [{**row, "value": None if row["value"] == "" else row["value"]} for row in self.rows]
+        write_sweep(self.folder, jobs, monitor, higher)
 
     def _plot(self, folder: Path) -> None:
         import matplotlib

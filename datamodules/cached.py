@@ -1,7 +1,7 @@
 """Cached latents: training without encoders."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDat
         return PairsDataModule(**settings)
     if shards is None or Path(shards).expanduser().is_dir():
         return CachedDataModule(shards=shards, **settings)
+    if settings["val_root"] is not None or settings["val_count"]:
+        raise UserError(f"data.shards={shards} is streamed, and nothing of it can be held out: leave data.val_* alone")
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
     return StreamedDataModule(
         shards=shards,
@@ -83,7 +85,6 @@ class CachedDataModule(PairsDataModule):
         self.shard_size = shard_size
         self.index = ShardIndex([])
         self.numbers: list[int] = []
-        self.keys: list[str] = []
         self.folder = Path()
 
     def cache(self, module: Any) -> Cache:
@@ -128,6 +129,7 @@ class CachedDataModule(PairsDataModule):
         self.numbers = [number for _, number in present]
         self.sizes = [self.index.sizes[number] for number in self.numbers]
         self.note_what_stands_out(sum(number in self.index.resized for number in self.numbers))
+        self.hold_out()
 
     def _take_folder(self, folder: Path, wanted: Cache) -> None:
         """All samples that a cache holds."""
@@ -145,6 +147,11 @@ class CachedDataModule(PairsDataModule):
         self.numbers = list(self.index.ids.values())
         self.keys = [self.index.keys[number] for number in self.numbers]
         self.sizes = [self.index.sizes[number] for number in self.numbers]
+        self.hold_out()
+
+    def take(self, indices: Sequence[int]) -> None:
+        super().take(indices)
+        self.numbers = [self.numbers[index] for index in indices]
 
     def batch_limits(self) -> Mapping[Size, int] | int:
         if self.max_tokens_per_batch is None:
@@ -171,6 +178,7 @@ class CachedDataModule(PairsDataModule):
         return [Example(pictures(raw), batch) for raw, batch in zip(self.pixels(count), batches, strict=True)]
 
     def describe(self) -> str:
-        if self.shards is not None:
-            return f"{len(self.keys):,} samples of {self.folder}"
-        return f"{super().describe()}, encoded in {self.folder}"
+        if self.shards is None:
+            return f"{super().describe()}, encoded in {self.folder}"
+        held_out = "" if self.validation is None else f", {len(self.validation.keys)} held out"
+        return f"{len(self.keys):,} samples of {self.folder}{held_out}"

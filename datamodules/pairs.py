@@ -1,10 +1,12 @@
 """Raw image pairs, decoded on the fly."""
 
+import hashlib
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -53,6 +55,11 @@ class PairsDataModule(L.LightningDataModule):
         caption_dropout_rate: share of the samples that the model sees with the empty prompt.
         preview_count: samples on the contact sheet.
         seed: decides the order.
+        val_root: as `root`, of samples held out for validation.
+        val_count: instead, how many of root's samples are held out; the same ones whatever the seed.
+
+    Attributes:
+        validation: the samples that are held out, as a data module of their own; None where there are none.
     """
 
     needs_encoders = True
@@ -60,7 +67,7 @@ class PairsDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        root: str | Sequence[str],
+        root: str | Sequence[str] | None,
         source: Callable[[list[str]], Found],
         batch_size: int,
         num_workers: int,
@@ -69,14 +76,18 @@ class PairsDataModule(L.LightningDataModule):
         caption_dropout_rate: float,
         preview_count: int,
         seed: int,
+        val_root: str | Sequence[str] | None,
+        val_count: int,
     ) -> None:
         super().__init__()
         require_whole_numbers({"batch_size": batch_size}, least=1)
-        require_whole_numbers({"num_workers": num_workers}, least=0)
+        require_whole_numbers({"num_workers": num_workers, "val_count": val_count}, least=0)
+        if val_root is not None and val_count:
+            raise UserError(f"data.val_root={val_root} and data.val_count={val_count}: choose one")
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
             if value not in ("error", "skip"):
                 raise UserError(f"data.{name}={value}: choose error or skip")
-        self.roots = [root] if isinstance(root, str) else list(root)
+        self.roots = [root] if isinstance(root, str) else list(root or [])
         self.source = source
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -87,7 +98,12 @@ class PairsDataModule(L.LightningDataModule):
         self.seed = seed
         self.model = ""
         self.condition_images = ConditionImages()
+        self.val_roots = [val_root] if isinstance(val_root, str) else list(val_root or [])
+        self.val_count = val_count
+        self.validation: PairsDataModule | None = None
+        self._held_out: set[Sample] = set()
         self.samples: list[Sample] = []
+        self.keys: list[str] = []
         self.sizes: list[Size] = []
         self.notes: list[str] = []
 
@@ -106,16 +122,52 @@ class PairsDataModule(L.LightningDataModule):
         if not checked:
             raise UserError(f"data.root={listing([str(root) for root in self.roots])}: no usable pair is left")
         self.samples = [sample for sample, _, _ in checked]
+        self.keys = [sample.key for sample in self.samples]
         self.sizes = [size for _, size, _ in checked]
         self.note_what_stands_out(sum(rounded for _, _, rounded in checked))
+        self.hold_out()
+
+    def hold_out(self) -> None:
+        """Part the samples into those to learn from and those that `validation` has.
+
+        Raises:
+            UserError: none is left to learn from.
+        """
+        by_hash = sorted(range(len(self.keys)), key=lambda index: hashlib.sha256(self.keys[index].encode()).digest())
+        held = set(by_hash[: self.val_count]) | {i for i, sample in enumerate(self.samples) if sample in self._held_out}
+        if not held:
+            return
+        if len(held) == len(self.keys):
+            raise UserError(
+                f"data.val_root={listing(self.val_roots)}, data.val_count={self.val_count}: nothing of "
+                f"{len(held)} {self.noun} is left to learn from"
+            )
+        self.validation = None
+        held_out = copy(self)
+        held_out.take(sorted(held))
+        self.take([index for index in range(len(self.keys)) if index not in held])
+        self.validation = held_out
+
+    def take(self, indices: Sequence[int]) -> None:
+        """Keep these samples only."""
+        self.samples = [self.samples[index] for index in indices] if self.samples else []
+        self.keys = [self.keys[index] for index in indices]
+        self.sizes = [self.sizes[index] for index in indices]
 
     def find(self) -> list[Sample]:
-        """The complete samples; what is wrong with the others becomes a note.
+        """The complete samples, those of val_root last; what is wrong with the others becomes a note.
 
         Raises:
             UserError: some are incomplete, unless on_missing is `skip`.
         """
+        if not self.roots:
+            raise UserError("nothing to learn from: give data.root=FOLDER, or data=shapes for drawn examples")
         found = self.source(self.roots)
+        if self.val_roots:
+            held_out = self.source([str(root) for root in self.val_roots])
+            self._held_out = set(held_out.samples)
+            both = [sample for sample in found.samples if sample not in self._held_out]
+            found = Found([*both, *held_out.samples], found.incomplete + held_out.incomplete)
         self.notes = []
         if found.incomplete:
             what = f"{len(found.incomplete)} incomplete: {listing(found.incomplete)}"
@@ -213,7 +265,8 @@ class PairsDataModule(L.LightningDataModule):
 
     def describe(self) -> str:
         """What there is to learn from, for the summary."""
-        return f"{len(self.sizes)} {self.noun} of {', '.join(map(str, self.roots))}"
+        held_out = "" if self.validation is None else f", {len(self.validation.sizes)} held out"
+        return f"{len(self.sizes)} {self.noun} of {', '.join(map(str, self.roots))}{held_out}"
 
     def batches_per_epoch(self) -> float:
         """Of this process."""

@@ -18,12 +18,14 @@ class Adapter(ABC):
     """What of a pipeline trains, and how it is written for others to load.
 
     Attributes:
-        folder: where in the run's folder the newest weights are.
+        folder: of the run's folder, where its weights go.
+        keeps_steps: whether each saving is kept, or the newest alone.
         dropout: share of a layer's inputs that it does not see, in training.
         trains_text_encoders: whether text is encoded anew in every step.
     """
 
     folder: str
+    keeps_steps: bool = True
     dropout: float = 0.0
     trains_text_encoders: bool = False
 
@@ -40,11 +42,11 @@ class Adapter(ABC):
         """What a checkpoint holds of the transformer or a text encoder, by name."""
 
     @abstractmethod
-    def export(self, module: "EditModule", output_dir: Path, header: Mapping[str, Any]) -> Callable[[], None]:
-        """Gather the weights, in all processes; gives what writes them below the run's folder, whole or not at all.
+    def export(self, module: "EditModule", header: Mapping[str, Any]) -> Callable[[Path], None]:
+        """Gather the weights, in all processes; gives what writes them to a folder, whole or not at all.
 
         Args:
-            header: what there is to say of their making; `step` among it.
+            header: what there is to say of their making.
         """
 
     @abstractmethod

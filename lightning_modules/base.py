@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -172,10 +172,16 @@ class EditModule(Predictor):
 
     def losses(self, batch: LatentBatch) -> Tensor:
         """Each sample's flow-matching loss (B,), its randomness drawn from (seed, draw number)."""
+        assert batch.target_mean is not None
+        shape = batch.target_mean.shape[1:]
+        return self.losses_at(
+            batch, flow.draw(self.seed, batch.draws, shape, self.timesteps, self.dynamic_shift(shape))
+        )
+
+    def losses_at(self, batch: LatentBatch, drawn: flow.Draw) -> Tensor:
+        """Each sample's flow-matching loss (B,) at these timesteps, with this noise."""
         mean = batch.target_mean
         assert mean is not None
-        shape = mean.shape[1:]
-        drawn = flow.draw(self.seed, batch.draws, shape, self.timesteps, self.dynamic_shift(shape))
         t, eps = drawn.t.to(mean.device), drawn.eps.to(mean.device)
         target = mean.float()
         if self.vae_encode_mode == "sample":
@@ -279,6 +285,19 @@ class EditModule(Predictor):
             optimizer.train()
             for parameter, data in originals.items():
                 parameter.data.copy_(data)
+
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """Inside, in evaluation mode and with the weights as a loader will have them, for pictures and validation."""
+        assert self.adapter is not None
+        self.eval()
+        with ExitStack() as stack:
+            stack.enter_context(self.averaged_weights())
+            # Those that are split over processes stay as they train.
+            for part in self.trained_parts().values() if self.device_mesh is None else ():
+                stack.enter_context(self.adapter.in_dtype(part, self.base_dtype))
+            yield
+        self.train()
 
     # Checkpoints: what trains, and nothing else
 

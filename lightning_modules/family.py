@@ -92,6 +92,10 @@ class Family(ABC):
     def decode(self, latents: Tensor) -> Tensor:
         """Normalized latents (B, C, h, w) -> pixels (B, 3, H, W), about [-1, 1], on the CPU in float32."""
 
+    def call_arguments(self, width: int, height: int) -> dict[str, Any]:
+        """What to call the stock pipeline with, beside prompt and sampling, for the picture that predict.py makes."""
+        return {"height": height, "width": width}
+
     @abstractmethod
     def pipeline_class(self) -> "type[DiffusionPipeline]":
         """Its diffusers pipeline, with a method `edit(controls, size, **arguments)` that takes and gives latents.

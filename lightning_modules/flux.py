@@ -121,6 +121,12 @@ class FluxKontext(EditModule):
 
     # Prediction
 
+    def call_arguments(self, width: int, height: int) -> dict[str, Any]:
+        arguments = super().call_arguments(width, height) | {"max_sequence_length": self.max_sequence_length}
+        if self.condition_images.most != 0:  # Kontext's own sizes are all of one megapixel
+            arguments |= {"max_area": width * height, "_auto_resize": False}
+        return arguments
+
     def pipeline_class(self) -> "type[DiffusionPipeline]":
         from lightning_modules.kontext_pipeline import LatentKontextPipeline
 

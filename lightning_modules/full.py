@@ -23,7 +23,8 @@ class FullFineTuning(Adapter):
         text_encoders: whether these train too; then prompts are encoded in every step, also beside cached latents.
     """
 
-    folder = "model/last"
+    folder = "model"
+    keeps_steps = False
 
     def __init__(self, text_encoders: bool) -> None:
         self.trains_text_encoders = text_encoders
@@ -44,17 +45,17 @@ class FullFineTuning(Adapter):
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trainable(part).items()}
 
-    def export(self, module: "EditModule", output_dir: Path, header: Mapping[str, Any]) -> Callable[[], None]:
+    def export(self, module: "EditModule", header: Mapping[str, Any]) -> Callable[[Path], None]:
         repository, revision = module.components.repository, module.revision
         trained: dict[str, Any] = dict(module.trained_parts())
 
-        def write() -> None:
+        def write(folder: Path) -> None:
             base = local_folder(repository, revision, without=trained)
-            with replacing_folder(output_dir / self.folder) as folder:
-                shutil.copytree(base, folder, dirs_exist_ok=True, ignore=lambda _, names: trained.keys() & set(names))
+            with replacing_folder(folder) as unfinished:
+                shutil.copytree(base, unfinished, dirs_exist_ok=True, ignore=lambda _, names: trained.keys() & {*names})
                 for name, part in trained.items():
                     with self.in_dtype(part, module.base_dtype):
-                        part.save_pretrained(folder / name)
+                        part.save_pretrained(unfinished / name)
 
         return write
 

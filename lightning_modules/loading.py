@@ -16,6 +16,7 @@ from datamodules.files import FileHashes, hash_file
 log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
+SHAPES = Path(__file__).parent.parent / "assets" / "shapes"
 # Folders that are read in place of repositories.
 STAND_INS: dict[str, str] = {}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,11 +26,7 @@ WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
 def resolve_repository(name: str) -> str:
     """The name itself, but `embedded` becomes the folder of the model that comes with Retouch."""
-    if name != EMBEDDED:
-        return STAND_INS.get(name, name)
-    from lightning_modules.embedded import embedded_model
-
-    return str(embedded_model())
+    return str(SHAPES) if name == EMBEDDED else STAND_INS.get(name, name)
 
 
 def resolve_device(name: str | None, key: str) -> torch.device | None:

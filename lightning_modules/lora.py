@@ -1,7 +1,6 @@
 """The LoRA adapter, by peft: layers beside frozen ones, their start and their weights."""
 
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from datamodules.errors import UserError, listing
-from datamodules.files import replacing
 from lightning_modules.adapter import Adapter, trainable
 from lightning_modules.lora_files import WEIGHTS_NAME, check_fits, find_weights, read_adapter, read_weights, save_lora
 
@@ -39,7 +37,7 @@ class LoRA(Adapter):
         width: how many neighbouring rows of the down projection are one component.
     """
 
-    folder = "lora/last"
+    folder = "lora"
     width = 1
 
     def __init__(
@@ -164,17 +162,10 @@ class LoRA(Adapter):
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return adapter_tensors(part)
 
-    def export(self, module: "EditModule", output_dir: Path, header: Mapping[str, Any]) -> Callable[[], None]:
+    def export(self, module: "EditModule", header: Mapping[str, Any]) -> Callable[[Path], None]:
         assert module.transformer is not None
         state = {name: tensor.cpu().clone() for name, tensor in adapter_state(module.transformer).items()}
-
-        def write() -> None:
-            file = output_dir / "lora" / f"step-{header['step']:06d}" / WEIGHTS_NAME
-            save_lora(state, file, self.file_alpha, header, module.lora_prefix)
-            with replacing(output_dir / self.folder / WEIGHTS_NAME) as temporary:
-                shutil.copyfile(file, temporary)
-
-        return write
+        return lambda folder: save_lora(state, folder / WEIGHTS_NAME, self.file_alpha, header, module.lora_prefix)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])

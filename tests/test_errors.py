@@ -129,10 +129,10 @@ def test_target_modules_that_match_nothing_list_what_could(fails):
 
 
 def test_lora_of_another_model(fails, run, tiny, pairs, tmp_path):
-    from lightning_modules.embedded import build_pipeline
+    from tests.tiny_pipelines import build_pipeline
 
     run("train", *short(tiny, pairs, tmp_path / "first", 1))
-    build_pipeline(tmp_path / "wide", heads=6)
+    build_pipeline(tmp_path / "wide", seed=1, heads=6)
     wide = f"model.pretrained_model_name_or_path={tmp_path / 'wide'}"
     line = fails(wide, f"adapter.init_from={tmp_path / 'first'}")
     assert "does not fit" in line

@@ -6,9 +6,9 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.adapter import trainable
-from lightning_modules.embedded import build_pipeline
 from lightning_modules.lora import LoRA, adapter_state
 from lightning_modules.lora_files import check_fits, find_weights, read_header, save_lora
+from tests.tiny_pipelines import build_pipeline
 
 DEFAULTS = {
     "rank": 4,
@@ -126,7 +126,7 @@ def test_file_that_is_no_safetensors(tmp_path):
 def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
     from diffusers import FluxKontextPipeline
 
-    build_pipeline(tmp_path / "wide", heads=6)
+    build_pipeline(tmp_path / "wide", seed=1, heads=6)
     wide = FluxKontextPipeline.from_pretrained(tmp_path / "wide")
     inject(wide)
     save_lora(adapter_state(wide.transformer), tmp_path / "x.safetensors", 4, {"base": "wide-model"})

@@ -1,0 +1,161 @@
+"""How good the edit is on samples that training does not see: validation.csv and the loggers."""
+
+import csv
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from callbacks.lora_checkpoint import LoRACheckpoint
+from callbacks.sample_images import SampleImages
+from datamodules.batch import RawBatch
+from datamodules.errors import UserError
+from datamodules.files import replacing
+from lightning_modules import flow
+from lightning_modules.base import EditModule
+from lightning_modules.components import ASIDE
+
+# Equal parts of t, from little noise to much.
+BANDS = 4
+
+
+class Validation(L.Callback):
+    """Whenever sample pictures are made: the loss at fixed noise, and metrics of the pictures.
+
+    `val_loss` is the mean over the held-out samples and four bands of t, `val_loss_t0` ... `val_loss_t3`; a sample's
+    noise and timesteps are always the same, spread evenly over each band, so that only the weights change it.
+    A metric NAME is given against the target as NAME, against the source as NAME_source, and NAME_nothing is what
+    doing nothing would score: an edit that copies its input is close to the source.
+
+    Nothing happens where no samples are held out (data.val_root, data.val_count).
+
+    Args:
+        output_dir: the run's folder.
+        metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1].
+        monitor: what decides which weights are the best, kept as `best` beside `last`; None for val_loss.
+    """
+
+    def __init__(self, output_dir: str, metrics: Mapping[str, Metric], monitor: str | None) -> None:
+        self.path = Path(output_dir) / "validation.csv"
+        self.metrics = {name: metric for name, metric in metrics.items() if metric is not None}
+        self.monitor = "val_loss" if monitor in (None, "loss_avg") else monitor
+        self.rows: list[dict[str, float]] = []
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """What was measured last."""
+        return self.rows[-1] if self.rows else {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.rows = [row for row in read_rows(self.path) if row["step"] <= trainer.global_step]
+        self._after_sampling(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self._after_sampling(trainer, pl_module)
+
+    def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        sampler = next((c for c in trainer.callbacks if isinstance(c, SampleImages)), None)  # type: ignore[attr-defined]
+        if sampler is None or sampler.validation is None or sampler.sampled_step != trainer.global_step:
+            return
+        if self.latest.get("step") == trainer.global_step:
+            return
+        with pl_module.stopwatch.stage(ASIDE):
+            measured = dict(self._losses(pl_module, sampler.validation)) | self._measure(sampler)
+        if trainer.is_global_zero:
+            self._record(trainer, pl_module, {"step": trainer.global_step, **measured})
+
+    def _losses(self, module: EditModule, data: Any) -> Iterator[tuple[str, float]]:
+        """The loss of each band, and of all."""
+        bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
+        examples = data.examples(len(data.keys), empty_prompt=False)
+        with module.as_loaded(), torch.no_grad():
+            for number, example in enumerate(examples):
+                batch = example.batch
+                batch = module.encode(batch) if isinstance(batch, RawBatch) else batch
+                batch = module.with_texts(module.transfer_batch_to_device(batch, module.main_device, 0))
+                seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
+                assert batch.target_mean is not None
+                shape = batch.target_mean.shape[1:]
+                noise = flow.draw(seed, [0], shape, module.timesteps, module.dynamic_shift(shape)).eps
+                place = (number + 0.5) / len(data.keys)
+                for band, losses in enumerate(bands):
+                    t = torch.tensor([(band + place) / BANDS])
+                    drawn = flow.Draw(t, noise, torch.zeros_like(noise), torch.ones(1))
+                    losses.append(module.losses_at(batch, drawn))
+        means = [float(torch.cat(losses).mean()) for losses in bands]
+        yield "val_loss", sum(means) / BANDS
+        yield from ((f"val_loss_t{band}", mean) for band, mean in enumerate(means))
+
+    def _measure(self, sampler: SampleImages) -> dict[str, float]:
+        """Each metric over all pictures: against the target, the source, and of doing nothing."""
+        scores: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            for end, pick in (
+                ("", lambda source, result, target: (result, target)),
+                ("_source", lambda source, result, target: (result, source)),
+                ("_nothing", lambda source, result, target: (source, target)),
+            ):
+                metric.reset()
+                for pictures, result in sampler.results:
+                    *controls, target = (picture.cpu() for picture in pictures)
+                    if not controls and end:
+                        continue
+                    source = controls[0] if controls else target
+                    source = torch.nn.functional.interpolate(source, target.shape[-2:], mode="bilinear")
+                    ours, theirs = ((one.float() / 2 + 0.5).clamp(0, 1) for one in pick(source, result.cpu(), target))
+                    metric.update(ours, theirs)
+                if metric.update_count:
+                    scores[name + end] = float(metric.compute())
+        return scores
+
+    def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
+        if self.monitor not in row:
+            raise UserError(f"monitor={self.monitor} is none of {', '.join(name for name in row if name != 'step')}")
+        best = self.best()
+        self.rows.append(row)
+        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, row.keys())
+            writer.writeheader()
+            writer.writerows({name: f"{value:.6g}" for name, value in one.items()} for one in self.rows)
+        for logger in trainer.loggers:
+            logger.log_metrics({name: value for name, value in row.items() if name != "step"}, trainer.global_step)
+        keeper = next((c for c in trainer.callbacks if isinstance(c, LoRACheckpoint)), None)  # type: ignore[attr-defined]
+        if keeper is not None and trainer.global_step and (best is None or self._better(row, best)):
+            keeper.write(trainer, module, "best")
+
+    def summary(self) -> str:
+        """Before and after, in one line."""
+        first, last = self.rows[0], self.rows[-1]
+        parts = [f"validation loss {first['val_loss']:.4f} -> {last['val_loss']:.4f}"]
+        for name in self.metrics:
+            nothing = f" (doing nothing {last[f'{name}_nothing']:.4g})" if f"{name}_nothing" in last else ""
+            parts.append(f"{name} {first[name]:.4g} -> {last[name]:.4g}{nothing}")
+        return "  ".join(parts)
+
+    def best(self) -> dict[str, float] | None:
+        """The best row so far after step 0."""
+        best = None
+        for row in self.rows:
+            if row["step"] and math.isfinite(row[self.monitor]) and (best is None or self._better(row, best)):
+                best = row
+        return best
+
+    def _better(self, row: Mapping[str, float], other: Mapping[str, float]) -> bool:
+        name = self.monitor.removesuffix("_source")
+        higher = name in self.metrics and bool(self.metrics[name].higher_is_better)
+        return (row[self.monitor] > other[self.monitor]) == higher and row[self.monitor] != other[self.monitor]
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """A run's validation.csv; nothing where it has none."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]

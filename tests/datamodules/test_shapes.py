@@ -1,0 +1,124 @@
+"""The drawn world: its pictures come from a seed, and its edits are exact."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from PIL import ImageChops
+
+from datamodules.errors import UserError
+from datamodules.shapes import (
+    COLORS,
+    EDITS,
+    HELD_BACK,
+    KNOWN,
+    SIDE,
+    Edit,
+    Scene,
+    Shape,
+    draw,
+    find_shapes,
+    random_scene,
+    weights,
+)
+from datamodules.transforms import open_image
+
+SCENE = Scene("blue", (Shape("circle", "red", 20, 20, 10), Shape("star", "white", 45, 40, 11)))
+
+
+def edit(name: str, seed: int = 0, scene: Scene = SCENE) -> Edit:
+    return EDITS[name](Random(seed), scene, scene.shapes[0])
+
+
+def changed(one, other) -> np.ndarray:
+    return np.asarray(ImageChops.difference(one, other)).max(-1) > 0
+
+
+def test_pictures_are_a_function_of_the_seed(tmp_path):
+    found = [find_shapes([str(tmp_path / name)], list(EDITS), 30, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    pixels = [[np.asarray(open_image(path)) for s in one.samples for path in (s.target, *s.controls)] for one in found]
+    assert [s.prompt for s in found[0].samples] == [s.prompt for s in found[1].samples]
+    assert all(np.array_equal(x, y) for x, y in zip(pixels[0], pixels[1], strict=True))
+    assert [s.prompt for s in found[0].samples] != [s.prompt for s in found[2].samples]
+
+
+def test_pictures_are_drawn_once(tmp_path):
+    first = find_shapes([str(tmp_path)], ["remove"], 3, 0).samples
+    times = [sample.target.stat().st_mtime_ns for sample in first]
+    assert find_shapes([str(tmp_path)], ["remove"], 3, 0).samples == first
+    assert [sample.target.stat().st_mtime_ns for sample in first] == times
+
+
+def test_scenes_are_as_described():
+    for seed in range(200):
+        scene = random_scene(Random(seed))
+        kinds = [shape.kind for shape in scene.shapes]
+        assert 1 <= len(kinds) == len(set(kinds)) <= 3
+        assert all(shape.inside() and shape.color != scene.background for shape in scene.shapes)
+        colors = np.asarray(draw(scene)).reshape(-1, 3)
+        for name in {scene.background, *(shape.color for shape in scene.shapes)}:
+            assert (colors == COLORS[name]).all(-1).sum() > 20
+
+
+def test_removing_leaves_the_ground_and_everything_else():
+    [circle, star] = SCENE.shapes
+    edited = edit("remove")
+    assert edited.prompt == "remove the circle"
+    assert not changed(edited.result, draw(Scene("blue", (star,)))).any()
+    rows, columns = np.nonzero(changed(edited.result, draw(SCENE)))
+    assert abs(rows - circle.y).max() <= circle.radius
+    assert abs(columns - circle.x).max() <= circle.radius
+
+
+@pytest.mark.parametrize("name", ["recolor", "background", "turn", "move"])
+def test_way_back_leads_back(name, tmp_path):
+    samples = find_shapes([str(tmp_path)], [name], 10, 3).samples
+    for there, back in zip(samples[::2], samples[1::2], strict=True):
+        assert (there.target, *there.controls) == (*back.controls, back.target)
+        assert there.prompt != back.prompt
+
+
+def test_moving_shifts_the_shape():
+    alone = Scene("black", (Shape("square", "green", 32, 32, 10),))
+    edited = edit("move", scene=alone)
+    dx, dy = {"left": (-16, 0), "right": (16, 0), "up": (0, -16), "down": (0, 16)}[edited.prompt.split()[-1]]
+    assert np.array_equal(np.roll(np.asarray(draw(alone)), (dy, dx), (0, 1)), np.asarray(edited.result))
+
+
+def test_segmenting_gives_white_on_black():
+    mask = np.asarray(edit("segment").result)
+    assert set(np.unique(mask[changed(draw(SCENE), draw(Scene("blue", ()))) == 0])) == {0}
+    assert mask[20, 20].tolist() == mask[40, 45].tolist() == [255, 255, 255]
+
+
+def test_held_back_edits_are_not_among_the_known(tmp_path):
+    known = {sample.prompt for sample in find_shapes([str(tmp_path)], [e.__name__ for e in KNOWN], 500, 0).samples}
+    for held_back in HELD_BACK:
+        assert edit(held_back.__name__).prompt not in known
+    words = {word for prompt in known for word in prompt.split()}
+    assert not words & {"segment", "outline", "mirror", "invert", "shapes"}
+
+
+def test_weights_tell_what_changes(tmp_path):
+    target = edit("remove").result
+    mask = np.asarray(weights(draw(SCENE), target, 4))
+    assert mask.shape == (SIDE, SIDE)
+    assert set(np.unique(mask)) == {64, 255}
+    assert mask[20, 20] == 255
+    assert mask[40, 45] == 64
+    [sample] = find_shapes([str(tmp_path)], ["remove"], 1, 0, change_weight=4).samples
+    assert sample.mask is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["a"], ["shrink"], 3, 0), "there is no shrink; choose from recolor"),
+        ((["a"], [], 3, 0), "at least one of each"),
+        ((["a"], ["move"], 0, 0), "at least one of each"),
+        ((["a", "b"], ["move"], 3, 0), "one data.root"),
+    ],
+)
+def test_mistakes_are_told(arguments, message):
+    with pytest.raises(UserError, match=message):
+        find_shapes(*arguments)
