@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -112,10 +112,14 @@ class EditModule(Predictor):
         for name in self.text_components:
             if isinstance(part := self.components[name], nn.Module):
                 self.adapter.inject(part)
-                for module in part.modules():
-                    if isinstance(module, nn.Dropout):  # it would draw from PyTorch's global generator
-                        module.p = 0.0
+                part.eval()
                 self.text_encoders[name] = part
+
+    def train(self, mode: bool = True) -> Self:
+        """But for the text encoders, whose dropout would draw from PyTorch's global generator."""
+        super().train(mode)
+        self.text_encoders.eval()
+        return self
 
     def trained_parts(self) -> dict[str, nn.Module]:
         """The transformer, and what trains beside it, by their names in the repository."""

@@ -310,7 +310,7 @@ def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
     arguments = [*short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=32"]
     for url in (folder, f"pipe:cat {folder}/latents-00000-000000.tar"):
         error = run("train", *arguments, f"data.shards={url}", ok=False).error
-        assert "does not fit this run: it was encoded with settings max_sequence_length: 64 (here" in error
+        assert "does not fit this run: it was encoded with settings max_sequence_length: 16 (here" in error
     assert not (tmp_path / "run").exists()
 
 

@@ -110,7 +110,7 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs
     assert status == 0, text
     for name in SPLIT:
         assert_close(tmp_path / "whole" / name, tmp_path / "split" / name)
-        assert len(list((tmp_path / "split" / name / "samples").glob("*/*.png"))) == 4
+        assert len(list((tmp_path / "split" / name / "samples").glob("*/*.png"))) == 8
     assert lora_bytes(tmp_path / "parts" / "fp8") == lora_bytes(tmp_path / "split" / "fp8")
 
 

@@ -35,7 +35,9 @@ def changed(one, other) -> np.ndarray:
 
 
 def test_pictures_are_a_function_of_the_seed(tmp_path):
-    found = [find_shapes([str(tmp_path / name)], list(EDITS), 30, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    found = [
+        find_shapes([str(tmp_path / name)], list(EDITS), 30, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
     pixels = [[np.asarray(open_image(path)) for s in one.samples for path in (s.target, *s.controls)] for one in found]
     assert [s.prompt for s in found[0].samples] == [s.prompt for s in found[1].samples]
     assert all(np.array_equal(x, y) for x, y in zip(pixels[0], pixels[1], strict=True))

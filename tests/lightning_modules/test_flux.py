@@ -20,8 +20,8 @@ PROMPTS = ["make it snow", "Turn the cat into a dog, please"]
 @pytest.fixture
 def module(tiny):
     """The family's module, with an adapter whose both halves are random, alpha different from rank."""
-    cfg = compose("train", f"model.pretrained_model_name_or_path={tiny}", "adapter.rank=4", "adapter.alpha=6")
-    module = instantiate(cfg.model)
+    settings = [f"model.pretrained_model_name_or_path={tiny}", "model.max_sequence_length=64"]
+    module = instantiate(compose("train", *settings, "adapter.rank=4", "adapter.alpha=6").model)
     module.configure_model()
     randomize(module.transformer)
     return module

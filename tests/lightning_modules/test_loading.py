@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.embedded import embedded_model
 from lightning_modules.loading import (
     load_component,
     read_index,
@@ -62,18 +61,6 @@ def test_meta_transformer_has_the_names_and_shapes_and_no_memory(tiny, stock):
     shapes = {name: p.shape for name, p in meta.named_parameters()}
     assert shapes == {name: p.shape for name, p in stock.transformer.named_parameters()}
     assert all(p.is_meta for p in meta.parameters())
-
-
-def test_embedded_model_is_built_once_from_its_seed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = embedded_model()
-    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    first, made = weights.read_bytes(), weights.stat().st_mtime_ns
-    assert embedded_model() == folder
-    assert weights.stat().st_mtime_ns == made
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    again = embedded_model() / "transformer" / "diffusion_pytorch_model.safetensors"
-    assert again.read_bytes() == first
 
 
 def test_folder_that_is_no_pipeline_is_named(tmp_path):

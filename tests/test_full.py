@@ -1,0 +1,136 @@
+"""Full fine-tuning: what trains, what is written, and that it goes on where it stopped."""
+
+import pytest
+import safetensors.torch
+import torch
+from diffusers import FluxKontextPipeline
+from hydra.utils import instantiate
+from PIL import Image, ImageChops
+
+from tests.conftest import compose, short
+from tests.lightning_modules.test_flux import raw_batch
+
+FULL = ["adapter=full", "adapter.text_encoders=true", "model.max_sequence_length=16"]
+TRAINED = ("transformer", "text_encoder", "text_encoder_2")
+
+
+def settings(tiny, pairs, output, steps, *more):
+    common = [one for one in short(tiny, pairs, output, steps) if not one.startswith("adapter.")]
+    return [*common, *FULL, "data.batch_size=2", *more]
+
+
+def weights(folder):
+    """All tensors of a pipeline's folder, by component and name."""
+    return {
+        f"{path.parent.name}.{name}": tensor
+        for path in sorted(folder.glob("*/*.safetensors"))
+        for name, tensor in safetensors.torch.load_file(path).items()
+    }
+
+
+def every_byte(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_resumed_full_fine_tune_is_bitwise_the_uninterrupted_one(run, tiny, pairs, tmp_path, optimizer):
+    more = [f"optimizer={optimizer}", "scheduler=constant", "data.caption_dropout_rate=0.5"]
+    run("train", *settings(tiny, pairs, tmp_path / "whole", 6, *more))
+    run("train", *settings(tiny, pairs, tmp_path / "parts", 3, *more))
+    half = every_byte(tmp_path / "parts/model/last")
+    run("train", *settings(tiny, pairs, tmp_path / "parts", 6, *more, "ckpt_path=last"))
+    assert every_byte(tmp_path / "parts/model/last") == every_byte(tmp_path / "whole/model/last")
+    assert half != every_byte(tmp_path / "whole/model/last")
+    states = [
+        torch.load(tmp_path / name / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for name in ("whole", "parts")
+    ]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_what_trains_is_written_and_the_rest_is_the_bases(run, tiny, pairs, tmp_path):
+    run("train", *settings(tiny, pairs, tmp_path / "run", 2, "optimizer.lr=1e-2", "scheduler=constant"))
+    written, base = weights(tmp_path / "run/model/last"), weights(tiny)
+    assert written.keys() == base.keys()
+    same = {name for name in base if torch.equal(written[name], base[name])}
+    assert {name.partition(".")[0] for name in same} >= {"vae"}
+    still = {name for name in same if name.startswith(TRAINED)}
+    # Words and places that no prompt has.
+    assert all("embed" in name or "shared" in name for name in still), still
+    assert every_byte(tmp_path / "run/model/last/tokenizer") == every_byte(tiny / "tokenizer")
+    state = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    for name, tensor in state.items():
+        assert torch.equal(tensor, written[name.removeprefix("text_encoders.")]), name
+    # It is a base like any other.
+    image = pairs / "control_images/00.png"
+    asked = [f"image={image}", "prompt=mirror picture 0", "num_inference_steps=2", "seed=3"]
+    model = f"model.pretrained_model_name_or_path={tmp_path / 'run/model/last'}"
+    run("predict", model, *asked, f"output_dir={tmp_path / 'pictures'}")
+    [picture] = (tmp_path / "pictures").glob("*.png")
+    pipeline = FluxKontextPipeline.from_pretrained(tmp_path / "run/model/last")
+    stock = pipeline(
+        Image.open(image), "mirror picture 0", height=32, width=32, max_area=1024, _auto_resize=False,
+        num_inference_steps=2, guidance_scale=2.5, max_sequence_length=16,
+        generator=torch.Generator().manual_seed(3),
+    ).images[0]  # fmt: skip
+    assert max(high for _, high in ImageChops.difference(Image.open(picture), stock).getextrema()) <= 1
+
+
+def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock):
+    """By diffusers' own parts, which encode prompts with gradients; what a cache holds of the prompts is of no use."""
+    module = instantiate(compose("train", f"model.pretrained_model_name_or_path={tiny}", *FULL).model)
+    module.configure_model()
+    raw = raw_batch()
+    batch = module.encode(raw)
+    batch.prompt = {name: torch.full_like(tensor, 7.0) for name, tensor in batch.prompt.items()}
+    loss = module.losses(module.with_texts(batch)).mean()
+    loss.backward()
+    parts = module.trained_parts()
+
+    for part in TRAINED:
+        getattr(stock, part).requires_grad_(True)
+    embeds, pooled, _ = stock.encode_prompt(raw.prompts, None, max_sequence_length=16)
+    batch.prompt = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+    module.transformer = stock.transformer
+    expected = module.losses(batch).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert parts.keys() == set(TRAINED)
+    for name, part in parts.items():
+        theirs = dict(getattr(stock, name).named_parameters())
+        ours = {parameter: one.grad for parameter, one in part.named_parameters()}
+        assert ours.keys() == theirs.keys()
+        for parameter, gradient in ours.items():
+            torch.testing.assert_close(gradient, theirs[parameter].grad, rtol=1e-4, atol=1e-6)
+        assert any(gradient is not None and gradient.abs().max() > 0 for gradient in ours.values())
+
+
+def test_base_that_trains_is_planned_without_its_frozen_weights(run, tiny, pairs, tmp_path):
+    text = run("train", *settings(tiny, pairs, tmp_path / "run", 2), "task=dry_run").text
+    assert "full fine-tuning" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["model/quantization=fp8"], "must not be quantized"),
+        (["model.offload.blocks=2", "model.gradient_checkpointing=true"], "does not go with model.offload.blocks"),
+    ],
+)
+def test_base_that_cannot_train_is_told_before_anything_is_loaded(run, tiny, pairs, tmp_path, more, message):
+    outcome = run("train", *settings(tiny, pairs, tmp_path / "run", 2, *more), ok=False)
+    assert message in outcome.error
+    assert "loading" not in outcome.text
+
+
+def test_text_encoders_that_see_images_stay_frozen(run, arguments, tmp_path):
+    overrides = [one for one in arguments("qwen_image_edit", tmp_path / "run", 1) if not one.startswith("adapter.")]
+    assert "stay frozen" in run("train", *overrides, "adapter=full", "adapter.text_encoders=true", ok=False).error
+
+
+def test_shards_without_prompts_are_told(run, tiny, pairs, tmp_path):
+    run("train", *settings(tiny, pairs, tmp_path / "first", 1))
+    [shards] = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
+    more = ["data.root=null", f"data.shards={shards}"]
+    assert "give data.root" in run("train", *settings(tiny, pairs, tmp_path / "run", 1, *more), ok=False).error
