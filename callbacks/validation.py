@@ -82,8 +82,7 @@ class Validation(L.Callback):
                 batch = module.with_texts(module.transfer_batch_to_device(batch, module.main_device, 0))
                 seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
                 assert batch.target_mean is not None
-                shape = batch.target_mean.shape[1:]
-                noise = flow.draw(seed, [0], shape, module.timesteps, module.dynamic_shift(shape)).eps
+                noise = torch.randn(batch.target_mean.shape, generator=torch.Generator().manual_seed(seed))
                 place = (number + 0.5) / len(data.keys)
                 for band, losses in enumerate(bands):
                     t = torch.tensor([(band + place) / BANDS])
