@@ -44,7 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     from diffusers import FluxKontextPipeline
 
-    pipeline = FluxKontextPipeline.from_pretrained(options.folder, torch_dtype=torch.float32)
+    pipeline = FluxKontextPipeline.from_pretrained(options.folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     sizes = {"height": SIDE, "width": SIDE, "max_area": SIDE * SIDE, "_auto_resize": False}
     print(f"{'edit':12} {'right':>6} {'PSNR':>7} {'doing nothing':>14}")

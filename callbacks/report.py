@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import re
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -150,6 +151,8 @@ class Report(L.Callback):
                 data: Any = trainer.datamodule  # type: ignore[attr-defined]
                 self._data, self._holds_out = describe_data(data, self.preview_count), data.validation is not None
                 self._write(trainer, pl_module, unfinished=True)
+        sampler = find_sampler(trainer)
+        self._sampled_step = -1 if sampler is None else sampler.sampled_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         assert isinstance(pl_module, EditModule)
@@ -250,7 +253,7 @@ def commands(
     last = f"{run_name}/{module.adapter.folder}/last"
     is_lora = module.adapter.folder == "lora"
     weights = f"lora={run_name}" if is_lora else f"model.pretrained_model_name_or_path={last}"
-    here = f"python predict.py {weights}{' image=PHOTO.png' if edits else ''} prompt={prompt!r}"
+    here = f"python predict.py {weights}{' image=PHOTO.png' if edits else ''} prompt={shlex.quote(prompt)}"
     base = without_secrets(module.components.repository_name) if is_lora else last
     base = "assets/shapes" if base == "embedded" else base
     width, height = sample.target.size if sample is not None else (1024, 1024)
@@ -262,7 +265,7 @@ def commands(
         *(["from diffusers.utils import load_image"] if edits else []),
         *(["from lightning_modules.rank_schedule import attach_rank_schedule"] if module.rank_gates else []),
         "",
-        f"pipe = {module.pipeline_name}.from_pretrained({base!r}, torch_dtype=torch.{str(module.base_dtype)[6:]})",
+        f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base_dtype)[6:]})",
         *([f"pipe.load_lora_weights({last!r})"] if is_lora else []),
         *([f"attach_rank_schedule(pipe, {last!r})"] if module.rank_gates else []),
         "picture = pipe(",

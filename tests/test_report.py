@@ -1,0 +1,156 @@
+"""The report of a run and of a sweep: whole in one file, and nothing in it that is not for others to see."""
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from PIL import Image, ImageChops
+
+from callbacks.report import data_url, read_strip, without_secrets
+from tests.conftest import short
+
+
+class Page(HTMLParser):
+    """What a page refers to, and what it says."""
+
+    def __init__(self, path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.pictures: list[str] = []
+        self.blocks: list[str] = []
+        self.text = path.read_text(encoding="utf-8")
+        self._in: list[str] = []
+        self.feed(self.text)
+
+    def handle_starttag(self, tag, attributes):
+        self._in.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "action", "data", "poster", "srcset"):
+                (self.pictures if tag == "img" else self.links).append(value)
+        if tag == "pre":
+            self.blocks.append("")
+
+    def handle_endtag(self, tag):
+        while self._in and self._in.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if "pre" in self._in:
+            self.blocks[-1] += data
+
+
+def decode(url) -> Image.Image:
+    head, _, data = url.partition(",")
+    assert re.fullmatch(r"data:image/(png|webp);base64", head)
+    return Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+
+
+def same(one, other) -> bool:
+    return ImageChops.difference(one, other).getbbox() is None
+
+
+@pytest.fixture
+def settings(tiny, pairs, tmp_path):
+    """Overrides of a run with pictures of two held-out pairs, after which comes more than the words of a machine."""
+    common = [one for one in short(tiny, pairs, tmp_path / "run", 4) if "sample_images" not in one]
+    pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=2", "sample_every=2"]
+    return [*common, *pictures, "data.val_count=2"]
+
+
+def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_machine(run, pairs, tmp_path, settings):
+    run("train", *settings, "+secret=hf_abcdefghijklmnopqrstuvwxyz")
+    page = Page(tmp_path / "run/report.html")
+    assert page.links == []
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import|url\(", page.text)
+    known = [decode(url) for url in page.pictures]
+    for path in sorted((tmp_path / "run/samples/step-000004").glob("*.png")):
+        strip = read_strip(path)
+        for part in (*strip.controls, strip.result, strip.target):
+            assert any(picture.size == part.size and same(picture, part) for picture in known)
+    # Of every step, for the slider.
+    for path in sorted((tmp_path / "run/samples").glob("*/*.png")):
+        assert data_url(read_strip(path).result) in page.text
+    for word in (str(tmp_path), str(pairs), "/tmp", "hf_abc", str(tmp_path.parent)):
+        assert word not in page.text
+    assert "validation loss" in page.text
+    assert "mirror picture" in page.text
+    assert "setTimeout" not in page.text  # finished: nothing to wait for
+    grid = Image.open(tmp_path / "run/grid.png")
+    assert grid.width > grid.height
+
+
+def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_path, settings, monkeypatch):
+    from callbacks.report import Report
+
+    pages = []
+    write = Report._write
+
+    def keep(self, *args, **more):
+        write(self, *args, **more)
+        pages.append((tmp_path / "run/report.html").read_text())
+
+    monkeypatch.setattr(Report, "_write", keep)
+    run("train", *settings)
+    assert ["setTimeout" in page for page in pages] == [True, True, True, False]
+    assert "step 0 of 4" in pages[0]
+
+
+def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, settings, monkeypatch):
+    """Both blocks of the page, as they stand."""
+    monkeypatch.chdir(tmp_path)
+    relative = [one for one in settings if not one.startswith("output_dir")]
+    run("train", *relative, "output_dir=run", "optimizer.lr=3e-2", "scheduler=constant")
+    here, there = Page(tmp_path / "run/report.html").blocks[:2]
+    photo = pairs / "control_images/03.png"
+    Image.open(photo).save("PHOTO.png")
+    words = here.removeprefix("python predict.py ").replace("prompt='", "prompt=").removesuffix("'")
+    lora, image, prompt = words.split(" ", 2)
+    run("predict", lora, image, prompt, "seed=0", "num_inference_steps=2", "output_dir=out")
+    [picture] = (tmp_path / "out").glob("*.png")
+    base = re.search(r"from_pretrained\('([^']+)'", there)[1]
+    tiny = next(one.partition("=")[2] for one in settings if "pretrained_model" in one)
+    exec(there.replace(base, tiny), {})
+    assert np.abs(np.asarray(Image.open("edited.png")).astype(int) - np.asarray(Image.open(picture))).max() <= 1
+
+
+def test_sweep_is_one_page_with_the_best_first(run, tmp_path, settings):
+    relative = [one for one in settings if not one.startswith("output_dir")]
+    more = [f"output_dir={tmp_path / 'sweep'}", "monitor=psnr", "scheduler=constant"]
+    run("train", "-m", *relative, *more, "optimizer.lr=1e-6,1e-1,-1", ok=False)
+    page = Page(tmp_path / "sweep/report.html")
+    *measured, last = re.findall(r"<td>(failed|\d+\.\d+)</td>", page.text)
+    assert len(measured) == 2
+    assert measured == sorted(measured, key=float, reverse=True)
+    assert last == "failed"
+    assert [url for url in page.pictures if url.startswith("data:image/")] == page.pictures != []
+    assert str(tmp_path) not in page.text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("root: /home/ann/pairs", "root: .../pairs"),
+        ("root: /home/ann/pairs/one", "root: .../one"),
+        ("root: ~/private/pairs", "root: .../pairs"),
+        (r"root: C:\Users\ann\pairs", "root: .../pairs"),
+        ("token: hf_AbCdEfGhIjKlMnOp", "token: ***"),
+        ("shards: https://ann:secret@host/x.tar", "shards: https://***@host/x.tar"),
+        ("shards: s3://bucket/folder", "shards: s3://bucket/folder"),
+        ("shards: https://host/x.tar?X-Amz-Signature=abc", "shards: https://host/x.tar?***"),
+        ("name: black-forest-labs/FLUX.1-Kontext-dev", "name: black-forest-labs/FLUX.1-Kontext-dev"),
+        ("dir: outputs/snow", "dir: outputs/snow"),
+        ("root: ${data.cache_dir}/shapes/x", "root: ${data.cache_dir}/shapes/x"),
+    ],
+)
+def test_secrets_and_folders_are_left_out(text, expected):
+    assert without_secrets(text) == expected
+
+
+def test_pictures_of_any_size_fit_the_page():
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (900, 1200, 3), np.uint8))
+    assert decode(data_url(noise)).size == (512, 384)
+    small = noise.crop((0, 0, 100, 60))
+    assert same(decode(data_url(small)), small)
