@@ -244,6 +244,8 @@ def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None) -> float
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
     if monitor is None:
         monitor = "loss_avg" if validation is None else "val_loss"
+    if not measured:
+        return float("nan")
     if monitor not in measured:
         raise UserError(f"monitor={monitor} was not measured: choose {', '.join(measured)}")
     return measured[monitor]

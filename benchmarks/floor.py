@@ -56,7 +56,7 @@ def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -
                     if prompt not in encoded:
                         arguments = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
                         ids_1 = clip_tokenizer([prompt], **arguments).input_ids
-                        ids_2 = t5_tokenizer([prompt], max_length=64, **arguments).input_ids
+                        ids_2 = t5_tokenizer([prompt], max_length=16, **arguments).input_ids
                         encoded[prompt] = clip(ids_1).pooler_output, t5(ids_2)[0]
                 pooled, embeds = (torch.cat(parts) for parts in zip(*(encoded[p] for p in prompts), strict=True))
             _, channels, height, width = x0.shape
@@ -68,7 +68,7 @@ def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -
             predicted = transformer(
                 hidden_states=torch.cat(packed, 1),
                 timestep=t,
-                guidance=torch.ones(batch),
+                guidance=torch.ones(batch) if transformer.config.guidance_embeds else None,
                 pooled_projections=pooled,
                 encoder_hidden_states=embeds,
                 txt_ids=torch.zeros(embeds.shape[1], 3),

@@ -3,7 +3,7 @@
     python benchmarks/training_speed.py            # all sizes, three rounds
     python benchmarks/training_speed.py --size 128 --rounds 1
 
-Both train the embedded model in float32 on the same eight photographs at one size, with the same batch and rank. A
+Both train the embedded model in float32 on the same eight drawn pairs at one size, with the same batch and rank. A
 round runs one after the other; the figures are medians over the rounds, the ratios are taken within a round.
 """
 
@@ -11,29 +11,31 @@ import argparse
 import csv
 import itertools
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from random import Random
 
 ROOT = Path(__file__).parent.parent
 WARM_UP = 20
 
 
 def make_data(folder: Path, size: int) -> Path:
-    """The photographs of assets/ at size x size."""
-    from PIL import Image
+    """Eight drawn pairs at size x size."""
+    from datamodules.shapes import draw, random_scene, segment
 
-    for path in sorted((ROOT / "assets" / "photographs").rglob("*.*")):
-        copy = folder / path.parent.name / path.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".png":
-            Image.open(path).resize((size, size)).save(copy)
-        else:
-            shutil.copy(path, copy)
+    for name in ("control_images", "training_images"):
+        (folder / name).mkdir(parents=True)
+    random = Random(0)
+    for number in range(8):
+        scene = random_scene(random)
+        edit = segment(random, scene, scene.shapes[0])
+        draw(scene).resize((size, size)).save(folder / "control_images" / f"{number}.png")
+        edit.result.resize((size, size)).save(folder / "training_images" / f"{number}.png")
+        (folder / "training_images" / f"{number}.txt").write_text(edit.prompt)
     return folder
 
 
@@ -65,9 +67,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="more overrides for train.py")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from lightning_modules.embedded import embedded_model
+    from lightning_modules.loading import SHAPES
 
-    model = embedded_model()
     print(f"batch {arguments.batch}, rank {arguments.rank}, {arguments.steps} steps, {os.cpu_count()} cores")
     print(f"{'size':>5} {'':9} {'steps/s':>8} {'ratio':>6} {'first step':>11} {'memory':>9}")
     for size in arguments.size:
@@ -78,7 +79,9 @@ def main() -> None:
             for number in range(arguments.rounds):
                 out = folder / f"floor-{number}.csv"
                 common = [str(arguments.steps), str(arguments.batch), str(arguments.rank)]
-                results["floor"].append(measure(["benchmarks/floor.py", str(model), str(data), *common, str(out)], out))
+                results["floor"].append(
+                    measure(["benchmarks/floor.py", str(SHAPES), str(data), *common, str(out)], out)
+                )
                 for kind in ("pairs", "cached"):
                     run = folder / f"{kind}-{number}"
                     command = [

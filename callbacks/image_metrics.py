@@ -7,6 +7,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryJaccardIndex
 
+from datamodules.errors import UserError
+
 
 class MaskIoU(BinaryJaccardIndex):
     """Intersection over union of what is bright, for edits that make masks: (B, 3, H, W) in [0, 1]."""
@@ -42,8 +44,14 @@ class FeatureSimilarity(MeanMetric):
         if self._model is None:
             from transformers import AutoImageProcessor, AutoModel
 
-            self._processor = AutoImageProcessor.from_pretrained(self.model_name_or_path)
-            self._model = AutoModel.from_pretrained(self.model_name_or_path).eval()
+            try:
+                self._processor = AutoImageProcessor.from_pretrained(self.model_name_or_path)
+                self._model = AutoModel.from_pretrained(self.model_name_or_path).eval()
+            except OSError as error:
+                first = str(error).strip().splitlines()[0]
+                raise UserError(
+                    f"callbacks.validation.metrics: cannot load {self.model_name_or_path}: {first}"
+                ) from error
         seen = self._processor(images=list(pictures), do_rescale=False, return_tensors="pt")["pixel_values"]
         if hasattr(self._model, "get_image_features"):
             features = self._model.get_image_features(pixel_values=seen)

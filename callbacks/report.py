@@ -3,6 +3,7 @@
 import base64
 import csv
 import io
+import logging
 import re
 import shlex
 import statistics
@@ -19,10 +20,13 @@ from PIL import Image, ImageDraw
 from callbacks.image_writer import save_png, to_image
 from callbacks.sample_images import PARTS, SampleImages
 from callbacks.validation import read_rows
+from datamodules.errors import UserError
 from datamodules.files import replacing
 from datamodules.pixels import pictures
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
+
+log = logging.getLogger("retouch")
 
 # Pixels of the longer side: of a picture on the page, and of a sample of the data.
 LARGEST, THUMBNAIL = 512, 128
@@ -167,9 +171,17 @@ class Report(L.Callback):
         assert isinstance(pl_module, EditModule)
         if trainer.is_global_zero and pl_module.transformer is not None:
             self._write(trainer, pl_module, unfinished=False)
-            write_grid(self.run)
 
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
+        """A page that cannot be written must not cost the run."""
+        try:
+            self._write_page(trainer, module, unfinished)
+            if not unfinished:
+                write_grid(self.run)
+        except UserError as error:
+            log.warning(f"note: {error}")
+
+    def _write_page(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         metrics, validation = read_metrics(self.run), read_rows(self.run / "validation.csv")
         samples = read_samples(self.run)
         last = samples[max(samples)] if samples else {}

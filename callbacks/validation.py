@@ -3,7 +3,7 @@
 import csv
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,16 @@ class Validation(L.Callback):
 
     Args:
         output_dir: the run's folder.
-        metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1].
+        metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1]; or what makes one.
         monitor: what decides which weights are the best, kept as `best` beside `last`; None for val_loss.
     """
 
-    def __init__(self, output_dir: str, metrics: Mapping[str, Metric], monitor: str | None) -> None:
+    def __init__(
+        self, output_dir: str, metrics: Mapping[str, Metric | Callable[[], Metric]], monitor: str | None
+    ) -> None:
         self.path = Path(output_dir) / "validation.csv"
-        self.metrics = {name: metric for name, metric in metrics.items() if metric is not None}
+        self._makers = {name: metric for name, metric in metrics.items() if metric is not None}
+        self.metrics: dict[str, Metric] = {}
         self.monitor = "val_loss" if monitor in (None, "loss_avg") else monitor
         self.rows: list[dict[str, float]] = []
 
@@ -54,6 +57,11 @@ class Validation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.rows = [row for row in read_rows(self.path) if row["step"] <= trainer.global_step]
+        for name, metric in self._makers.items():
+            try:
+                self.metrics[name] = metric if isinstance(metric, Metric) else metric()
+            except OSError as error:
+                raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
         self._after_sampling(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:

@@ -253,7 +253,12 @@ def test_resumed_run_on_cached_data_is_bitwise_the_uninterrupted_one_after_kill_
 
 def test_token_budget_makes_large_pictures_small_batches(run, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 8 + [(64, 64)] * 4)
-    cfg = compose("train", *short(tiny, root, tmp_path / "run", 1), "data.max_tokens_per_batch=300")
+    cfg = compose(
+        "train",
+        *short(tiny, root, tmp_path / "run", 1),
+        "model.max_sequence_length=64",
+        "data.max_tokens_per_batch=300",
+    )
     data, module = instantiate(cfg.data), instantiate(cfg.model)
     train.build_cache(cfg, data)
     data.open(data.cache(module))

@@ -232,7 +232,7 @@ def test_the_lines_of_the_docs_attach_the_schedule(run, arguments, repositories,
         "num_inference_steps=3", "output_dir=out", "seed=4")  # fmt: skip
     generator = torch.Generator().manual_seed(4)
     expected = names["pipe"](
-        "x", width=32, height=32, num_inference_steps=3, max_sequence_length=16, generator=generator, output_type="np"
+        "x", width=32, height=32, num_inference_steps=3, max_sequence_length=64, generator=generator, output_type="np"
     ).images[0]
     [picture] = Path("out").glob("*.png")
     assert np.abs(level(picture) - (expected * 255).round().astype(int)).max() <= 1

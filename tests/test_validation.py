@@ -189,8 +189,15 @@ def test_feature_similarity_is_that_of_the_models_own_features(tmp_path, kind):
 
 
 def test_perceptual_metrics_are_a_choice(tmp_path):
-    cfg = compose("train", "+callbacks/metrics=perceptual", "data=shapes", f"output_dir={tmp_path}")
+    cfg = compose("train", "callbacks/metrics=perceptual", "data=shapes", f"output_dir={tmp_path}")
     assert set(cfg.callbacks.validation.metrics) == {"psnr", "ssim", "mask_iou", "lpips", "dino", "clip"}
-    cfg.callbacks.validation.metrics.lpips = None  # its weights are not here
-    assert set(instantiate(cfg.callbacks.validation).metrics) == {"psnr", "ssim", "mask_iou", "dino", "clip"}
     assert isinstance(instantiate(cfg.callbacks.validation), Validation)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [("lpips", "metrics.lpips: its weights are not at hand"), ("dino", "cannot load facebook/dino")],
+)
+def test_metric_without_its_weights_is_one_line(run, settings, metric, message):
+    others = [f"callbacks.validation.metrics.{name}=null" for name in ("lpips", "dino", "clip") if name != metric]
+    assert message in run("train", *settings, "callbacks/metrics=perceptual", *others, ok=False).error

@@ -18,6 +18,8 @@ def data_module(root, **settings):
         "on_bad_image": "error",
         "caption_dropout_rate": 0.0,
         "preview_count": 4,
+        "val_root": None,
+        "val_count": 0,
         "seed": 0,
     }
     data = PairsDataModule(root=root, **{**defaults, **settings})

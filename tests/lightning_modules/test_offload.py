@@ -134,7 +134,7 @@ def test_run_and_prediction_with_offloading_are_the_same(run, tiny, pairs, tmp_p
         same = ["model=flux_kontext_fp8", *FLUX["settings"], *where, *more]
         run("predict", *asked, *same, "num_inference_steps=2")
         pictures.append([path.read_bytes() for path in sorted((tmp_path / name).rglob("*.png"))])
-    assert len(pictures[0]) == 5
+    assert len(pictures[0]) == 10  # four before, four after, the grid, and a prediction
     assert pictures[0] == pictures[1]
     assert lora_bytes(tmp_path / "whole") == lora_bytes(tmp_path / "offloaded")
 
