@@ -22,6 +22,7 @@ from callbacks.sample_images import PARTS, SampleImages
 from callbacks.validation import read_rows
 from datamodules.errors import UserError
 from datamodules.files import replacing
+from datamodules.pairs import PairsDataModule
 from datamodules.pixels import pictures
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
@@ -54,11 +55,11 @@ def read_strip(path: Path) -> Strip:
     return Strip(controls, result, target, facts.get("prompt", ""))
 
 
-def read_samples(run: Path) -> dict[int, dict[str, Strip]]:
+def sample_files(run: Path) -> dict[int, dict[str, Path]]:
     """A run's sample pictures, by step and name."""
     folders = sorted((run / "samples").glob("step-*"))
     return {
-        int(folder.name.removeprefix("step-")): {path.stem: read_strip(path) for path in sorted(folder.glob("*.png"))}
+        int(folder.name.removeprefix("step-")): {path.stem: path for path in sorted(folder.glob("*.png"))}
         for folder in folders
     }
 
@@ -146,6 +147,7 @@ class Report(L.Callback):
         self.preview_count = preview_count
         self._data: dict[str, Any] = {}
         self._holds_out = False
+        self._results: dict[Path, str] = {}  # as they stand in the page
         self._sampled_step = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -181,13 +183,18 @@ class Report(L.Callback):
         except UserError as error:
             log.warning(f"note: {error}")
 
+    def _result(self, path: Path) -> str:
+        if path not in self._results:
+            self._results[path] = data_url(read_strip(path).result)
+        return self._results[path]
+
     def _write_page(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         metrics, validation = read_metrics(self.run), read_rows(self.run / "validation.csv")
-        samples = read_samples(self.run)
-        last = samples[max(samples)] if samples else {}
+        samples = sample_files(self.run)
+        last = {name: read_strip(path) for name, path in samples[max(samples)].items()} if samples else {}
         rows = []
         for name, strip in last.items():
-            results = [data_url(of_step[name].result) for of_step in samples.values() if name in of_step]
+            results = [self._result(of_step[name]) for of_step in samples.values() if name in of_step]
             rows.append(
                 {
                     "prompt": strip.prompt or name,
@@ -224,7 +231,7 @@ def _numbers(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[
     numbers = []
     if validation:
         first, now = validation[0], validation[-1]
-        for name in [column.removesuffix("_nothing") for column in now if column.endswith("_nothing")]:
+        for name in [column.removesuffix("_nothing") for column in now if column in first and "_nothing" in column]:
             beside = f"before {first[name]:.3g}, doing nothing {now[f'{name}_nothing']:.3g}"
             numbers.append((f"{name} ({beside})", f"{now[name]:.3g}"))
         numbers.append((f"validation loss (before {first['val_loss']:.3g})", f"{now['val_loss']:.3g}"))
@@ -239,7 +246,7 @@ def _numbers(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[
 def describe_data(data: Any, count: int) -> dict[str, Any]:
     """The page's part on the data: what there is, and its first samples."""
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
-    shown = data.pixels(count) if getattr(data, "samples", None) else []
+    shown = data.pixels(count) if isinstance(data, PairsDataModule) else []
     thumbs = [
         {"pictures": [data_url(to_image(one), THUMBNAIL) for one in pictures(raw)], "caption": raw.prompts[0]}
         for raw in shown
@@ -305,10 +312,12 @@ def _sampling(sampler: SampleImages | None) -> dict[str, Any]:
 
 def write_grid(run: Path) -> None:
     """grid.png: control, before, after and target of each sample, two samples a row."""
-    samples = read_samples(run)
+    samples = sample_files(run)
     if len(samples) < 2:
         return
-    before, after = samples[min(samples)], samples[max(samples)]
+    before, after = (
+        {name: read_strip(path) for name, path in samples[step].items()} for step in (min(samples), max(samples))
+    )
     rows = [[*s.controls[:1], before[name].result, s.result, s.target] for name, s in after.items() if name in before]
     side = max(max(part.size) for row in rows for part in row)
     scale = max(1, round(128 / side)) if side < 512 else 512 / side
@@ -341,8 +350,8 @@ def write_sweep(folder: Path, jobs: Sequence[Mapping[str, Any]], monitor: str, h
 
     shown = []
     for job in sorted(jobs, key=order):
-        samples = read_samples(folder / job["job"])
-        strips = list(samples[max(samples)].values())[:4] if samples else []
+        samples = sample_files(folder / job["job"])
+        strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if samples else []
         shown.append(
             {
                 "name": job["job"],

@@ -17,6 +17,7 @@ from callbacks.sample_images import SampleImages
 from datamodules.batch import RawBatch
 from datamodules.errors import UserError
 from datamodules.files import replacing
+from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
@@ -75,17 +76,15 @@ class Validation(L.Callback):
         if self.latest.get("step") == trainer.global_step:
             return
         with pl_module.stopwatch.stage(ASIDE):
-            measured = dict(self._losses(pl_module, sampler.validation)) | self._measure(sampler)
-        if trainer.is_global_zero:
-            self._record(trainer, pl_module, {"step": trainer.global_step, **measured})
+            with trainer.precision_plugin.forward_context():
+                losses = dict(self._losses(pl_module, sampler.validation))
+            self._record(trainer, pl_module, {"step": trainer.global_step, **losses, **self._measure(sampler)})
 
-    def _losses(self, module: EditModule, data: Any) -> Iterator[tuple[str, float]]:
+    def _losses(self, module: EditModule, data: PairsDataModule) -> Iterator[tuple[str, float]]:
         """The loss of each band, and of all."""
         bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
-        examples = data.examples(len(data.keys), empty_prompt=False)
         with module.as_loaded(), torch.no_grad():
-            for number, example in enumerate(examples):
-                batch = example.batch
+            for number, batch in enumerate(data.one_by_one()):
                 batch = module.encode(batch) if isinstance(batch, RawBatch) else batch
                 batch = module.with_texts(module.transfer_batch_to_device(batch, module.main_device, 0))
                 seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
@@ -123,41 +122,46 @@ class Validation(L.Callback):
         return scores
 
     def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
+        """In all processes that take part, whose figures are the same: a base that is split is gathered by all."""
         if self.monitor not in row:
             raise UserError(f"monitor={self.monitor} is none of {', '.join(name for name in row if name != 'step')}")
         best = self.best()
         self.rows.append(row)
-        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, row.keys())
-            writer.writeheader()
-            writer.writerows({name: f"{value:.6g}" for name, value in one.items()} for one in self.rows)
-        for logger in trainer.loggers:
-            logger.log_metrics({name: value for name, value in row.items() if name != "step"}, trainer.global_step)
+        if trainer.is_global_zero:
+            self._write(trainer)
         keeper = next((c for c in trainer.callbacks if isinstance(c, LoRACheckpoint)), None)  # type: ignore[attr-defined]
-        if keeper is not None and trainer.global_step and (best is None or self._better(row, best)):
+        if keeper is not None and trainer.global_step and (best is None or self._score(row) > self._score(best)):
             keeper.write(trainer, module, "best")
+
+    def _write(self, trainer: L.Trainer) -> None:
+        columns = dict.fromkeys(name for row in self.rows for name in row)  # a run may go on with other metrics
+        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows({name: f"{value:.6g}" for name, value in row.items()} for row in self.rows)
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {name: value for name, value in self.latest.items() if name != "step"}, trainer.global_step
+            )
 
     def summary(self) -> str:
         """Before and after, in one line."""
         first, last = self.rows[0], self.rows[-1]
         parts = [f"validation loss {first['val_loss']:.4f} -> {last['val_loss']:.4f}"]
-        for name in self.metrics:
+        for name in [name for name in self.metrics if name in first]:
             nothing = f" (doing nothing {last[f'{name}_nothing']:.4g})" if f"{name}_nothing" in last else ""
             parts.append(f"{name} {first[name]:.4g} -> {last[name]:.4g}{nothing}")
         return "  ".join(parts)
 
     def best(self) -> dict[str, float] | None:
         """The best row so far after step 0."""
-        best = None
-        for row in self.rows:
-            if row["step"] and math.isfinite(row[self.monitor]) and (best is None or self._better(row, best)):
-                best = row
-        return best
+        return max((row for row in self.rows if row["step"]), key=self._score, default=None)
 
-    def _better(self, row: Mapping[str, float], other: Mapping[str, float]) -> bool:
-        name = self.monitor.removesuffix("_source")
+    def _score(self, row: Mapping[str, float]) -> float:
+        """The monitored figure, more is better; what is not finite is worst."""
+        value, name = row.get(self.monitor, math.nan), self.monitor.removesuffix("_source")
         higher = name in self.metrics and bool(self.metrics[name].higher_is_better)
-        return (row[self.monitor] > other[self.monitor]) == higher and row[self.monitor] != other[self.monitor]
+        return -math.inf if not math.isfinite(value) else value if higher else -value
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
@@ -165,4 +169,4 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     if not path.is_file():
         return []
     with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]

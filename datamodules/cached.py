@@ -1,10 +1,11 @@
 """Cached latents: training without encoders."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from datamodules.batch import LatentBatch
 from datamodules.cache import Cache, check_fit, fingerprint, fingerprint_parts
 from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
@@ -176,6 +177,10 @@ class CachedDataModule(PairsDataModule):
         if not self.samples:
             return [Example([], batch) for batch in batches]
         return [Example(pictures(raw), batch) for raw, batch in zip(self.pixels(count), batches, strict=True)]
+
+    def one_by_one(self) -> Iterator[LatentBatch]:
+        reader = self.reader(empty_prompt=False)
+        return (reader([(index, 0)]) for index in range(len(self.keys)))
 
     def describe(self) -> str:
         if self.shards is None:

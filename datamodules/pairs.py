@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -257,6 +257,11 @@ class PairsDataModule(L.LightningDataModule):
     def examples(self, count: int, empty_prompt: bool) -> list[Example]:
         """The first few samples, to make pictures of; whether with the empty prompt's conditioning, if encoded."""
         return [Example(pictures(raw), raw) for raw in self.pixels(count)]
+
+    def one_by_one(self) -> Iterator[RawBatch | LatentBatch]:
+        """All samples in order, each as a batch of one."""
+        dataset = PairDataset(self.samples, self.condition_images)
+        return (dataset[(index, 0)] for index in range(len(dataset)))
 
     @property
     def noun(self) -> str:

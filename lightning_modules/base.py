@@ -300,8 +300,8 @@ class EditModule(Predictor):
             # Those that are split over processes stay as they train.
             for part in self.trained_parts().values() if self.device_mesh is None else ():
                 stack.enter_context(self.adapter.in_dtype(part, self.base_dtype))
+            stack.callback(self.train)
             yield
-        self.train()
 
     # Checkpoints: what trains, and nothing else
 

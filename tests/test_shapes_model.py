@@ -1,0 +1,69 @@
+"""The embedded model: what it can do, and what a LoRA teaches it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image, ImageChops
+
+from datamodules.shapes import Scene, Shape, draw
+from lightning_modules.loading import SHAPES
+from tests.conftest import ROOT
+from tests.test_validation import rows
+
+EXAMPLE = Scene(
+    "blue",
+    (Shape("star", "yellow", 20, 22, 12), Shape("circle", "orange", 44, 16, 10), Shape("square", "white", 40, 46, 12)),
+)
+
+
+def share_close(picture: Image.Image, target: Image.Image, where: np.ndarray) -> float:
+    """Of the pixels, those within 48 of the target in each channel."""
+    difference = np.asarray(ImageChops.difference(picture.convert("RGB"), target)).max(-1)
+    return float((difference[where] <= 48).mean())
+
+
+def test_folder_is_small_and_in_bf16():
+    files = [path for path in SHAPES.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 8e6
+    weights = [safetensors.torch.load_file(path) for path in files if path.suffix == ".safetensors"]
+    assert len(weights) == 4
+    assert {tensor.dtype for one in weights for tensor in one.values()} == {torch.bfloat16}
+
+
+def test_card_edits_a_picture_in_the_stock_pipeline_and_predict_gives_the_same(run, tmp_path, monkeypatch):
+    example = Image.open(SHAPES / "example.png")
+    assert ImageChops.difference(example, draw(EXAMPLE)).getbbox() is None
+    card = (SHAPES / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    names: dict = {}
+    exec(code, names)
+    target = draw(EXAMPLE.changed(STAR, replace(STAR, color="red")))
+    changed = np.asarray(ImageChops.difference(example, target)).max(-1) > 24
+    assert share_close(names["picture"], target, changed) >= 0.85
+    assert share_close(names["picture"], target, ~changed) >= 0.97
+    command = re.search(r"python predict.py\s+(image=\S+)\s+prompt=\"([^\"]+)\"", card)
+    run("predict", command[1], f"prompt={command[2]}", "seed=0", f"output_dir={tmp_path}")
+    [picture] = Path(tmp_path).glob("*.png")
+    assert max(high for _, high in ImageChops.difference(Image.open(picture), names["picture"]).getextrema()) <= 1
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_lora_learns_an_edit_that_the_base_does_not_have(run, tmp_path, seed):
+    where = [
+        f"data.root={tmp_path / 'shapes'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    run("train", "experiment=shapes", *where, f"seed={seed}", "trainer.max_steps=80", "sample_every=0", "logger=none")
+    before, after = rows(tmp_path / "output_dir")
+    assert before["step"] == 0
+    assert after["val_loss"] < 0.8 * before["val_loss"]
+    assert before["mask_iou"] < 0.5 < after["mask_iou"]
+    assert after["psnr"] > before["psnr"] + 4
+    assert after["psnr"] > after["psnr_nothing"] + 4
