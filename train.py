@@ -199,6 +199,7 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     module = instantiate(cfg.model, _convert_="all")
     silence_libraries()
     if isinstance(data, CachedDataModule) and data.shards is None:
+        data.require_root()
         module.preflight()
         build_cache(cfg, data)
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]

@@ -154,14 +154,18 @@ class PairsDataModule(L.LightningDataModule):
         self.keys = [self.keys[index] for index in indices]
         self.sizes = [self.sizes[index] for index in indices]
 
+    def require_root(self) -> None:
+        """Raise a UserError where no data is named."""
+        if not self.roots:
+            raise UserError("nothing to learn from: give data.root=FOLDER, or data=shapes for drawn examples")
+
     def find(self) -> list[Sample]:
         """The complete samples, those of val_root last; what is wrong with the others becomes a note.
 
         Raises:
             UserError: some are incomplete, unless on_missing is `skip`.
         """
-        if not self.roots:
-            raise UserError("nothing to learn from: give data.root=FOLDER, or data=shapes for drawn examples")
+        self.require_root()
         found = self.source(self.roots)
         if self.val_roots:
             held_out = self.source([str(root) for root in self.val_roots])

@@ -15,10 +15,8 @@ from lightning_modules.loading import SHAPES
 from tests.conftest import ROOT
 from tests.test_validation import rows
 
-EXAMPLE = Scene(
-    "blue",
-    (Shape("star", "yellow", 20, 22, 12), Shape("circle", "orange", 44, 16, 10), Shape("square", "white", 40, 46, 12)),
-)
+STAR = Shape("star", "yellow", 20, 22, 12)
+EXAMPLE = Scene("blue", (STAR, Shape("circle", "orange", 44, 16, 10), Shape("square", "white", 40, 46, 12)))
 
 
 def share_close(picture: Image.Image, target: Image.Image, where: np.ndarray) -> float:

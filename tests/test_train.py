@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
+import train
 from tests.conftest import compose, lora_bytes, make_pairs, short, start, wait_until
 
 
@@ -238,6 +239,31 @@ def test_help_explains_itself_quickly(run):
     for word in ("adapter.rank", "ckpt_path=last", "optimizer: adafactor, adamw, adamw_8bit", "Examples", "embedded"):
         assert word in text
     assert "lora_scale" in run("predict", "--help").text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        ([], "experiment=shapes"),
+        (["-m", "optimizer.lr=1e-3,2e-3"], "experiment=shapes"),
+        (["model=embedded", "adapter=tlora"], "experiment=shapes"),
+        (["optimizer=prodigy"], "data=shapes"),  # which finds a learning rate of its own
+        (["data.root=pairs"], None),
+        (["model=flux_kontext"], None),
+        (["experiment=quick"], None),
+        (["data.shards=s3://bucket/folder"], None),
+        (["-cp", "outputs/RUN", "-cn", "config"], None),
+    ],
+)
+def test_drawn_examples_are_for_those_who_name_neither_data_nor_model(arguments, added):
+    assert train.with_examples(arguments) == arguments + ([added] if added else [])
+
+
+def test_model_without_data_is_one_line(run, tiny, tmp_path):
+    settings = [f"model.pretrained_model_name_or_path={tiny}", "model=flux_kontext", f"output_dir={tmp_path / 'run'}"]
+    outcome = run("train", *settings, ok=False)
+    assert outcome.error == "error: nothing to learn from: give data.root=FOLDER, or data=shapes for drawn examples"
+    assert "loading" not in outcome.text
 
 
 def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
