@@ -204,7 +204,8 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
         build_cache(cfg, data)
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
-    callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: save_config(trainer)))
+    # Before the report, which shows it; after what may refuse the run.
+    callbacks.insert(len(callbacks) - 1, LambdaCallback(on_train_start=lambda trainer, _: save_config(trainer)))
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=output_dir)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -213,7 +214,7 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     return trainer
 
 
-def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None) -> float:
+def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None, model_name: str) -> float:
     """Say how good it is and where things are; gives what a sweep compares."""
     from callbacks.lora_checkpoint import LoRACheckpoint
     from callbacks.metrics import Metrics
@@ -240,9 +241,13 @@ def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None) -> float
     last = output_dir / module.adapter.folder / "last"
     log.info(f"done: {last}")
     image = "" if module.condition_images.most == 0 else "image=PHOTO "
-    weights = f"lora={output_dir}" if module.adapter.folder == "lora" else f"model.pretrained_model_name_or_path={last}"
+    weights = f"lora={output_dir}"
+    if module.adapter.folder != "lora":
+        weights = f"model={model_name} model.pretrained_model_name_or_path={last}"
     log.info(f'try it: python predict.py {weights} {image}prompt="..."')
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
+    if not trainer.is_global_zero:  # what is measured is measured by the first process
+        return float("nan")
     if monitor is None:
         monitor = "loss_avg" if validation is None else "val_loss"
     if not measured:
@@ -274,7 +279,7 @@ def run(cfg: DictConfig) -> float | None:
                 return None
             if cfg.task != "fit":
                 raise UserError(f"task={cfg.task}: choose fit or dry_run")
-            return report(fit(cfg, output_dir), output_dir, cfg.monitor)
+            return report(fit(cfg, output_dir), output_dir, cfg.monitor, cfg.model_name)
     finally:
         if fresh and not (output_dir / "config.yaml").exists():  # the run did not start: leave no traces
             shutil.rmtree(output_dir, ignore_errors=True)
@@ -285,8 +290,9 @@ def run(cfg: DictConfig) -> float | None:
 
 def with_examples(arguments: list[str]) -> list[str]:
     """The command line; where it names neither data nor model, the embedded model learns from drawn examples."""
-    names = ("data=", "data.root=", "data.shards=", "experiment=", "model=", "-c", "--config")
-    if any(one.startswith(names) and one != "model=embedded" for one in arguments):
+    names = ("data=", "data.root=", "data.shards=", "experiment=", "model=", "model.pretrained_model_name_or_path=")
+    own_config = ("-cp", "-cn", "-cd", "--config")
+    if any(one.startswith((*names, *own_config)) and one != "model=embedded" for one in arguments):
         return arguments
     # Its learning rate is AdamW's.
     other_optimizer = any(one.startswith("optimizer=") for one in arguments)

@@ -35,6 +35,7 @@ PATHS = {
     "data.cache_dir",
     "data.root",
     "data.shards",
+    "data.val_root",
     "adapter.init_from",
     "model.pretrained_model_name_or_path",
     "model.transformer_name_or_path",

@@ -10,7 +10,7 @@ from hydra.experimental.callback import Callback
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.report import write_sweep
+from callbacks.page import write_sweep
 from datamodules.files import replacing
 
 
@@ -30,7 +30,7 @@ class SweepSummary(Callback):
             return
         run = Path(config.hydra.runtime.output_dir)
         curve = _read_curve(run / "metrics.csv")
-        lora = run / "lora" / "last"
+        last = next((run / kind / "last" for kind in ("lora", "model") if (run / kind / "last").is_dir()), None)
         failed = job_return.status is not JobStatus.COMPLETED
         self.jobs.append(list(job_return.overrides or []))
         self.rows.append(
@@ -41,7 +41,7 @@ class SweepSummary(Callback):
                 "best_loss": min((float(row["loss_avg"]) for row in curve), default=""),
                 "value": "" if failed or job_return._return_value is None else job_return._return_value,
                 "seconds": curve[-1]["seconds"] if curve else "",
-                "lora": str(lora) if lora.is_dir() else "",
+                "lora": "" if last is None else str(last),
                 "error": str(job_return._return_value) if failed else "",
             }
         )

@@ -26,6 +26,10 @@ from lightning_modules.components import ASIDE
 BANDS = 4
 
 
+# What a metric compares beside result and target, by their places in (source, result, target).
+ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
+
+
 class Validation(L.Callback):
     """Whenever sample pictures are made: the loss at fixed noise, and metrics of the pictures.
 
@@ -56,13 +60,28 @@ class Validation(L.Callback):
         """What was measured last."""
         return self.rows[-1] if self.rows else {}
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Before weights are loaded: raise a UserError where what is monitored will not be measured."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        figures = ["val_loss", *(f"val_loss_t{band}" for band in range(BANDS))]
+        figures += [name + end for name in self._makers for end in ("", *ENDS)]
+        if self.monitor not in figures:
+            raise UserError(f"monitor={self.monitor} is none of {', '.join(figures)}, and not loss_avg")
+        if data.validation is None and self.monitor != "val_loss":
+            raise UserError(f"monitor={self.monitor} needs samples that are held out: data.val_count or data.val_root")
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        sampler = SampleImages.of(trainer)
+        if sampler is None or sampler.validation is None:
+            return
         self.rows = [row for row in read_rows(self.path) if row["step"] <= trainer.global_step]
         for name, metric in self._makers.items():
             try:
                 self.metrics[name] = metric if isinstance(metric, Metric) else metric()
             except OSError as error:
                 raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
+            # Each process that measures has all pictures.
+            self.metrics[name].distributed_available_fn = lambda: False
         self._after_sampling(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
@@ -70,7 +89,7 @@ class Validation(L.Callback):
 
     def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        sampler = next((c for c in trainer.callbacks if isinstance(c, SampleImages)), None)  # type: ignore[attr-defined]
+        sampler = SampleImages.of(trainer)
         if sampler is None or sampler.validation is None or sampler.sampled_step != trainer.global_step:
             return
         if self.latest.get("step") == trainer.global_step:
@@ -102,35 +121,29 @@ class Validation(L.Callback):
     def _measure(self, sampler: SampleImages) -> dict[str, float]:
         """Each metric over all pictures: against the target, the source, and of doing nothing."""
         scores: dict[str, float] = {}
+        compared = [_in_unit_range(*one) for one in sampler.results]
         for name, metric in self.metrics.items():
-            for end, pick in (
-                ("", lambda source, result, target: (result, target)),
-                ("_source", lambda source, result, target: (result, source)),
-                ("_nothing", lambda source, result, target: (source, target)),
-            ):
+            for end, (one, other) in {"": (1, 2), **ENDS}.items():
+                known = [pictures for pictures in compared if pictures[one] is not None and pictures[other] is not None]
+                if not known:
+                    continue
                 metric.reset()
-                for pictures, result in sampler.results:
-                    *controls, target = (picture.cpu() for picture in pictures)
-                    if not controls and end:
-                        continue
-                    source = controls[0] if controls else target
-                    source = torch.nn.functional.interpolate(source, target.shape[-2:], mode="bilinear")
-                    ours, theirs = ((one.float() / 2 + 0.5).clamp(0, 1) for one in pick(source, result.cpu(), target))
-                    metric.update(ours, theirs)
-                if metric.update_count:
-                    scores[name + end] = float(metric.compute())
+                if all(bool(pictures[1].isfinite().all()) for pictures in known):
+                    for pictures in known:
+                        metric.update(pictures[one], pictures[other])
+                scores[name + end] = float(metric.compute()) if metric.update_count else math.nan
         return scores
 
     def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
         """In all processes that take part, whose figures are the same: a base that is split is gathered by all."""
-        if self.monitor not in row:
-            raise UserError(f"monitor={self.monitor} is none of {', '.join(name for name in row if name != 'step')}")
         best = self.best()
         self.rows.append(row)
         if trainer.is_global_zero:
             self._write(trainer)
-        keeper = next((c for c in trainer.callbacks if isinstance(c, LoRACheckpoint)), None)  # type: ignore[attr-defined]
-        if keeper is not None and trainer.global_step and (best is None or self._score(row) > self._score(best)):
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        keeper = next((callback for callback in callbacks if isinstance(callback, LoRACheckpoint)), None)
+        reached, former = self._score(row), -math.inf if best is None else self._score(best)
+        if keeper is not None and trainer.global_step and reached > former:
             keeper.write(trainer, module, "best")
 
     def _write(self, trainer: L.Trainer) -> None:
@@ -148,7 +161,7 @@ class Validation(L.Callback):
         """Before and after, in one line."""
         first, last = self.rows[0], self.rows[-1]
         parts = [f"validation loss {first['val_loss']:.4f} -> {last['val_loss']:.4f}"]
-        for name in [name for name in self.metrics if name in first]:
+        for name in [name for name in self.metrics if name in first and name in last]:
             nothing = f" (doing nothing {last[f'{name}_nothing']:.4g})" if f"{name}_nothing" in last else ""
             parts.append(f"{name} {first[name]:.4g} -> {last[name]:.4g}{nothing}")
         return "  ".join(parts)
@@ -162,6 +175,16 @@ class Validation(L.Callback):
         value, name = row.get(self.monitor, math.nan), self.monitor.removesuffix("_source")
         higher = name in self.metrics and bool(self.metrics[name].higher_is_better)
         return -math.inf if not math.isfinite(value) else value if higher else -value
+
+
+def _in_unit_range(pictures: list[Tensor], result: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """Source (None where there is none), result and target, each (1, 3, H, W) in [0, 1]."""
+    *controls, target = (picture.cpu().float() for picture in pictures)
+    source = None
+    if controls:
+        source = torch.nn.functional.interpolate(controls[0], target.shape[-2:], mode="bilinear", antialias=True)
+    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in (source, result.cpu().float(), target)]
+    return tuple(in_range)  # type: ignore[return-value]
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:

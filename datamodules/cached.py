@@ -135,6 +135,8 @@ class CachedDataModule(PairsDataModule):
     def _take_folder(self, folder: Path, wanted: Cache) -> None:
         """All samples that a cache holds."""
         self.folder = folder
+        if self.val_roots:
+            raise UserError("data.val_root goes with data.root; of data.shards some are held out by data.val_count")
         given = Cache(folder, {})
         if "parts" not in given.manifest():
             raise UserError(f"data.shards={folder}: no manifest.json")

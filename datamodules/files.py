@@ -36,8 +36,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside `folder`, which takes its place at the end; when writing fails, it is removed.
+
+    Args:
+        keep: leave what another process has put there meanwhile.
 
     Raises:
         UserError: the folder could not be written (disk full, no permission).
@@ -47,6 +50,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         if folder.is_dir():
+            if keep:
+                return
             folder.rename(old)
         temporary.rename(folder)
     except OSError as error:

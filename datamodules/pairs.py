@@ -4,9 +4,10 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -56,7 +57,7 @@ class PairsDataModule(L.LightningDataModule):
         preview_count: samples on the contact sheet.
         seed: decides the order.
         val_root: as `root`, of samples held out for validation.
-        val_count: instead, how many of root's samples are held out; the same ones whatever the seed.
+        val_count: instead, how many of root's samples are held out, or a few more; the same ones whatever the seed.
 
     Attributes:
         validation: the samples that are held out, as a data module of their own; None where there are none.
@@ -133,8 +134,16 @@ class PairsDataModule(L.LightningDataModule):
         Raises:
             UserError: none is left to learn from.
         """
-        by_hash = sorted(range(len(self.keys)), key=lambda index: hashlib.sha256(self.keys[index].encode()).digest())
-        held = set(by_hash[: self.val_count]) | {i for i, sample in enumerate(self.samples) if sample in self._held_out}
+        held = {index for index, sample in enumerate(self.samples) if sample in self._held_out}
+        # Samples of the same pictures, with other instructions or the other way round, stay together.
+        groups: dict[Hashable, list[int]] = {}
+        for index, key in enumerate(self.keys):
+            sample = self.samples[index] if self.samples else None
+            pictures = key if sample is None else frozenset((sample.target, *sample.controls))
+            groups.setdefault(pictures, []).append(index)
+        for group in sorted(groups.values(), key=lambda group: hashlib.sha256(self.keys[group[0]].encode()).digest()):
+            if len(held) < self.val_count:
+                held.update(group)
         if not held:
             return
         if len(held) == len(self.keys):
@@ -169,9 +178,14 @@ class PairsDataModule(L.LightningDataModule):
         found = self.source(self.roots)
         if self.val_roots:
             held_out = self.source([str(root) for root in self.val_roots])
+            taken = {sample.key for sample in found.samples}
+            if any(sample.key in taken for sample in held_out.samples):  # keys tell samples apart
+                names = [replace(sample, key=f"held_out/{sample.key}") for sample in held_out.samples]
+                held_out = Found(names, held_out.incomplete)
             self._held_out = set(held_out.samples)
-            both = [sample for sample in found.samples if sample not in self._held_out]
-            found = Found([*both, *held_out.samples], found.incomplete + held_out.incomplete)
+            targets = {sample.target.resolve() for sample in held_out.samples}
+            learned = [sample for sample in found.samples if sample.target.resolve() not in targets]
+            found = Found([*learned, *held_out.samples], found.incomplete + held_out.incomplete)
         self.notes = []
         if found.incomplete:
             what = f"{len(found.incomplete)} incomplete: {listing(found.incomplete)}"
@@ -266,6 +280,11 @@ class PairsDataModule(L.LightningDataModule):
         """All samples in order, each as a batch of one."""
         dataset = PairDataset(self.samples, self.condition_images)
         return (dataset[(index, 0)] for index in range(len(dataset)))
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether batches tell them."""
+        return bool(self.samples)
 
     @property
     def noun(self) -> str:

@@ -185,7 +185,7 @@ HELD_BACK = (segment, outline, mirror, invert)
 EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__: edit for edit in KNOWN + HELD_BACK}
 
 
-def find_shapes(roots: Sequence[str], edits: Sequence[str], count: int, seed: int, change_weight: float = 1) -> Found:
+def find_shapes(roots: Sequence[str], edits: Sequence[str], count: int, seed: int, change_weight: float) -> Found:
     """A data source: draws its pairs into a folder below the root, once, and finds them there.
 
     Scenes take the edits in turn. Where an edit has a way back, it is a pair of its own with the same two pictures.
@@ -207,7 +207,7 @@ def find_shapes(roots: Sequence[str], edits: Sequence[str], count: int, seed: in
         Path(roots[0]).expanduser() / f"{'-'.join(dict.fromkeys(edits))}-{count}-seed{seed}-weight{change_weight:g}"
     )
     if not folder.is_dir():
-        with replacing_folder(folder) as unfinished:
+        with replacing_folder(folder, keep=True) as unfinished:
             write_pairs(unfinished, edits, count, seed, change_weight)
     return find_samples([folder])
 

@@ -69,6 +69,7 @@ class StreamedDataModule(L.LightningDataModule):
         memo: Path,
     ) -> None:
         super().__init__()
+        self.knows_prompts = False
         self.validation = None  # a stream has no part that could be held out
         self.pattern = shards
         self.batch_size = batch_size

@@ -33,6 +33,7 @@ class FluxKontext(EditModule):
         super().__init__(**settings)
         self.max_sequence_length = max_sequence_length
         self.training_guidance_scale = training_guidance_scale
+        self._cut: set[str] = set()  # prompts that were said to be too long
 
     # Text
 
@@ -50,7 +51,8 @@ class FluxKontext(EditModule):
         tokenizer, encoder = self.components["tokenizer_2"], self.components["text_encoder_2"]
         ids = self._tokenize(tokenizer, prompts, self.max_sequence_length)
         for prompt, whole in zip(prompts, tokenizer(prompts).input_ids, strict=True):
-            if len(whole) > self.max_sequence_length:
+            if len(whole) > self.max_sequence_length and prompt not in self._cut:
+                self._cut.add(prompt)
                 log.warning(
                     f"note: {len(whole)} tokens are cut to {self.max_sequence_length} (model.max_sequence_length): "
                     f'"{prompt[:60]}..."'

@@ -22,7 +22,8 @@ from lightning_modules import flow, loading
 from lightning_modules.adapter import trainable
 from lightning_modules.base import EditModule
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
-from lightning_modules.lora import trial_step
+from lightning_modules.loading import meta_component
+from lightning_modules.lora import LoRA, trial_step
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
@@ -94,8 +95,15 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     parameters = sum(p.numel() for p in transformer.parameters())
     weights, waiting = module.source.nbytes(), module.source.waiting_bytes()
     module.adapter.inject(transformer)
-    count = sum(p.numel() for p in trainable(transformer).values())
-    if count == parameters:  # all of it is counted below, in float32
+    texts: list[Any] = []
+    if module.adapter.trains_text_encoders:
+        parts = (meta_component(module.components.repository, name, module.revision) for name in module.text_components)
+        texts = [part for part in parts if part is not None]
+        for part in texts:
+            module.adapter.inject(part)
+    trained = [transformer, *texts]
+    count = sum(p.numel() for part in trained for p in trainable(part).values())
+    if not isinstance(module.adapter, LoRA):  # all of it is counted below, in float32
         weights = 0
     caption = max((sample.prompt for sample in data.samples), key=len, default="")
     one = {size: latents(module, size, 1, caption) for size in set(data.sizes)}
@@ -108,7 +116,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     prompts = sum(2 * prompt[size] for size in data.sizes) if alone else prompt[size] * shared
     vae, encoders = None, {}
     for name in (*module.text_components, "vae"):
-        part = loading.meta_component(module.components.repository, name, module.revision)
+        part = meta_component(module.components.repository, name, module.revision)
         if part is not None:
             encoders[name] = module.components.weight_bytes(name, part)
             vae = part if name == "vae" else vae
@@ -121,7 +129,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         batch=heaviest,
         weights=weights,
         waiting=waiting,
-        adapter=sum(tensor.nbytes for tensor in module.adapter.tensors(transformer).values()) + count * 4,
+        adapter=sum(tensor.nbytes for part in trained for tensor in module.adapter.tensors(part).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(module.optimizer)),
         # Gradients are made in the step too, and counted with the adapter.
         activations={

@@ -1,5 +1,6 @@
 """Full fine-tuning: all of the transformer trains, and the text encoders where they are told to."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapter import Adapter, trainable
-from lightning_modules.loading import local_folder
+from lightning_modules.loading import local_folder, read_index
 
 if TYPE_CHECKING:
     from lightning_modules.base import EditModule
@@ -32,6 +33,10 @@ class FullFineTuning(Adapter):
     def preflight(self, module: "EditModule") -> None:
         if module.source.quantization is not None or module.source.stored_format is not None:
             raise UserError("adapter=full trains the base's weights, which must not be quantized: choose a bf16 model=")
+        if self.trains_text_encoders and module.components.quantized:
+            raise UserError("adapter.text_encoders=true: text encoders that train must not be quantized")
+        if self.trains_text_encoders and module.components.place("text_encoder") is not None:
+            raise UserError("model.devices.text_encoder: text encoders that train are beside the transformer")
         if module.offload["blocks"]:
             raise UserError("adapter=full does not go with model.offload.blocks, whose blocks cannot change")
         if self.trains_text_encoders and module.condition_images.text_sees_them:
@@ -47,15 +52,22 @@ class FullFineTuning(Adapter):
 
     def export(self, module: "EditModule", header: Mapping[str, Any]) -> Callable[[Path], None]:
         repository, revision = module.components.repository, module.revision
+        index = read_index(repository, revision)
         trained: dict[str, Any] = dict(module.trained_parts())
 
         def write(folder: Path) -> None:
-            base = local_folder(repository, revision, without=trained)
+            others = [name for name in index if not name.startswith("_") and name not in trained]
+            base = local_folder(repository, revision, others)
             with replacing_folder(folder) as unfinished:
-                shutil.copytree(base, unfinished, dirs_exist_ok=True, ignore=lambda _, names: trained.keys() & {*names})
+                shutil.copyfile(base / "model_index.json", unfinished / "model_index.json")
+                for name in others:
+                    if (base / name).is_dir():  # what a pipeline may lack has none
+                        shutil.copytree(base / name, unfinished / name)
                 for name, part in trained.items():
                     with self.in_dtype(part, module.base_dtype):
                         part.save_pretrained(unfinished / name)
+                for config in unfinished.glob("*/config.json"):
+                    _forget_origin(config)
 
         return write
 
@@ -65,3 +77,10 @@ class FullFineTuning(Adapter):
 
     def __str__(self) -> str:
         return "full fine-tuning"
+
+
+def _forget_origin(config: Path) -> None:
+    """diffusers notes the folder that a model was loaded from, which is nobody else's business."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    if settings.pop("_name_or_path", None) is not None:
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

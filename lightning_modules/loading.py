@@ -98,13 +98,17 @@ def _hub_file(repository: str, filename: str, revision: str | None) -> Path | No
         ) from error
 
 
-def local_folder(repository: str, revision: str | None, without: Iterable[str]) -> Path:
-    """The repository as a folder on this machine, whose components `without` may lack."""
+def local_folder(repository: str, revision: str | None, names: Iterable[str]) -> Path:
+    """The repository as a folder on this machine that has these components."""
     if Path(repository).is_dir():
         return Path(repository)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repository, revision=revision, ignore_patterns=[f"{name}/*" for name in without]))
+    return Path(
+        snapshot_download(
+            repository, revision=revision, allow_patterns=["model_index.json", *(f"{name}/*" for name in names)]
+        )
+    )
 
 
 def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:

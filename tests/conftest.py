@@ -31,12 +31,6 @@ ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory):
-    """A cache folder of our own: the suite neither reads nor fills the user's."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture(scope="session")
 def repositories(tmp_path_factory) -> dict[str, Path]:
     """For each model= a tiny pipeline on disk, float32."""

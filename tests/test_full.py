@@ -1,5 +1,7 @@
 """Full fine-tuning: what trains, what is written, and that it goes on where it stopped."""
 
+import re
+
 import pytest
 import safetensors.torch
 import torch
@@ -108,13 +110,22 @@ def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock):
 
 def test_base_that_trains_is_planned_without_its_frozen_weights(run, tiny, pairs, tmp_path):
     text = run("train", *settings(tiny, pairs, tmp_path / "run", 2), "task=dry_run").text
-    assert "full fine-tuning" in text
+    [count] = re.findall(r"full fine-tuning: ([\d,]+) parameters", text)
+    pipeline = FluxKontextPipeline.from_pretrained(tiny)
+    trained = sum(p.numel() for part in TRAINED for p in getattr(pipeline, part).parameters())
+    assert int(count.replace(",", "")) == trained
+    # Weights and gradients in float32, two moments of AdamW; nothing beside them.
+    found = {name: float(size) for name, size in re.findall(r"(weights|LoRA|optimizer) ([\d.]+) MB", text)}
+    assert found.get("weights", 0) == 0
+    assert found["LoRA"] == pytest.approx(8 * trained / 1e6, rel=0.02)
+    assert found["optimizer"] == pytest.approx(8 * trained / 1e6, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["model/quantization=fp8"], "must not be quantized"),
+        (["model.devices.text_encoder=cpu"], "beside the transformer"),
         (["model.offload.blocks=2", "model.gradient_checkpointing=true"], "does not go with model.offload.blocks"),
     ],
 )
@@ -133,4 +144,6 @@ def test_shards_without_prompts_are_told(run, tiny, pairs, tmp_path):
     run("train", *settings(tiny, pairs, tmp_path / "first", 1))
     [shards] = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
     more = ["data.root=null", f"data.shards={shards}"]
-    assert "give data.root" in run("train", *settings(tiny, pairs, tmp_path / "run", 1, *more), ok=False).error
+    outcome = run("train", *settings(tiny, pairs, tmp_path / "run", 1, *more), ok=False)
+    assert "give data.root" in outcome.error
+    assert "loading" not in outcome.text

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from PIL import Image
 
 from callbacks.image_metrics import FeatureSimilarity, MaskIoU
-from callbacks.report import read_strip
+from callbacks.page import read_strip
 from callbacks.validation import Validation
 from tests.conftest import compose, lora_bytes, make_pairs, short
 

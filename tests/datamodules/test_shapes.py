@@ -36,7 +36,7 @@ def changed(one, other) -> np.ndarray:
 
 def test_pictures_are_a_function_of_the_seed(tmp_path):
     found = [
-        find_shapes([str(tmp_path / name)], list(EDITS), 30, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+        find_shapes([str(tmp_path / name)], list(EDITS), 30, seed, 1) for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     pixels = [[np.asarray(open_image(path)) for s in one.samples for path in (s.target, *s.controls)] for one in found]
     assert [s.prompt for s in found[0].samples] == [s.prompt for s in found[1].samples]
@@ -45,9 +45,9 @@ def test_pictures_are_a_function_of_the_seed(tmp_path):
 
 
 def test_pictures_are_drawn_once(tmp_path):
-    first = find_shapes([str(tmp_path)], ["remove"], 3, 0).samples
+    first = find_shapes([str(tmp_path)], ["remove"], 3, 0, 1).samples
     times = [sample.target.stat().st_mtime_ns for sample in first]
-    assert find_shapes([str(tmp_path)], ["remove"], 3, 0).samples == first
+    assert find_shapes([str(tmp_path)], ["remove"], 3, 0, 1).samples == first
     assert [sample.target.stat().st_mtime_ns for sample in first] == times
 
 
@@ -74,7 +74,7 @@ def test_removing_leaves_the_ground_and_everything_else():
 
 @pytest.mark.parametrize("name", ["recolor", "background", "turn", "move"])
 def test_way_back_leads_back(name, tmp_path):
-    samples = find_shapes([str(tmp_path)], [name], 10, 3).samples
+    samples = find_shapes([str(tmp_path)], [name], 10, 3, 1).samples
     for there, back in zip(samples[::2], samples[1::2], strict=True):
         assert (there.target, *there.controls) == (*back.controls, back.target)
         assert there.prompt != back.prompt
@@ -94,7 +94,7 @@ def test_segmenting_gives_white_on_black():
 
 
 def test_held_back_edits_are_not_among_the_known(tmp_path):
-    known = {sample.prompt for sample in find_shapes([str(tmp_path)], [e.__name__ for e in KNOWN], 500, 0).samples}
+    known = {sample.prompt for sample in find_shapes([str(tmp_path)], [e.__name__ for e in KNOWN], 500, 0, 1).samples}
     for held_back in HELD_BACK:
         assert edit(held_back.__name__).prompt not in known
     words = {word for prompt in known for word in prompt.split()}
@@ -123,4 +123,4 @@ def test_weights_tell_what_changes(tmp_path):
 )
 def test_mistakes_are_told(arguments, message):
     with pytest.raises(UserError, match=message):
-        find_shapes(*arguments)
+        find_shapes(*arguments, 1)
