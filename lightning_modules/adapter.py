@@ -72,14 +72,23 @@ class Adapter(ABC):
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         """Inside, the weights are as a loader casts them to a base of this dtype; the originals come back."""
-        originals = {parameter: parameter.data for parameter in trainable(part).values()}
-        for parameter in originals:
-            parameter.data = parameter.data.to(dtype)
+        # Others in their places: a parameter whose data change their dtype loses the hooks by which DDP reduces it.
+        originals = [
+            (module, name, parameter)
+            for module in part.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        ]
+        cast = {
+            parameter: nn.Parameter(parameter.detach().to(dtype), requires_grad=False) for _, _, parameter in originals
+        }
+        for module, name, parameter in originals:  # one that is tied to several modules stays so
+            setattr(module, name, cast[parameter])
         try:
             yield
         finally:
-            for parameter, data in originals.items():
-                parameter.data = data
+            for module, name, parameter in originals:
+                setattr(module, name, parameter)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

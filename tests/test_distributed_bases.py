@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from callbacks.validation import read_rows
 from tests.conftest import ROOT, lora_bytes
 from tests.lightning_modules.test_quantized_linear import WAYS
 from tests.test_quantized_training import MODEL, quantized, short
@@ -68,17 +69,27 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, 
     def orthogonal(kind, *more):
         return [*short(tiny, pairs, tmp_path / kind / "ortho", 4), *SETTINGS, "adapter=ortho_tlora", where, *more]
 
+    def full(kind, *more):
+        common = [part for part in short(tiny, pairs, tmp_path / kind / "full", 2) if not part.startswith("adapter.")]
+        return [*common, *SETTINGS, "adapter=full", "adapter.text_encoders=true", where, *more]
+
     for name in bases:
         run("train", *overrides("one", name, "data.batch_size=2"))
+    run("train", *full("one", "data.batch_size=2"))
     run("train", *orthogonal("one", "data.batch_size=2"))
     run("train", *plain("one", "data.batch_size=2"))
     dump = "+callbacks.dump={_target_: tests.dump_weights.DumpWeights, folder: " + str(tmp_path) + "}"
-    others = [orthogonal("two", *DDP), plain("two", *DDP, dump)]
+    others = [orthogonal("two", *DDP), plain("two", *DDP, dump), full("two", *DDP)]
     status, text = in_two_processes([*(overrides("two", name, *DDP) for name in bases), *others])
     assert status == 0, text
     for name in (*bases, "ortho", "plain"):
         assert_close(*(tmp_path / kind / name for kind in ("one", "two")))
     assert column(tmp_path / "one" / "ortho", "active_rank") == column(tmp_path / "two" / "ortho", "active_rank")
+    one, two = (tmp_path / kind / "full/model/last" for kind in ("one", "two"))
+    for path in two.glob("t*/*.safetensors"):
+        theirs = safetensors.torch.load_file(one / path.relative_to(two))
+        for name, weight in safetensors.torch.load_file(path).items():
+            torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-5)
     losses = (column(tmp_path / kind / "plain", "loss") for kind in ("one", "two"))
     assert all(float(a) == pytest.approx(float(b), rel=1e-4) for a, b in zip(*losses, strict=True))
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
@@ -86,23 +97,23 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, 
 
 
 def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs, tmp_path):
-    """As DDP does in bf16, and one process with the doubled batch. Sample pictures are made on the way, by all."""
+    """As DDP does in bf16, and one process with the doubled batch. Held-out samples are measured on the way."""
 
     def overrides(kind, name, steps, *more):
         output = tmp_path / kind / name
         common = [part for part in short(tiny, pairs, output, steps) if part != "callbacks.sample_images=null"]
         where = f"data.cache_dir={tmp_path / 'cache'}"
-        return [*MODEL, *common, *SETTINGS, *SPLIT[name], where, *more]
+        return [*MODEL, *common, *SETTINGS, *SPLIT[name], where, "data.val_count=2", *more]
 
-    quiet = "callbacks.sample_images=null"
-    whole = [overrides("whole", name, 4, *DDP, quiet) for name in SPLIT if "model.dtype=bfloat16" in SPLIT[name]]
+    quiet, measured = "callbacks.sample_images=null", "callbacks.sample_images.num_inference_steps=2"
+    whole = [overrides("whole", name, 4, *DDP, measured) for name in SPLIT if "model.dtype=bfloat16" in SPLIT[name]]
     for name in SPLIT:
         if "model.dtype=bfloat16" not in SPLIT[name]:
             run("train", *overrides("whole", name, 4, "data.batch_size=2", quiet))
     status, text = in_two_processes(
         [
             *whole,
-            *(overrides("split", name, 4, *FSDP, "callbacks.sample_images.num_inference_steps=2") for name in SPLIT),
+            *(overrides("split", name, 4, *FSDP, measured) for name in SPLIT),
             overrides("parts", "fp8", 2, *FSDP, quiet),
             overrides("parts", "fp8", 4, *FSDP, quiet, "ckpt_path=last"),
         ]
@@ -110,7 +121,11 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs
     assert status == 0, text
     for name in SPLIT:
         assert_close(tmp_path / "whole" / name, tmp_path / "split" / name)
-        assert len(list((tmp_path / "split" / name / "samples").glob("*/*.png"))) == 8
+        assert len(list((tmp_path / "split" / name / "samples").glob("*/*.png"))) == 4
+        assert lora_bytes(tmp_path / "split" / name, "best") == lora_bytes(tmp_path / "split" / name)
+    losses = [read_rows(tmp_path / kind / "fp8" / "validation.csv") for kind in ("whole", "split")]
+    assert [row["step"] for row in losses[0]] == [row["step"] for row in losses[1]] == [0, 4]
+    assert losses[0][1]["val_loss"] == pytest.approx(losses[1][1]["val_loss"], rel=1e-2)
     assert lora_bytes(tmp_path / "parts" / "fp8") == lora_bytes(tmp_path / "split" / "fp8")
 
 

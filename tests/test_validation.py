@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.conftest import compose, lora_bytes, make_pairs, short
 
 def rows(folder, name="validation.csv"):
     with (folder / name).open(newline="") as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 @pytest.fixture
@@ -44,7 +45,55 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tiny, 
     assert parted() == ([f"{n:02d}" for n in range(8)], None)
     other = make_pairs(tmp_path / "other", [(32, 32)] * 2)
     keys, held_out = parted(f"data.val_root={other}")
-    assert (len(keys), held_out) == (8, ["00", "01"])
+    assert (len(keys), held_out) == (8, ["held_out/00", "held_out/01"])  # keys stay unique
+    # A table over the same pictures: what it lists is not learned from.
+    names = {"file_name": f"{pairs}/training_images/03.png", "control_file_name": f"{pairs}/control_images/03.png"}
+    (tmp_path / "some.jsonl").write_text(json.dumps({**names, "prompt": "x"}))
+    keys, held_out = parted(f"data.val_root={tmp_path / 'some.jsonl'}")
+    assert (len(keys), len(held_out), "03" in keys) == (7, 1, False)
+
+
+def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
+    """Each drawn pair comes with its way back."""
+    settings = ["data=shapes", f"data.root={tmp_path}", "data.source.edits=[recolor]", "data.source.count=20"]
+    data = instantiate(compose("train", *settings, "data.val_count=4", "data.cache_dir=null").data)
+    data.scan()
+    files = [
+        {path for sample in one.samples for path in (sample.target, *sample.controls)}
+        for one in (data, data.validation)
+    ]
+    assert not files[0] & files[1]
+    assert (len(data.samples), len(data.validation.samples)) == (16, 4)
+
+
+@pytest.mark.parametrize("model", ["flux_kontext", "flux_dev", "qwen_image_edit", "qwen_image_edit_plus"])
+def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arguments, tmp_path, model):
+    settings = [
+        one for one in arguments(model, tmp_path / "run", 1) if "sample_images=" not in one and "dtype" not in one
+    ]
+    pictures = ["callbacks.sample_images.count=2", "callbacks.sample_images.num_inference_steps=2"]
+    run("train", *settings, *pictures, "data.val_count=2", "model.dtype=bfloat16", "optimizer.lr=1e-2")
+    first, last = rows(tmp_path / "run")
+    assert all(np.isfinite(value) for value in (*first.values(), *last.values()))
+    assert first["val_loss"] != last["val_loss"]
+    assert ("psnr_source" in first) == ("psnr_nothing" in first) == (model != "flux_dev")
+    text = (tmp_path / "run/report.html").read_text()
+    assert "psnr (before" in text
+    assert text.count('alt="after"') == 2
+    assert (tmp_path / "run/grid.png").is_file()
+
+
+def test_run_goes_on_with_other_metrics(run, tmp_path, settings):
+    run("train", *settings)
+    more = [
+        "callbacks.validation.metrics.ssim=null",
+        "+callbacks.validation.metrics.iou._target_=callbacks.image_metrics.MaskIoU",
+    ]
+    run("train", *settings, "ckpt_path=last", "trainer.max_steps=6", *more)
+    table = (tmp_path / "run/validation.csv").read_text().splitlines()
+    assert table[0].split(",")[-3:] == ["iou", "iou_source", "iou_nothing"]
+    assert table[1].endswith(",,,")
+    assert len(table) == 5
 
 
 @pytest.mark.parametrize("data", ["pairs", "cached"])
