@@ -58,10 +58,11 @@ def test_lora_learns_an_edit_that_the_base_does_not_have(run, tmp_path, seed):
         f"data.cache_dir={tmp_path / 'cache'}",
         f"output_dir={tmp_path / 'run'}",
     ]
-    run("train", "experiment=shapes", *where, f"seed={seed}", "trainer.max_steps=80", "sample_every=0", "logger=none")
-    before, after = rows(tmp_path / "output_dir")
+    short = ["trainer.max_steps=70", "sample_every=0", "logger=none"]
+    run("train", "experiment=shapes", *where, f"seed={seed}", *short)
+    before, after = rows(tmp_path / "run")
     assert before["step"] == 0
-    assert after["val_loss"] < 0.8 * before["val_loss"]
+    assert after["val_loss"] < 0.3 * before["val_loss"]
     assert before["mask_iou"] < 0.5 < after["mask_iou"]
-    assert after["psnr"] > before["psnr"] + 4
-    assert after["psnr"] > after["psnr_nothing"] + 4
+    assert after["psnr"] > before["psnr"] + 6
+    assert after["psnr"] > after["psnr_nothing"] + 6
