@@ -1,6 +1,6 @@
 """What docs/quality.md says: runs on Shapes that differ in one thing, three seeds each.
 
-    python benchmarks/quality.py rank [--seeds 3] [--steps 300]
+    python benchmarks/quality.py rank [--seeds 3] [--steps 100]
 
 Every run is `python train.py` with the overrides that are printed. Figures are of 16 held-out pictures, mean and
 standard deviation over the seeds.
@@ -26,7 +26,8 @@ COMMON = [
     "data.cache_dir=PAIRS/cache",
     "data.batch_size=16",
     "data.caption_dropout_rate=0",
-    "optimizer.lr=2e-3",
+    "adapter.target_modules=all-linear",
+    "optimizer.lr=5e-3",
     "sample_every=0",
     "logger=none",
     "callbacks.sample_images.count=16",
@@ -85,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+", choices=list(SETS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--edit", default="segment")
     options = parser.parse_args()
     pairs = Path(tempfile.mkdtemp())
