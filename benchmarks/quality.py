@@ -7,7 +7,6 @@ standard deviation over the seeds.
 """
 
 import argparse
-import csv
 import statistics
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from callbacks.validation import read_rows
 from datamodules.shapes import write_pairs
 from datamodules.sources import TABLES
 
@@ -76,9 +76,7 @@ def measure(pairs: Path, overrides: list[str], seed: int, steps: int, folder: Pa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    with (folder / "validation.csv").open(newline="") as file:
-        row = list(csv.DictReader(file))[-1]
-    return {name: float(value) for name, value in row.items()} | {"seconds": time.perf_counter() - start}
+    return read_rows(folder / "validation.csv")[-1] | {"seconds": time.perf_counter() - start}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from hydra.experimental.callback import Callback
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.page import write_sweep
+from callbacks.page import read_metrics, write_sweep
 from datamodules.files import replacing
 
 
@@ -29,7 +29,7 @@ class SweepSummary(Callback):
         if self.folder is None:
             return
         run = Path(config.hydra.runtime.output_dir)
-        curve = _read_curve(run / "metrics.csv")
+        curve = read_metrics(run)
         last = next((run / kind / "last" for kind in ("lora", "model") if (run / kind / "last").is_dir()), None)
         failed = job_return.status is not JobStatus.COMPLETED
         self.jobs.append(list(job_return.overrides or []))
@@ -77,7 +77,7 @@ class SweepSummary(Callback):
 
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         for row in self.rows:
-            curve = _read_curve(folder / row["job"] / "metrics.csv")
+            curve = read_metrics(folder / row["job"])
             steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
             axes.plot(steps, losses, label=row["overrides"])
         axes.set(xlabel="step", ylabel="loss (running mean)")
@@ -86,10 +86,3 @@ class SweepSummary(Callback):
         with replacing(folder / "sweep.png") as temporary:
             figure.savefig(temporary, format="png", dpi=120)
         pyplot.close(figure)
-
-
-def _read_curve(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))

@@ -68,8 +68,6 @@ class EditModule(Predictor):
             self._check_precision()
             if self.device_mesh is not None and self.offload["blocks"]:
                 raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
-            if self.device_mesh is not None and self.adapter is not None and self.adapter.folder != "lora":
-                raise UserError("trainer=fsdp trains adapters: adapter=full needs the whole model in each process")
             if self.adapter is not None and self.adapter.trains_text_encoders and not data.knows_prompts:
                 raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
             self.caption_dropout_rate = data.caption_dropout_rate

@@ -33,6 +33,8 @@ class FullFineTuning(Adapter):
     def preflight(self, module: "EditModule") -> None:
         if module.source.quantization is not None or module.source.stored_format is not None:
             raise UserError("adapter=full trains the base's weights, which must not be quantized: choose a bf16 model=")
+        if module.device_mesh is not None:
+            raise UserError("trainer=fsdp trains adapters: adapter=full needs the whole model in each process")
         if self.trains_text_encoders and module.components.quantized:
             raise UserError("adapter.text_encoders=true: text encoders that train must not be quantized")
         if self.trains_text_encoders and module.components.place("text_encoder") is not None:

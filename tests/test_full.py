@@ -135,6 +135,11 @@ def test_base_that_cannot_train_is_told_before_anything_is_loaded(run, tiny, pai
     assert "loading" not in outcome.text
 
 
+def test_base_that_would_be_split_is_refused(run, tiny, pairs, tmp_path):
+    settings_of_fsdp = settings(tiny, pairs, tmp_path / "run", 2, "trainer=fsdp", "trainer.devices=1")
+    assert "adapter=full needs the whole model in each process" in run("train", *settings_of_fsdp, ok=False).error
+
+
 def test_text_encoders_that_see_images_stay_frozen(run, arguments, tmp_path):
     overrides = [one for one in arguments("qwen_image_edit", tmp_path / "run", 1) if not one.startswith("adapter.")]
     assert "stay frozen" in run("train", *overrides, "adapter=full", "adapter.text_encoders=true", ok=False).error
