@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from callbacks import find_callback
 from callbacks.console import (
     configure_logging,
     end_workers,
@@ -220,8 +221,8 @@ def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None, model_na
     from callbacks.metrics import Metrics
     from callbacks.validation import Validation
 
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    stopped = next((c.signal for c in callbacks if isinstance(c, LoRACheckpoint)), None)
+    keeper = find_callback(trainer, LoRACheckpoint)
+    stopped = None if keeper is None else keeper.signal
     if stopped is not None:
         if (output_dir / "checkpoints" / "last.ckpt").is_file():
             log.info(f"stopped by {stopped.name} after step {trainer.global_step}, saved in {output_dir}")
@@ -230,26 +231,24 @@ def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None, model_na
             log.info(f"stopped by {stopped.name} before the first step: nothing to save")
         # With several processes Lightning kills the first when another leaves with an error.
         sys.exit(128 + stopped if trainer.is_global_zero else 0)
-    metrics = next((c for c in callbacks if isinstance(c, Metrics)), None)
+    metrics = find_callback(trainer, Metrics)
     if metrics is not None and not metrics.latest:
         log.info(f"nothing to do: {output_dir} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
-    validation = next((c for c in callbacks if isinstance(c, Validation) and c.rows), None)
-    if validation is not None:
+    validation = find_callback(trainer, Validation)
+    if validation is not None and validation.rows:
         log.info(validation.summary())
         log.info(f"look at it: {output_dir / 'report.html'}")
     module: Any = trainer.lightning_module
     last = output_dir / module.adapter.folder / "last"
     log.info(f"done: {last}")
     image = "" if module.condition_images.most == 0 else "image=PHOTO "
-    weights = f"lora={output_dir}"
-    if module.adapter.folder != "lora":
-        weights = f"model={model_name} model.pretrained_model_name_or_path={last}"
+    weights = module.adapter.predict_arguments(str(output_dir), model_name)
     log.info(f'try it: python predict.py {weights} {image}prompt="..."')
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
     if not trainer.is_global_zero:  # what is measured is measured by the first process
         return float("nan")
     if monitor is None:
-        monitor = "loss_avg" if validation is None else "val_loss"
+        monitor = "val_loss" if "val_loss" in measured else "loss_avg"
     if not measured:
         return float("nan")
     if monitor not in measured:

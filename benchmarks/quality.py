@@ -3,10 +3,12 @@
     python benchmarks/quality.py rank [--seeds 3] [--steps 100]
 
 Every run is `python train.py` with the overrides that are printed. Figures are of 16 held-out pictures, mean and
-standard deviation over the seeds.
+standard deviation over the seeds. Where a row names two bases, the LoRA is trained on the first and measured on the
+second.
 """
 
 import argparse
+import functools
 import statistics
 import subprocess
 import sys
@@ -34,27 +36,34 @@ COMMON = [
     "+callbacks.validation.metrics.mask_iou._target_=callbacks.image_metrics.MaskIoU",
 ]
 PAIRS, HELD_OUT = (24, 4, 1), 16
-SETS: dict[str, dict[str, list[str]]] = {
-    "rank": {f"rank {rank}": [f"adapter.rank={rank}"] for rank in (4, 16, 64)},
-    "precision": {
-        "float32": [],
-        "bf16": ["model.dtype=bfloat16"],
-        **{
-            name: ["model.dtype=bfloat16", f"model/quantization={group}", f"model.quantization.format={name}"]
-            for name, group in (("fp8", "fp8"), ("int8", "fp8"), ("nf4", "fp4"), ("fp4", "fp4"))
-        },
+BASES = {
+    "float32": ["model.dtype=float32"],
+    "bf16": ["model.dtype=bfloat16"],
+    **{
+        name: ["model.dtype=bfloat16", f"model/quantization={group}", f"model.quantization.format={name}"]
+        for name, group in (("fp8", "fp8"), ("int8", "fp8"), ("nf4", "fp4"), ("fp4", "fp4"))
+    },
+}
+# Of each row the overrides; for a LoRA that moves to another base, those of that base too.
+SETS: dict[str, dict[str, list[list[str]]]] = {
+    "rank": {f"rank {rank}": [[f"adapter.rank={rank}"]] for rank in (4, 16, 64)},
+    "precision": {name: [overrides] for name, overrides in BASES.items()},
+    "moved": {
+        f"{one}, then {other}": [BASES[one], BASES[other]]
+        for small in ("fp8", "int8", "nf4", "fp4")
+        for one, other in (("bf16", small), (small, "bf16"))
     },
     "pairs": {
-        f"{adapter}, {pairs} pairs": [f"adapter={adapter}", f"data.root=PAIRS/train-{pairs}.jsonl"]
+        f"{adapter}, {pairs} pairs": [[f"adapter={adapter}", f"data.root=PAIRS/train-{pairs}.jsonl"]]
         for pairs in PAIRS
         for adapter in ("lora", "tlora", "ortho_tlora")
     },
-    "data": {"cached": [], "encoded in every step": ["data.cache_dir=null"]},
+    "data": {"cached": [[]], "encoded in every step": [["data.cache_dir=null"]]},
     "timesteps": {
-        "logit_normal": [],
-        "uniform": ["model.timesteps.law=uniform"],
-        "mode": ["model.timesteps.law=mode"],
-        "towards noise": ["model.timesteps.logit_mean=0.7", "model.timesteps.logit_std=1.2"],
+        "logit_normal": [[]],
+        "uniform": [["model.timesteps.law=uniform"]],
+        "mode": [["model.timesteps.law=mode"]],
+        "towards noise": [["model.timesteps.logit_mean=0.7", "model.timesteps.logit_std=1.2"]],
     },
 }
 
@@ -67,16 +76,32 @@ def draw_pairs(folder: Path, edit: str) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(some))
 
 
-def measure(pairs: Path, overrides: list[str], seed: int, steps: int, folder: Path) -> dict[str, float]:
-    """The last row of a run's validation.csv, and its seconds."""
-    command = [sys.executable, "train.py", *COMMON, f"seed={seed}", f"trainer.max_steps={steps}", *overrides]
-    command += [f"output_dir={folder}"]
-    command = [part.replace("PAIRS", str(pairs)) for part in command]
-    start = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return read_rows(folder / "validation.csv")[-1] | {"seconds": time.perf_counter() - start}
+class Runs:
+    """Runs of train.py on the pairs in a folder, each made once."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self.steps = steps
+        self.run = functools.cache(self._run)
+
+    def _run(self, *overrides: str) -> tuple[Path, float]:
+        """The run's folder, and its seconds."""
+        output = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
+        command = [sys.executable, "train.py", *COMMON, f"trainer.max_steps={self.steps}", *overrides]
+        command = [part.replace("PAIRS", str(self.folder)) for part in [*command, f"output_dir={output}"]]
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return output, time.perf_counter() - start
+
+    def measure(self, seed: int, overrides: list[str], moved_to: list[str] | None = None) -> dict[str, float]:
+        """The last row of a run's validation.csv, or the first one of a run that starts from its LoRA elsewhere."""
+        output, seconds = self.run(f"seed={seed}", *overrides)
+        if moved_to is None:
+            return read_rows(output / "validation.csv")[-1] | {"seconds": seconds}
+        moved, seconds = self.run(f"seed={seed}", *moved_to, f"adapter.init_from={output}", "trainer.max_steps=1")
+        return read_rows(moved / "validation.csv")[0] | {"seconds": seconds}
 
 
 def main() -> None:
@@ -87,25 +112,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--edit", default="segment")
     options = parser.parse_args()
-    pairs = Path(tempfile.mkdtemp())
-    draw_pairs(pairs, options.edit)
     columns = ["mask_iou", "psnr", "ssim", "val_loss", "seconds"]
     if options.edit != "segment":
         columns.remove("mask_iou")
-    for name in options.sets:
-        print(f"| {name} | {' | '.join(columns)} |")
-        print(f"|---|{'---|' * len(columns)}", flush=True)
-        for label, overrides in SETS[name].items():
-            rows = []
-            for seed in range(1, options.seeds + 1):
-                with tempfile.TemporaryDirectory() as temporary:
-                    rows.append(measure(pairs, overrides, seed, options.steps, Path(temporary) / "run"))
-            cells = []
-            for column in columns:
-                values = [row[column] for row in rows]
-                spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-                cells.append(f"{statistics.fmean(values):.4g}{spread}")
-            print(f"| {label} | {' | '.join(cells)} |  `{' '.join(overrides)}`", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        draw_pairs(Path(temporary), options.edit)
+        runs = Runs(Path(temporary), options.steps)
+        for name in options.sets:
+            print(f"| {name} | {' | '.join(columns)} |")
+            print(f"|---|{'---|' * len(columns)}", flush=True)
+            for label, (overrides, *then) in SETS[name].items():
+                rows = [runs.measure(seed, overrides, *then) for seed in range(1, options.seeds + 1)]
+                cells = []
+                for column in columns:
+                    values = [row[column] for row in rows]
+                    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+                    cells.append(f"{statistics.fmean(values):.4g}{spread}")
+                print(f"| {label} | {' | '.join(cells)} |  `{' '.join(overrides)}`", flush=True)
 
 
 if __name__ == "__main__":

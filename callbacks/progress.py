@@ -23,6 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from callbacks import find_callback
 from callbacks.metrics import Metrics
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
@@ -144,8 +145,7 @@ class TrainingProgress(TerminalProgress):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._metrics = next((c for c in callbacks if isinstance(c, Metrics)), None)
+        self._metrics = find_callback(trainer, Metrics)
         if self._metrics is None:
             raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
         self._step = trainer.global_step

@@ -1,17 +1,17 @@
 """A run on one page: report.html, self-contained, to be looked at while it is written and long after."""
 
 import logging
-import shlex
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from omegaconf import OmegaConf
 
+from callbacks import find_callback
+from callbacks.commands import commands
 from callbacks.image_writer import to_image
 from callbacks.page import (
     THUMBNAIL,
-    Strip,
     curves,
     data_url,
     headline,
@@ -59,12 +59,12 @@ class Report(L.Callback):
             with pl_module.stopwatch.stage(ASIDE):
                 self._data, self._holds_out = describe_data(data, self.preview_count), data.validation is not None
                 self._write(trainer, pl_module, unfinished=True)
-        sampler = SampleImages.of(trainer)
+        sampler = find_callback(trainer, SampleImages)
         self._sampled_step = -1 if sampler is None else sampler.sampled_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         assert isinstance(pl_module, EditModule)
-        sampler = SampleImages.of(trainer)
+        sampler = find_callback(trainer, SampleImages)
         if sampler is None or not trainer.is_global_zero or sampler.sampled_step in (self._sampled_step, -1):
             return
         self._sampled_step = sampler.sampled_step
@@ -115,7 +115,7 @@ class Report(L.Callback):
         config = self.run / "config.yaml"
         settings: Any = OmegaConf.to_container(OmegaConf.load(config)) if config.is_file() else {}
         step = trainer.global_step
-        sampler = SampleImages.of(trainer)
+        sampler = find_callback(trainer, SampleImages)
         render(
             self.run / "report.html",
             title=self.run.name,
@@ -144,71 +144,3 @@ def describe_data(data: Any, count: int) -> dict[str, Any]:
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]
     return {"data_lines": lines, "thumbs": thumbs}
-
-
-def commands(
-    module: EditModule, run: Path, model_name: str, sampler: SampleImages | None, sample: Strip | None
-) -> list[tuple[str, str]]:
-    """How to make the sample pictures of what was trained: here, and in diffusers."""
-    assert module.adapter is not None
-    prompt = sample.prompt if sample is not None and sample.prompt else "..."
-    edits = module.condition_images.most != 0
-    run_name = without_secrets(str(run))
-    last = f"{run_name}/{module.adapter.folder}/last"
-    is_lora = module.adapter.folder == "lora"
-    seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(sampler))
-    here = [
-        f"python predict.py lora={run_name}"
-        if is_lora
-        else f"python predict.py model={model_name} model.pretrained_model_name_or_path={last}",
-        *(["image=PHOTO.png"] if edits else []),
-        f"prompt={shlex.quote(prompt)}",
-        *(f"{name}={shlex.quote(str(value))}" for name, value in {**sampling, "seed": seed}.items()),
-    ]
-    controls = 0 if sample is None else len(sample.controls)
-    if controls > 1:
-        several = ", ".join(f"load_image('PHOTO_{number}.png')" for number in range(1, controls + 1))
-    base = without_secrets(module.components.repository_name) if is_lora else last
-    base = "assets/shapes" if base == "embedded" else base
-    width, height = sample.target.size if sample is not None else (1024, 1024)
-    arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
-    call = [f"    {name}={value!r}," for name, value in arguments.items()]
-    lines = [
-        "import torch",
-        f"from diffusers import {module.pipeline_name}",
-        *(["from diffusers.utils import load_image"] if edits else []),
-        *(["from lightning_modules.rank_schedule import attach_rank_schedule"] if module.rank_gates else []),
-        "",
-        f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base_dtype)[6:]})",
-        *([f"pipe.load_lora_weights({last!r})"] if is_lora else []),
-        *([f"attach_rank_schedule(pipe, {last!r})"] if module.rank_gates else []),
-        "picture = pipe(",
-        *([f"    image=[{several}],"] if controls > 1 else ["    image=load_image('PHOTO.png'),"] if edits else []),
-        *call,
-        f"    generator=torch.Generator().manual_seed({seed}),",
-        ").images[0]",
-        "picture.save('edited.png')",
-    ]
-    here_line = ("Here", " ".join(here))
-    if module.transformer_name != module.repository_name:
-        lines.insert(0, f"# Its transformer is that of {without_secrets(module.transformer_name)}.")
-    # The stock Kontext pipeline takes one condition image.
-    return (
-        [here_line]
-        if controls > 1 and module.condition_images.most is None
-        else [
-            here_line,
-            ("In diffusers", "\n".join(lines)),
-        ]
-    )
-
-
-def _sampling(sampler: SampleImages) -> dict[str, Any]:
-    """The sample pictures' settings, as arguments of a pipeline."""
-    sampling = sampler.sampling
-    arguments: dict[str, Any] = {"num_inference_steps": sampling.num_inference_steps}
-    if sampling.guidance_scale is not None:
-        arguments["guidance_scale"] = sampling.guidance_scale
-    if sampling.negative is not None:
-        arguments |= {"true_cfg_scale": sampling.true_cfg_scale, "negative_prompt": sampling.negative}
-    return arguments

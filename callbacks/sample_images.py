@@ -61,12 +61,6 @@ class SampleImages(L.Callback):
         self.results: list[tuple[list[Tensor], Tensor]] = []
         self.sampled_step = -1
 
-    @staticmethod
-    def of(trainer: L.Trainer) -> "SampleImages | None":
-        """The one among a run's callbacks."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        return next((callback for callback in callbacks if isinstance(callback, SampleImages)), None)
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
         data: Any = trainer.datamodule  # type: ignore[attr-defined]

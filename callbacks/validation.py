@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from callbacks import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import SampleImages
 from datamodules.batch import RawBatch
@@ -71,7 +72,7 @@ class Validation(L.Callback):
             raise UserError(f"monitor={self.monitor} needs samples that are held out: data.val_count or data.val_root")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        sampler = SampleImages.of(trainer)
+        sampler = find_callback(trainer, SampleImages)
         if sampler is None or sampler.validation is None:
             return
         self.rows = [row for row in read_rows(self.path) if row["step"] <= trainer.global_step]
@@ -89,7 +90,7 @@ class Validation(L.Callback):
 
     def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        sampler = SampleImages.of(trainer)
+        sampler = find_callback(trainer, SampleImages)
         if sampler is None or sampler.validation is None or sampler.sampled_step != trainer.global_step:
             return
         if self.latest.get("step") == trainer.global_step:
@@ -140,8 +141,7 @@ class Validation(L.Callback):
         self.rows.append(row)
         if trainer.is_global_zero:
             self._write(trainer)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        keeper = next((callback for callback in callbacks if isinstance(callback, LoRACheckpoint)), None)
+        keeper = find_callback(trainer, LoRACheckpoint)
         reached, former = self._score(row), -math.inf if best is None else self._score(best)
         if keeper is not None and trainer.global_step and reached > former:
             keeper.write(trainer, module, "best")

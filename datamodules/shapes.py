@@ -239,7 +239,8 @@ def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int, chang
 
 
 def weights(control: Image.Image, target: Image.Image, change_weight: float) -> Image.Image:
-    """White where blocks of 8x8 pixels differ in more than a thin edge, and so much darker elsewhere."""
-    difference = ImageChops.difference(control, target).convert("L").reduce(8)
-    changed = difference.point(lambda value: 255 if value > 24 else round(255 / change_weight))
+    """White where blocks of 8x8 pixels differ, the thin edge of a shape that was turned included; darker elsewhere."""
+    red, green, blue = ImageChops.difference(control, target).split()
+    difference = ImageChops.lighter(ImageChops.lighter(red, green), blue).reduce(8)
+    changed = difference.point(lambda value: 255 if value > 8 else round(255 / change_weight))
     return changed.resize(control.size, Image.Resampling.NEAREST)

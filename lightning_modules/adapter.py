@@ -53,6 +53,14 @@ class Adapter(ABC):
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         """What trains, for the summary."""
 
+    @abstractmethod
+    def predict_arguments(self, run: str, model_name: str) -> str:
+        """Of predict.py, to use the last weights of a run's folder."""
+
+    @abstractmethod
+    def loading_code(self, weights: str) -> list[str]:
+        """Lines of Python that load the weights into diffusers' `pipe`; none where they are a pipeline themselves."""
+
     def metadata(self) -> dict[str, Any]:
         """What a file's header says of it."""
         return {}

@@ -77,6 +77,12 @@ class FullFineTuning(Adapter):
         what = "the transformer and the text encoders" if self.trains_text_encoders else "the transformer"
         return f"all of {what}: {sum(tensor.numel() for tensor in trained.values()):,} parameters"
 
+    def predict_arguments(self, run: str, model_name: str) -> str:
+        return f"model={model_name} model.pretrained_model_name_or_path={run}/{self.folder}/last"
+
+    def loading_code(self, weights: str) -> list[str]:
+        return []
+
     def __str__(self) -> str:
         return "full fine-tuning"
 

@@ -172,6 +172,12 @@ class LoRA(Adapter):
         count = sum(tensor.numel() for tensor in trained.values())
         return f"{self}, alpha {self.alpha:g}: {layers} layers, {count:,} parameters"
 
+    def predict_arguments(self, run: str, model_name: str) -> str:
+        return f"lora={run}"
+
+    def loading_code(self, weights: str) -> list[str]:
+        return [f"pipe.load_lora_weights({weights!r})"]
+
     @property
     def file_alpha(self) -> float:
         """Alpha of the LoRA that a file holds, whose rank is `width` times this one's: the scale stays alpha / rank."""

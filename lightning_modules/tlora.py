@@ -46,6 +46,13 @@ class TLoRA(LoRA):
         schedule = {**asdict(self.schedule), "width": self.width, "note": WITHOUT_SCHEDULE}
         return super().metadata() | {"rank_schedule": schedule}
 
+    def loading_code(self, weights: str) -> list[str]:
+        return [
+            *super().loading_code(weights),
+            "from lightning_modules.rank_schedule import attach_rank_schedule",
+            f"attach_rank_schedule(pipe, {weights!r})",
+        ]
+
     def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         if not self.update_masked:
             state_of(*trial_step(optimizer, 64, 64))  # smaller ones have simpler states
