@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from callbacks.page import read_metrics
 from callbacks.validation import read_rows
 from datamodules.shapes import write_pairs
 from datamodules.sources import TABLES
@@ -35,9 +36,10 @@ COMMON = [
     "callbacks.sample_images.count=16",
     "+callbacks.validation.metrics.mask_iou._target_=callbacks.image_metrics.MaskIoU",
 ]
+COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "seconds")
 PAIRS, HELD_OUT = (24, 4, 1), 16
 BASES = {
-    "float32": ["model.dtype=float32"],
+    "float32": [],
     "bf16": ["model.dtype=bfloat16"],
     **{
         name: ["model.dtype=bfloat16", f"model/quantization={group}", f"model.quantization.format={name}"]
@@ -46,7 +48,7 @@ BASES = {
 }
 # Of each row the overrides; for a LoRA that moves to another base, those of that base too.
 SETS: dict[str, dict[str, list[list[str]]]] = {
-    "rank": {f"rank {rank}": [[f"adapter.rank={rank}"]] for rank in (4, 16, 64)},
+    "rank": {"rank 4": [["adapter.rank=4"]], "rank 16": [[]], "rank 64": [["adapter.rank=64"]]},
     "precision": {name: [overrides] for name, overrides in BASES.items()},
     "moved": {
         f"{one}, then {other}": [BASES[one], BASES[other]]
@@ -54,7 +56,7 @@ SETS: dict[str, dict[str, list[list[str]]]] = {
         for one, other in (("bf16", small), (small, "bf16"))
     },
     "pairs": {
-        f"{adapter}, {pairs} pairs": [[f"adapter={adapter}", f"data.root=PAIRS/train-{pairs}.jsonl"]]
+        f"{adapter}, {pairs} pairs": [[f"adapter={adapter}", f"data.root=PAIRS/train-{pairs}.jsonl", "sample_every=20"]]
         for pairs in PAIRS
         for adapter in ("lora", "tlora", "ortho_tlora")
     },
@@ -68,9 +70,9 @@ SETS: dict[str, dict[str, list[list[str]]]] = {
 }
 
 
-def draw_pairs(folder: Path, edit: str) -> None:
+def draw_pairs(folder: Path) -> None:
     """24 pairs and 16 held out, and tables of fewer, whose rows repeat so that batches are as large."""
-    write_pairs(folder, [edit], PAIRS[0] + HELD_OUT, seed=0, change_weight=1)
+    write_pairs(folder, ["segment"], PAIRS[0] + HELD_OUT, seed=0, change_weight=1)
     rows = (folder / TABLES[0]).read_text().splitlines()
     for name, some in [("held_out", rows[PAIRS[0] :])] + [(f"train-{n}", rows[:n] * (PAIRS[0] // n)) for n in PAIRS]:
         (folder / f"{name}.jsonl").write_text("\n".join(some))
@@ -99,9 +101,12 @@ class Runs:
         """The last row of a run's validation.csv, or the first one of a run that starts from its LoRA elsewhere."""
         output, seconds = self.run(f"seed={seed}", *overrides)
         if moved_to is None:
-            return read_rows(output / "validation.csv")[-1] | {"seconds": seconds}
-        moved, seconds = self.run(f"seed={seed}", *moved_to, f"adapter.init_from={output}", "trainer.max_steps=1")
-        return read_rows(moved / "validation.csv")[0] | {"seconds": seconds}
+            rows = read_rows(output / "validation.csv")
+            best = max(row["psnr"] for row in rows)  # higher than the last one where it was learned too long
+            loss = float(read_metrics(output)[-1]["loss_avg"])
+            return rows[-1] | {"best_psnr": best, "train_loss": loss, "seconds": seconds}
+        moved, _ = self.run(f"seed={seed}", *moved_to, f"adapter.init_from={output}", "trainer.max_steps=1")
+        return read_rows(moved / "validation.csv")[0]
 
 
 def main() -> None:
@@ -110,19 +115,18 @@ def main() -> None:
     parser.add_argument("sets", nargs="+", choices=list(SETS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--edit", default="segment")
     options = parser.parse_args()
-    columns = ["mask_iou", "psnr", "ssim", "val_loss", "seconds"]
-    if options.edit != "segment":
-        columns.remove("mask_iou")
     with tempfile.TemporaryDirectory() as temporary:
-        draw_pairs(Path(temporary), options.edit)
+        draw_pairs(Path(temporary))
         runs = Runs(Path(temporary), options.steps)
         for name in options.sets:
-            print(f"| {name} | {' | '.join(columns)} |")
-            print(f"|---|{'---|' * len(columns)}", flush=True)
+            columns: list[str] = []
             for label, (overrides, *then) in SETS[name].items():
                 rows = [runs.measure(seed, overrides, *then) for seed in range(1, options.seeds + 1)]
+                if not columns:
+                    columns = [column for column in COLUMNS if column in rows[0]]
+                    print(f"| {name} | {' | '.join(columns)} |")
+                    print(f"|---|{'---|' * len(columns)}")
                 cells = []
                 for column in columns:
                     values = [row[column] for row in rows]

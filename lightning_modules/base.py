@@ -85,7 +85,7 @@ class EditModule(Predictor):
         if self.trainer.precision != needed:
             raise UserError(
                 f"trainer.precision={self.trainer.precision} does not go with model.dtype={str(self.base_dtype)[6:]}: "
-                f"use {needed}, which keeps the LoRA's own weights in float32"
+                f"use {needed}, which keeps what trains in float32"
             )
 
     def configure_model(self) -> None:

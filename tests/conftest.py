@@ -1,5 +1,6 @@
 """Tiny real pipelines and real photographs, offline."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from tests.tiny_pipelines import MODELS
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
+# What is imported stays: the garbage collection after each run need not look through it.
+gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -214,21 +214,19 @@ def test_two_processes_build_the_cache_that_one_builds(run, tiny, mixed, tmp_pat
         "latents-00000-000000.tar": 4,
         "latents-00001-000000.tar": 4,
     }
-    # One more sample: one of the processes has nothing to do.
-    (mixed / "training_images" / "03.txt").write_text("another instruction")
-    process = start("predict", *two)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, text
-    assert "encoded 1 samples" in text
 
 
-def test_two_processes_train_on_a_cache_that_they_build_first(run, tiny, pairs, tmp_path):
-    two = [*short(tiny, pairs, tmp_path / "two", 4), "trainer.devices=2", "trainer.strategy=ddp"]
+def test_two_processes_train_on_a_cache_that_they_build_first(run, tiny, tmp_path):
+    """Of which one sample is lacking: one of the processes has nothing to do."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 8)
+    run("predict", *cache_overrides(tiny, root, tmp_path / "cache"))
+    (root / "training_images" / "03.txt").write_text("another instruction")
+    two = [*short(tiny, root, tmp_path / "two", 4), "trainer.devices=2", "trainer.strategy=ddp"]
     process = start("train", *two)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
-    assert "encoded" in text
-    run("train", *short(tiny, pairs, tmp_path / "one", 4), "data.batch_size=2")
+    assert "encoded 1 samples" in text
+    run("train", *short(tiny, root, tmp_path / "one", 4), "data.batch_size=2")
     one, other = (safetensors.torch.load(lora_bytes(tmp_path / name)) for name in ("one", "two"))
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)

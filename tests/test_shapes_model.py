@@ -51,15 +51,17 @@ def test_card_edits_a_picture_in_the_stock_pipeline_and_predict_gives_the_same(r
     assert max(high for _, high in ImageChops.difference(Image.open(picture), names["picture"]).getextrema()) <= 1
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Where the examples are drawn and encoded, once."""
+    folder = tmp_path_factory.mktemp("drawn")
+    return [f"data.root={folder / 'shapes'}", f"data.cache_dir={folder / 'cache'}"]
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_lora_learns_an_edit_that_the_base_does_not_have(run, tmp_path, seed):
-    where = [
-        f"data.root={tmp_path / 'shapes'}",
-        f"data.cache_dir={tmp_path / 'cache'}",
-        f"output_dir={tmp_path / 'run'}",
-    ]
-    short = ["trainer.max_steps=70", "sample_every=0", "logger=none"]
-    run("train", "experiment=shapes", *where, f"seed={seed}", *short)
+def test_lora_learns_an_edit_that_the_base_does_not_have(run, drawn, tmp_path, seed):
+    short = ["trainer.max_steps=40", "sample_every=0", "logger=none"]
+    run("train", "experiment=shapes", *drawn, f"output_dir={tmp_path / 'run'}", f"seed={seed}", *short)
     before, after = rows(tmp_path / "run")
     assert before["step"] == 0
     assert after["val_loss"] < 0.3 * before["val_loss"]
