@@ -64,7 +64,7 @@ def test_lora_learns_an_edit_that_the_base_does_not_have(run, drawn, tmp_path, s
     run("train", "experiment=shapes", *drawn, f"output_dir={tmp_path / 'run'}", f"seed={seed}", *short)
     before, after = rows(tmp_path / "run")
     assert before["step"] == 0
-    assert after["val_loss"] < 0.3 * before["val_loss"]
-    assert before["mask_iou"] < 0.5 < after["mask_iou"]
-    assert after["psnr"] > before["psnr"] + 6
-    assert after["psnr"] > after["psnr_nothing"] + 6
+    assert after["val_loss"] < 0.15 * before["val_loss"]
+    assert before["mask_iou"] < 0.2 < 0.7 < after["mask_iou"]
+    assert after["psnr"] > before["psnr"] + 10
+    assert after["psnr"] > after["psnr_nothing"] + 10
