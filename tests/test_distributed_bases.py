@@ -31,7 +31,7 @@ def in_two_processes(runs, timeout=100):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOGLEVEL": "ERROR"}
     arguments = json.dumps([[str(part) for part in overrides] for overrides in runs])
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "several_runs.py"), arguments],
+        [*command, "-m", "tests.several_runs", arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
