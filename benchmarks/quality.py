@@ -78,35 +78,31 @@ def draw_pairs(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(some))
 
 
-class Runs:
-    """Runs of train.py on the pairs in a folder, each made once."""
+@functools.cache
+def run(pairs: Path, steps: int, *overrides: str) -> tuple[Path, float]:
+    """A run of train.py, made once, in a folder beside the pairs; gives its folder, and its seconds."""
+    output = Path(tempfile.mkdtemp(dir=pairs)) / "run"
+    command = [sys.executable, "train.py", *COMMON, f"trainer.max_steps={steps}", *overrides, f"output_dir={output}"]
+    command = [part.replace("PAIRS", str(pairs)) for part in command]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return output, time.perf_counter() - start
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder = folder
-        self.steps = steps
-        self.run = functools.cache(self._run)
 
-    def _run(self, *overrides: str) -> tuple[Path, float]:
-        """The run's folder, and its seconds."""
-        output = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
-        command = [sys.executable, "train.py", *COMMON, f"trainer.max_steps={self.steps}", *overrides]
-        command = [part.replace("PAIRS", str(self.folder)) for part in [*command, f"output_dir={output}"]]
-        start = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return output, time.perf_counter() - start
-
-    def measure(self, seed: int, overrides: list[str], moved_to: list[str] | None = None) -> dict[str, float]:
-        """The last row of a run's validation.csv, or the first one of a run that starts from its LoRA elsewhere."""
-        output, seconds = self.run(f"seed={seed}", *overrides)
-        if moved_to is None:
-            rows = read_rows(output / "validation.csv")
-            best = max(row["psnr"] for row in rows)  # higher than the last one where it was learned too long
-            loss = float(read_metrics(output)[-1]["loss_avg"])
-            return rows[-1] | {"best_psnr": best, "train_loss": loss, "seconds": seconds}
-        moved, _ = self.run(f"seed={seed}", *moved_to, f"adapter.init_from={output}", "trainer.max_steps=1")
+def measure(
+    pairs: Path, steps: int, seed: int, overrides: list[str], moved_to: list[str] | None = None
+) -> dict[str, float]:
+    """The last row of a run's validation.csv, or the first one of a run that starts from its LoRA elsewhere."""
+    output, seconds = run(pairs, steps, f"seed={seed}", *overrides)
+    if moved_to is not None:
+        moved, _ = run(pairs, 1, f"seed={seed}", *moved_to, f"adapter.init_from={output}")
         return read_rows(moved / "validation.csv")[0]
+    rows = read_rows(output / "validation.csv")
+    best = max(row["psnr"] for row in rows)  # higher than the last one where it was learned too long
+    loss = float(read_metrics(output)[-1]["loss_avg"])
+    return rows[-1] | {"best_psnr": best, "train_loss": loss, "seconds": seconds}
 
 
 def main() -> None:
@@ -117,12 +113,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        draw_pairs(Path(temporary))
-        runs = Runs(Path(temporary), options.steps)
+        pairs = Path(temporary)
+        draw_pairs(pairs)
         for name in options.sets:
             columns: list[str] = []
             for label, (overrides, *then) in SETS[name].items():
-                rows = [runs.measure(seed, overrides, *then) for seed in range(1, options.seeds + 1)]
+                seeds = range(1, options.seeds + 1)
+                rows = [measure(pairs, options.steps, seed, overrides, *then) for seed in seeds]
                 if not columns:
                     columns = [column for column in COLUMNS if column in rows[0]]
                     print(f"| {name} | {' | '.join(columns)} |")
