@@ -1,11 +1,12 @@
 """Linear layers with frozen quantized weights: fp8 here, 4 and 8 bits by bitsandbytes' kernels.
 
-Their products keep nothing for the backward pass but the quantized weight, and that as a saved tensor, so that gradient
+Their products keep nothing for the backward pass but the quantized weight, and that as saved tensors, so that gradient
 checkpointing and offloading can let go of it. bitsandbytes' own layers keep their inputs as well.
 """
 
 import logging
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import bitsandbytes as bnb
@@ -26,53 +27,135 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-class FrozenProduct(torch.autograd.Function):
-    """x (..., in) -> x W^T (..., out), differentiable in x; W is made from its parts anew in the backward pass."""
+class Storage:
+    """How a frozen weight W (out, in) is put together from parts, and multiplied."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: "QuantizedLinear", *parts: Tensor) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(*parts)
-        return layer.product(x, *parts)
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """W."""
+        raise NotImplementedError
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        parts = ctx.saved_tensors
-        return ctx.layer.input_gradient(grad, *parts), None, *[None] * len(parts)
+    def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        """(..., in) -> x W^T (..., out)."""
+        return F.linear(x, self.weight(parts, shape, x.dtype))
+
+    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        """(..., out) -> grad W (..., in)."""
+        return grad @ self.weight(parts, shape, grad.dtype)
+
+
+# Operators of their own: torch.compile would make a layer's weight once for both passes and keep it between them, and
+# selective recomputation would make it once more.
+@torch.library.custom_op("retouch::frozen_product", mutates_args=())
+def frozen_product(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
+    """x W^T, differentiable in x; W is made from its parts anew in the backward pass."""
+    return _storage(storage).product(x, parts, (out_features, x.shape[-1])).contiguous()
+
+
+@torch.library.custom_op("retouch::frozen_input_gradient", mutates_args=())
+def frozen_input_gradient(grad: Tensor, parts: list[Tensor], storage: str, in_features: int) -> Tensor:
+    """grad W."""
+    return _storage(storage).input_gradient(grad, parts, (grad.shape[-1], in_features)).contiguous()
+
+
+@frozen_product.register_fake
+def _(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@frozen_input_gradient.register_fake
+def _(grad: Tensor, parts: list[Tensor], storage: str, in_features: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], in_features)
+
+
+def _keep_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, parts, ctx.storage, _ = inputs
+    ctx.in_features = x.shape[-1]
+    ctx.save_for_backward(*parts)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    parts = list(ctx.saved_tensors)
+    return frozen_input_gradient(grad, parts, ctx.storage, ctx.in_features), [None] * len(parts), None, None
+
+
+frozen_product.register_autograd(_backward, setup_context=_keep_parts)
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is put together from parts."""
+    """A linear layer whose weight is put together from parts.
 
-    def parts(self) -> tuple[Tensor, ...]:
+    Attributes:
+        storage: how: a name of `STORAGES`, then what its constructor takes.
+    """
+
+    storage: str
+
+    def parts(self) -> list[Tensor]:
         """The tensors that the weight is made of."""
         raise NotImplementedError
 
-    def dequantize(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight (out, in)."""
-        raise NotImplementedError
-
-    def product(self, x: Tensor, *parts: Tensor) -> Tensor:
-        """x W^T."""
-        return F.linear(x, self.dequantize(x.dtype, *parts))
-
-    def input_gradient(self, grad: Tensor, *parts: Tensor) -> Tensor:
-        """grad W."""
-        return grad @ self.dequantize(grad.dtype, *parts)
+        return _storage(self.storage).weight(self.parts(), (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = FrozenProduct.apply(x.to(compute_dtype(x)), self, *self.parts())
+        y = frozen_product(x.to(compute_dtype(x)), self.parts(), self.storage, self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+class Float8(Storage):
+    """A float8 weight and its scale (out, 1), or (1, 1) for all, multiplied on fp8 tensor cores where there are any.
+
+    Args:
+        gradient_dtype: float8_e5m2 quantizes gradients for tensor cores; any other multiplies them in their own dtype.
+    """
+
+    def __init__(self, gradient_dtype: str) -> None:
+        self.gradient_dtype = getattr(torch, gradient_dtype)
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight, scale = parts
+        return weight.to(dtype).mul_(scale)
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        weight, scale = parts
+        out_features, in_features = shape
+        if not _on_tensor_cores(x, weight):
+            return super().product(x, parts, shape)
+        rows, row_scales = quantize_rows(x.reshape(-1, in_features), E4M3)
+        # Both scaled by rows: the second matrix is weight^T, column by column.
+        y = torch._scaled_mm(
+            rows,
+            weight.t(),
+            scale_a=row_scales,
+            scale_b=scale.expand(out_features, 1).reshape(1, -1).contiguous(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return y.view(*x.shape[:-1], out_features).to(x.dtype)
+
+    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        weight, scale = parts
+        out_features, in_features = shape
+        if self.gradient_dtype != E5M2 or not _on_tensor_cores(grad, weight):
+            return super().input_gradient(grad, parts, shape)
+        # The weight's scales are along the sum: they go into the gradient.
+        rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
+        ones = torch.ones(1, in_features, device=grad.device)
+        # Hopper's tensor cores want the second matrix column by column: a copy of one layer's bytes.
+        columns = weight.t().contiguous().t()
+        x = torch._scaled_mm(rows, columns, scale_a=row_scales, scale_b=ones, out_dtype=torch.bfloat16)
+        return x.view(*grad.shape[:-1], in_features).to(grad.dtype)
+
+
 class Fp8Linear(QuantizedLinear):
-    """Weights in float8 with scales, multiplied on fp8 tensor cores where there are any (arXiv 2209.05433).
+    """Weights in float8 with scales (arXiv 2209.05433).
 
     Args:
         weight: (out, in), float8.
         scale: (out, 1), or (1, 1) for all; the weight is weight * scale.
         dtype: what adapters beside the layer are made in.
-        gradient_dtype: float8_e5m2 quantizes gradients for tensor cores; any other multiplies them in their own dtype.
+        gradient_dtype: of `Float8`.
     """
 
     weight_scale: Tensor
@@ -88,7 +171,7 @@ class Fp8Linear(QuantizedLinear):
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.compute_dtype = dtype  # by this name peft knows it
-        self.gradient_dtype = gradient_dtype
+        self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
 
     @classmethod
     def quantize(cls, linear: nn.Linear, gradient_dtype: torch.dtype) -> "Fp8Linear":
@@ -98,44 +181,13 @@ class Fp8Linear(QuantizedLinear):
         weight = to_float8(linear.weight, scale, E4M3)
         return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
 
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.weight, self.weight_scale
+    def parts(self) -> list[Tensor]:
+        return [self.weight, self.weight_scale]
 
-    def dequantize(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
-        weight, scale = parts
-        return weight.to(dtype).mul_(scale)
 
-    def product(self, x: Tensor, *parts: Tensor) -> Tensor:
-        weight, scale = parts
-        if not self._on_tensor_cores(x, weight):
-            return super().product(x, *parts)
-        rows, row_scales = quantize_rows(x.reshape(-1, self.in_features), E4M3)
-        # Both scaled by rows: the second matrix is weight^T, column by column.
-        y = torch._scaled_mm(
-            rows,
-            weight.t(),
-            scale_a=row_scales,
-            scale_b=scale.expand(self.out_features, 1).reshape(1, -1).contiguous(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
-
-    def input_gradient(self, grad: Tensor, *parts: Tensor) -> Tensor:
-        weight, scale = parts
-        if self.gradient_dtype != E5M2 or not self._on_tensor_cores(grad, weight):
-            return super().input_gradient(grad, *parts)
-        # The weight's scales are along the sum: they go into the gradient.
-        rows, row_scales = quantize_rows(grad.reshape(-1, self.out_features) * scale.to(grad.dtype).t(), E5M2)
-        ones = torch.ones(1, self.in_features, device=grad.device)
-        # Hopper's tensor cores want the second matrix column by column: a copy of one layer's bytes.
-        columns = weight.t().contiguous().t()
-        x = torch._scaled_mm(rows, columns, scale_a=row_scales, scale_b=ones, out_dtype=torch.bfloat16)
-        return x.view(*grad.shape[:-1], self.in_features).to(grad.dtype)
-
-    def _on_tensor_cores(self, x: Tensor, weight: Tensor) -> bool:
-        whole = self.in_features % TILE == 0 and self.out_features % TILE == 0
-        return whole and weight.dtype == E4M3 and has_fp8_tensor_cores(x.device)
+def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
+    whole = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
+    return whole and weight.dtype == E4M3 and has_fp8_tensor_cores(x.device)
 
 
 @cache
@@ -193,8 +245,35 @@ def _fused_rows(device: torch.device) -> Any:
     return fused
 
 
+class FourBit(Storage):
+    """Two weights in each uint8, and the scales of their blocks; by bitsandbytes' kernels.
+
+    With double quantization the scales are in 8 bits themselves, and there are four parts more: their offset, their own
+    scales, and the numbers that 8 bits stand for.
+
+    Args:
+        quant_type: `fp4` or `nf4`.
+        blocksize, nested_blocksize: weights, and scales, that share a scale.
+        dtype: what weights are made in.
+    """
+
+    def __init__(self, quant_type: str, blocksize: str, nested_blocksize: str, dtype: str) -> None:
+        self.quant_type = quant_type
+        self.blocksize, self.nested_blocksize = int(blocksize), int(nested_blocksize)
+        self.dtype = getattr(torch, dtype)
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        packed, absmax, *nested = parts
+        if nested:
+            offset, absmax2, code = nested
+            absmax = bnb.functional.dequantize_blockwise(absmax, None, absmax2, code, None, self.nested_blocksize)
+            absmax = absmax + offset
+        kernel = torch.ops.bitsandbytes.dequantize_4bit.default
+        return kernel(packed, absmax.float(), self.blocksize, self.quant_type, shape, self.dtype).to(dtype)
+
+
 class FourBitLinear(QuantizedLinear):
-    """fp4 or nf4 (arXiv 2305.14314), a scale for each block of 64 weights, by bitsandbytes.
+    """fp4 or nf4 (arXiv 2305.14314), a scale for each block of 64 weights.
 
     Args:
         packed: uint8, two weights in each.
@@ -211,6 +290,9 @@ class FourBitLinear(QuantizedLinear):
         self._hold(packed)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
         self.compute_dtype = dtype
+        nested = quant_state.state2.blocksize if quant_state.nested else 0
+        made_in = str(quant_state.dtype).removeprefix("torch.")
+        self.storage = f"{quant_state.quant_type} {quant_state.blocksize} {nested} {made_in}"
 
     @classmethod
     def quantize(cls, linear: nn.Linear, quant_type: str, double_quant: bool) -> "FourBitLinear":
@@ -220,11 +302,10 @@ class FourBitLinear(QuantizedLinear):
         )
         return cls(packed, state, linear.bias, linear.weight.dtype)
 
-    def parts(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
-
-    def dequantize(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
-        return bnb.functional.dequantize_4bit(parts[0].data, self.quant_state).to(dtype)
+    def parts(self) -> list[Tensor]:
+        state = self.quant_state
+        parts = [self.weight.data, state.absmax]
+        return [*parts, state.offset, state.state2.absmax, state.state2.code] if state.nested else parts
 
     def _hold(self, packed: Tensor) -> None:
         # diffusers knows the true shape of weights of this class only.
@@ -245,6 +326,14 @@ class FourBitLinear(QuantizedLinear):
                 destination[f"{prefix}weight.{name}"] = value
 
 
+class Int8(Storage):
+    """int8 and each row's largest magnitude."""
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight, maxima = parts
+        return weight.to(dtype).mul_((maxima / 127)[:, None])
+
+
 class Int8Linear(QuantizedLinear):
     """Weights in 8 bits with a scale for each row (arXiv 2208.07339); activations stay in their own dtype.
 
@@ -254,6 +343,7 @@ class Int8Linear(QuantizedLinear):
         dtype: what adapters beside the layer are made in.
     """
 
+    storage = "int8"
     SCB: Tensor
 
     def __init__(self, weight: Tensor, maxima: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -270,38 +360,61 @@ class Int8Linear(QuantizedLinear):
         weight, maxima, _ = bnb.functional.int8_vectorwise_quant(linear.weight.data.to(torch.float16))
         return cls(weight, maxima, linear.bias, linear.weight.dtype)
 
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.weight, self.SCB
+    def parts(self) -> list[Tensor]:
+        return [self.weight, self.SCB]
 
-    def dequantize(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
-        weight, maxima = parts
-        return weight.to(dtype).mul_((maxima / 127)[:, None])
+
+class Quanto(Storage):
+    """float8 or int8 and a scale (out, 1), multiplied in the scale's dtype as optimum-quanto does."""
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight, scale = parts
+        return (scale * weight.to(scale.dtype)).to(dtype)
 
 
 class QuantoLinear(QuantizedLinear):
     """Weights of optimum-quanto in a layer of ours: its own has them under names that diffusers' LoRA loader misses.
 
     Args:
-        weight: (out, in), quantized.
+        weight: (out, in), float8 or int8.
+        scale: (out, 1).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    storage = "quanto"
+    weight_scale: Tensor
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.compute_dtype = scale.dtype
 
     @classmethod
     def quantize(cls, linear: nn.Linear, format: str) -> "QuantoLinear":
         """By quanto's own rule for a format: `fp8` or `int8`."""
-        from optimum.quanto import QLinear, qfloat8, qint8
+        from optimum.quanto import absmax_scale, qfloat8, qint8
 
-        weight = QLinear.from_module(linear, weights=qfloat8 if format == "fp8" else qint8).qweight
-        return cls(weight.detach(), linear.bias)
+        kind = qfloat8 if format == "fp8" else qint8
+        scale = absmax_scale(linear.weight.data, kind, axis=0)
+        weight = torch.ops.quanto.quantize_symmetric(linear.weight.data, dtype=kind.dtype, axis=0, scale=scale)
+        return cls(weight, scale, linear.bias)
 
-    def parts(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
+    def parts(self) -> list[Tensor]:
+        return [self.weight, self.weight_scale]
 
-    def dequantize(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
-        [weight] = parts
-        return weight.dequantize().to(dtype)
+
+STORAGES: dict[str, Callable[..., Storage]] = {
+    "fp8": Float8,
+    "fp4": partial(FourBit, "fp4"),
+    "nf4": partial(FourBit, "nf4"),
+    "int8": Int8,
+    "quanto": Quanto,
+}
+
+
+@cache
+def _storage(name: str) -> Storage:
+    kind, *arguments = name.split()
+    return STORAGES[kind](*arguments)

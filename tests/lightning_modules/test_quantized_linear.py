@@ -27,7 +27,7 @@ def linear(dtype=torch.float32, sides=(96, 128)):
 def dequantized(layer):
     """In float32."""
     if isinstance(layer, QuantizedLinear):
-        return layer.dequantize(torch.float32, *layer.parts()).detach()
+        return layer.dequantize(torch.float32).detach()
     return layer.weight.dequantize().float().detach()  # torchao's
 
 
@@ -90,7 +90,7 @@ def test_fp8_scales_are_powers_of_two_and_bf16_dequantizes_exactly():
     layer = quantization("fp8").quantize(linear())
     assert torch.equal(layer.weight_scale.log2(), layer.weight_scale.log2().round())
     exact = layer.weight.double() * layer.weight_scale.double()
-    assert torch.equal(layer.dequantize(torch.bfloat16, *layer.parts()).double(), exact)
+    assert torch.equal(layer.dequantize(torch.bfloat16).double(), exact)
 
 
 @pytest.fixture
