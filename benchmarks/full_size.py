@@ -66,7 +66,7 @@ def build(options: argparse.Namespace, folder: str, precision: str, device: torc
         transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
     weights, quantization = RandomWeights(transformer, device), module.source.quantization
     assemble(transformer, weights, dtype=torch.bfloat16, device=device, quantization=quantization)
-    module.adapter.inject(transformer)
+    module.adapt(transformer)
     module.transformer = transformer.to(device)
     return module
 
@@ -95,7 +95,7 @@ def useful_flops(options: argparse.Namespace, folder: str, side: int) -> int:
         compose(options.model, folder, "bfloat16", f"adapter.rank={options.rank}").model, _convert_="all"
     )
     module.transformer = module.meta_transformer().to(torch.bfloat16)
-    module.adapter.inject(module.transformer)
+    module.adapt(module.transformer)
     with FlopCounterMode(display=False) as counter:
         filled(empty_batch(module, side, options.batch), module, meta)().backward()
     return counter.get_total_flops()

@@ -21,6 +21,7 @@ from omegaconf import open_dict
 from datamodules.batch import LatentBatch
 from lightning_modules import flow, footprint
 from lightning_modules.adapter import trainable
+from lightning_modules.checkpointing import POSITIONS
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,20 +97,21 @@ def main() -> None:
         cfg = compose(options.model, folder, options.dtype)
         estimating, module = instantiate(cfg.model, _convert_="all"), instantiate(cfg.model, _convert_="all")
         batch = empty_batch(estimating, options.side, options.batch)
-        estimating.adapter.inject(estimating.meta_transformer())
-        estimates = footprint.step_peaks(estimating, batch)
+        estimating.adapt(estimating.meta_transformer())
+        step = footprint.FakeStep(estimating, estimating.meta_transformer(), batch)
         torch.set_default_dtype(module.base_dtype)
         with torch.device(device):
             module.transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
         torch.set_default_dtype(torch.float32)
-        module.adapter.inject(module.transformer.train())
+        module.adapt(module.transformer.train())
         what = f"depth {options.depth}, batch {options.batch} of {options.side}"
         print(f"{options.model}, {what}, {options.dtype}, {device}")
-        for checkpointing, estimate in estimates.items():
-            module.set_gradient_checkpointing(module.transformer, checkpointing)
+        for position in POSITIONS:
+            estimate = step.peak(position)
+            module.set_gradient_checkpointing(module.transformer, position)
             measured = measure(module, batch, device)
             print(
-                f"  gradient checkpointing {checkpointing!s:5}: estimated {estimate / 1e9:.3f} GB, "
+                f"  gradient_checkpointing={position:9}: estimated {estimate / 1e9:.3f} GB, "
                 f"measured {measured / 1e9:.3f} GB, {estimate / measured - 1:+.1%}"
             )
 

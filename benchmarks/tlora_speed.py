@@ -32,9 +32,9 @@ def build(adapter: str, options: argparse.Namespace, folder: str) -> tuple[Any, 
     else:
         torch.manual_seed(0)
         module.transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
-        module.adapter.inject(module.transformer)
+        module.adapt(module.transformer)
         module.rank_gates = module.adapter.rank_gates()
-    module.set_gradient_checkpointing(module.transformer, options.checkpointing)
+    module.set_gradient_checkpointing(module.transformer, "full" if options.checkpointing else "none")
     mask_forwards(module.transformer, module.rank_gates, lambda: None)
     return module, module.configure_optimizers()["optimizer"]
 

@@ -151,7 +151,7 @@ def _one_line(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "out of GPU memory: lower data.batch_size (and raise trainer.accumulate_grad_batches), set "
-            "model.gradient_checkpointing=true or model.devices.text_encoder=cpu, or use smaller pictures"
+            "model.gradient_checkpointing=full or model.devices.text_encoder=cpu, or use smaller pictures"
         )
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}"

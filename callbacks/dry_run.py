@@ -53,6 +53,8 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     texts = {part: size for part, size in encoders.items() if part != "vae"}
     vae = encoders.get("vae", 0)
     chosen = module.gradient_checkpointing
+    if chosen == "auto":  # the most that it may come to
+        chosen = "full"
     resting = module.offload["encoders"]  # beside the transformer
     weights = plan.weights - plan.waiting
     training = {
@@ -74,7 +76,6 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     stepwise = trained + max(sum(texts.values()), vae + plan.encode) if resting and not caches else 0
     count, (images, _), tokens = plan.batch
     pictures = " + ".join(f"{width}x{height}" for width, height in images)
-    other = "without" if chosen else "with"
     peak = max(sum(training.values()), encoding_peak if caches else 0, decoding if samples else 0, stepwise)
     host = {"this process": plan.process, "prompts while encoding": plan.prompts, "reading ahead": plan.read_ahead}
     host |= {part: plan.encoders[part] for part in sorted(on_host)}
@@ -88,7 +89,8 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
         "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
         "heaviest batch": f"{count} of {pictures}, {tokens:,} tokens",
         "GPU, training": _sum(training),
-        "": f"activations {other} gradient checkpointing: {decimal(plan.activations[not chosen])}",
+        "": "activations by gradient checkpointing: "
+        + ", ".join(f"{position} {decimal(size)}" for position, size in plan.activations.items()),
         "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
         "GPU, sampling": f"{decimal(decoding)} while a picture is decoded" if samples else "no sample pictures",
         "host": _sum(host),

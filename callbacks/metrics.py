@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
+from lightning_modules.flops import matrix_peak
 
 COLUMNS = (
     "step",
@@ -23,17 +25,43 @@ COLUMNS = (
     "lr",
     "samples_per_second",
     "tokens_per_second",
+    "data_wait",
+    "tflops",
     "peak_memory_gb",
     "seconds",
 )
 
 
+@dataclass
+class _Step:
+    """Of one optimizer step; `figures` are on the device: gradient norm, loss, and where there is one the rank."""
+
+    number: int
+    lr: float
+    samples: int
+    tokens: int
+    flops: int
+    seconds: float
+    figures: torch.Tensor
+
+
+@dataclass
+class _Interval:
+    """When it began, and what was spent aside and waiting until then, in seconds."""
+
+    seconds: float
+    aside: float
+    waited: float
+
+
 class Metrics(L.Callback):
     """Measures each optimizer step over its whole accumulation window and over all processes.
 
-    loss is the mean of the window, loss_avg the running mean of the last `window` steps; rates are those of all
-    processes together; active_rank is a T-LoRA's, the mean over the samples; peak memory is the device's, or the
-    process's where there is no device.
+    loss is the mean of the window, loss_avg the running mean of the last `window` steps; active_rank is a T-LoRA's, the
+    mean over the samples; peak memory is the device's, or the process's where there is no device. Steps leave their
+    figures on the device, to be read back a logging interval at a time: rates (of all processes together), waiting and
+    work are an interval's. data_wait is the share of the time that steps waited for data; tflops the useful work of the
+    transformer, 10^12 operations a second and device; peak_share its share of what a matrix product reaches there.
 
     Args:
         output_dir: the run's folder.
@@ -48,27 +76,36 @@ class Metrics(L.Callback):
         self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
         self._ranks: list[torch.Tensor] = []
-        self._samples = 0
-        self._tokens = 0
+        self._samples = self._tokens = self._flops = 0
+        self._steps: list[_Step] = []
         self._step = 0
-        self._start = 0.0
+        self._interval = _Interval(0.0, 0.0, 0.0)
         self._lr = 0.0
-        self._aside = 0.0
+        self._peak: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         self._step = trainer.global_step
+        if pl_module.device.type == "cuda":
+            self._peak = matrix_peak(pl_module.device, dtype=pl_module.base_dtype)
         if trainer.is_global_zero:
             earlier = self._rows_until(trainer.global_step)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", newline="", buffering=1)
-            columns = (*COLUMNS, "active_rank") if pl_module.rank_gates else COLUMNS
-            self._writer = csv.DictWriter(self._file, columns)
+            optional = {"active_rank": bool(pl_module.rank_gates), "peak_share": self._peak is not None}
+            columns = (*COLUMNS, *(name for name, measured in optional.items() if measured))
+            self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", restval="")
             self._writer.writeheader()
             self._writer.writerows(earlier)
             for row in earlier:
                 self._remember(float(row["loss"]))
-        self._start = self._run_start = time.perf_counter()
+        self._interval = self._now(trainer, pl_module)
+        self._run_start = self._interval.seconds
+
+    def _now(self, trainer: L.Trainer, module: EditModule) -> "_Interval":
+        aside = module.stopwatch.seconds.get(ASIDE, 0.0)
+        loader: Any = trainer.train_dataloader
+        return _Interval(time.perf_counter(), aside, loader.waited if loader is not None else 0.0)
 
     def _remember(self, loss: float) -> None:
         """Count a loss in the running mean, unless its step was not applied."""
@@ -96,44 +133,70 @@ class Metrics(L.Callback):
             self._ranks.append(pl_module.batch_rank)
         self._samples += len(batch.keys)
         self._tokens += pl_module.batch_tokens
+        self._flops += pl_module.batch_flops
         if trainer.global_step == self._step:
             return
         assert pl_module.grad_norm is not None
         self._step = trainer.global_step
         means = [torch.stack(values).float().mean() for values in (self._losses, self._ranks) if values]
-        totals = torch.stack([*self._counts(pl_module.device), *means])
-        if trainer.world_size > 1:
-            totals = trainer.strategy.reduce(totals, reduce_op="mean")
-            totals[:2] *= trainer.world_size
-        samples, tokens, loss, *rank = totals.tolist()
-        now, aside = time.perf_counter(), pl_module.stopwatch.seconds.get(ASIDE, 0.0)
-        seconds = now - self._start - (aside - self._aside)
-        self._start, self._aside = now, aside
-        self._losses, self._ranks, self._samples, self._tokens = [], [], 0, 0
-        self._remember(loss)
-        self.peak_memory = self._measure_memory(pl_module.device)
-        self.latest = {
-            "loss": loss,
-            "loss_avg": statistics.fmean(self.running or [loss]),
-            "grad_norm": float(pl_module.grad_norm),
-            "lr": self._lr,
-            "samples_per_second": samples / seconds,
-            "tokens_per_second": tokens / seconds,
-            "peak_memory_gb": self.peak_memory / 1e9,
-            "seconds": now - self._run_start,
-            **({"active_rank": rank[0]} if rank else {}),
-        }
-        if trainer.is_global_zero:
-            self._writer.writerow({"step": self._step, **{k: f"{v:.6g}" for k, v in self.latest.items()}})
-            if self._step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-                for logger in trainer.loggers:
-                    logger.log_metrics(self.latest, self._step)
+        figures = torch.stack([pl_module.grad_norm.float(), *means])
+        seconds = time.perf_counter() - self._run_start
+        self._steps.append(_Step(self._step, self._lr, self._samples, self._tokens, self._flops, seconds, figures))
+        self._losses, self._ranks, self._samples, self._tokens, self._flops = [], [], 0, 0, 0
+        if pl_module.reads_back():
+            self.read_back(trainer, pl_module)
 
-    def _counts(self, device: torch.device) -> list[torch.Tensor]:
-        return [torch.tensor(float(n), device=device) for n in (self._samples, self._tokens)]
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        assert isinstance(pl_module, EditModule)
+        self.read_back(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        self.read_back(trainer, pl_module)
+
+    def read_back(self, trainer: L.Trainer, module: EditModule) -> None:
+        """Write the rows of the steps since the last time; waits for the device."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        figures = torch.stack([step.figures for step in steps])
+        counts = torch.tensor([[step.samples, step.tokens, step.flops] for step in steps], dtype=torch.float64)
+        if trainer.world_size > 1:
+            figures = trainer.strategy.reduce(figures, reduce_op="mean")
+            counts = trainer.strategy.reduce(counts.to(module.device), reduce_op="mean").cpu()
+        samples, tokens, flops = counts.sum(dim=0).tolist()
+        rows = figures.tolist()
+        now = self._now(trainer, module)
+        seconds = now.seconds - self._interval.seconds - (now.aside - self._interval.aside)
+        waited, self._interval = now.waited - self._interval.waited, now
+        self.peak_memory = self._measure_memory(module.device)
+        rates = {
+            "samples_per_second": samples * trainer.world_size / seconds,
+            "tokens_per_second": tokens * trainer.world_size / seconds,
+            "data_wait": waited / seconds,
+            "tflops": flops / seconds / 1e12,
+            **({} if self._peak is None else {"peak_share": flops / seconds / self._peak}),
+            "peak_memory_gb": self.peak_memory / 1e9,
+        }
+        for step, (grad_norm, loss, *rank) in zip(steps, rows, strict=True):
+            self._remember(loss)
+            self.latest = {
+                "loss": loss,
+                "loss_avg": statistics.fmean(self.running or [loss]),
+                "grad_norm": grad_norm,
+                "lr": step.lr,
+                **rates,
+                "seconds": step.seconds,
+                **({"active_rank": rank[0]} if rank else {}),
+            }
+            if trainer.is_global_zero:
+                self._writer.writerow({"step": step.number, **{k: f"{v:.6g}" for k, v in self.latest.items()}})
+            if trainer.is_global_zero and step.number % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+                for logger in trainer.loggers:
+                    logger.log_metrics(self.latest, step.number)
 
     def _measure_memory(self, device: torch.device) -> int:
-        """Bytes at the highest: allocated on the device, or resident in the process at the end of a step."""
+        """Bytes at the highest: allocated on the device, or resident in the process at the end of an interval."""
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return max(self.peak_memory, self._process.memory_info().rss)

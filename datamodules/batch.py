@@ -1,14 +1,52 @@
 """What passes between the data and the model."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+# Tensors that are asked about on the host: these names end so.
+ON_HOST = "_mask"
+
+
+class Batch:
+    """What raw and encoded ones have in common."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same with other tensors; those that stay on the host are left as they are."""
+        changes: dict[str, Any] = {}
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if isinstance(value, Tensor):
+                changes[one.name] = function(value)
+            elif isinstance(value, dict):
+                changes[one.name] = {k: v if k.endswith(ON_HOST) else function(v) for k, v in value.items()}
+            elif isinstance(value, list) and value and isinstance(value[0], Tensor):
+                changes[one.name] = [function(tensor) for tensor in value]
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device, without waiting for it."""
+        return self.map(lambda tensor: copy_to(tensor, device))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that are not on the host for good."""
+        found: list[Tensor] = []
+        self.map(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return iter(found)
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device, without waiting for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
 
 @dataclass
-class RawBatch:
+class RawBatch(Batch):
     """Samples of one size, as pixels in [-1, 1].
 
     Attributes:
@@ -20,7 +58,7 @@ class RawBatch:
         controls: the condition images, each (B, 3, h, w) at a size of its own.
         mask: (B, 1, H, W) in [0, 1], the weight of each pixel in the loss.
         prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
-            none for models whose text encoder sees no images.
+            none for models whose text encoder sees no images. They stay on the host.
     """
 
     keys: list[str]
@@ -36,7 +74,7 @@ class RawBatch:
 
 
 @dataclass
-class LatentBatch:
+class LatentBatch(Batch):
     """The same samples after the frozen encoders; all that a training step needs.
 
     Latents are the autoencoder's own, before shift and scale.
@@ -46,7 +84,7 @@ class LatentBatch:
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
         controls: the modes of the condition images' latents, each (B, C, h, w).
         prompt: the family's text conditioning by diffusers' argument names, each (B, ...); what is shorter in one
-            sample than in another ends in zeros, as does its mask.
+            sample than in another ends in zeros, as does its mask, which stays on the host.
         empty_prompt: the same for the empty prompt, which caption dropout puts in its place; in prediction for the
             negative prompt. One row may stand for all samples.
     """

@@ -165,12 +165,18 @@ class CachedDataModule(PairsDataModule):
         budget = self.max_tokens_per_batch
         return {size: samples_per_batch(self.batch_size, budget, count) for size, count in tokens.items()}
 
+    def is_uniform(self, module: Any) -> bool:
+        shapes = {(size, self.index.tokens[number]) for size, number in zip(self.sizes, self.numbers, strict=True)}
+        limits = self.batch_limits()
+        limit = limits if isinstance(limits, int) else limits[self.sizes[0]]
+        return len(shapes) == 1 and len(self.numbers) % limit == 0
+
     def reader(self, empty_prompt: bool) -> LatentReader:
         """Reads batches; whether they carry the empty prompt's conditioning."""
         prompts = [sample.prompt for sample in self.samples]
         return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt, prompts)
 
-    def train_dataloader(self) -> ThreadedLoader:
+    def train_batches(self) -> ThreadedLoader:
         return ThreadedLoader(self.reader(self.caption_dropout_rate > 0), self.sampler(), self.num_workers)
 
     def examples(self, count: int, empty_prompt: bool) -> list[Example]:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError, listing
+from datamodules.feed import Feed
 from datamodules.pixels import PairDataset, collate, leave_signals_to_the_trainer, pictures
 from datamodules.sampler import SizeBatchSampler
 from datamodules.sources import Found, Sample
@@ -258,7 +259,12 @@ class PairsDataModule(L.LightningDataModule):
         refuse_epochs(trainer, sampler.batches_per_epoch(), len(self.sizes))
         return sampler
 
-    def train_dataloader(self) -> Iterable[RawBatch | LatentBatch]:
+    def train_dataloader(self) -> Feed:
+        assert self.trainer is not None
+        return Feed(self.train_batches(), self.trainer.strategy.root_device)
+
+    def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
+        """This process's batches, on the host."""
         return DataLoader(
             dataset=PairDataset(self.samples, self.condition_images),
             batch_sampler=self.sampler(),
@@ -295,6 +301,12 @@ class PairsDataModule(L.LightningDataModule):
         """What there is to learn from, for the summary."""
         held_out = "" if self.validation is None else f", {len(self.validation.sizes)} held out"
         return f"{len(self.sizes)} {self.noun} of {', '.join(map(str, self.roots))}{held_out}"
+
+    def is_uniform(self, module: Any) -> bool:
+        """Whether all batches are alike in their shapes, as far as is known before prompts are encoded."""
+        samples = zip(self.samples, self.sizes, strict=True)
+        shapes = {(size, str(module.prompt_shapes(sample.prompt, size[0][1:]))) for sample, size in samples}
+        return len(shapes) == 1 and len(self.samples) % self.batch_size == 0
 
     def batches_per_epoch(self) -> float:
         """Of this process."""

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from datamodules.batch import LatentBatch, stack_padded
 from datamodules.cache import check_fit, fingerprint_parts
+from datamodules.feed import Feed
 from datamodules.latents import latent_batch, size_of
 from datamodules.pairs import Example, Size, refuse_epochs
 from datamodules.pixels import leave_signals_to_the_trainer
@@ -89,7 +90,7 @@ class StreamedDataModule(L.LightningDataModule):
         self.shards, self.manifest = find_shards(self.pattern)
         check_fit(self.manifest["parts"], fingerprint_parts(module, self.memo), f"data.shards={self.pattern}")
 
-    def train_dataloader(self) -> "StreamLoader":
+    def train_dataloader(self) -> Feed:
         trainer = self.trainer
         assert trainer is not None
         refuse_epochs(trainer, self.batches_per_epoch(), self._samples())
@@ -103,7 +104,8 @@ class StreamedDataModule(L.LightningDataModule):
             start=trainer.global_step * trainer.accumulate_grad_batches,
             empty_prompt=self.caption_dropout_rate > 0,
         )
-        return StreamLoader(stream, self.num_workers, self.max_tokens_per_batch or self.batch_size)
+        batches = StreamLoader(stream, self.num_workers, self.max_tokens_per_batch or self.batch_size)
+        return Feed(batches, trainer.strategy.root_device)
 
     def examples(self, count: int, empty_prompt: bool) -> list[Example]:
         """The samples that the first shards begin with."""
@@ -115,6 +117,10 @@ class StreamedDataModule(L.LightningDataModule):
 
     def _samples(self) -> int:
         return sum(shard.samples for shard in self.shards)
+
+    def is_uniform(self, module: Any) -> bool:
+        """Whether all batches are alike in their shapes: what is not known is taken not to be."""
+        return False
 
     def size_counts(self) -> Counter[tuple[int, int]]:
         """How many targets there are of each (width, height), in all that the manifest knows."""

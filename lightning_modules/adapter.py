@@ -65,9 +65,9 @@ class Adapter(ABC):
         """What a file's header says of it."""
         return {}
 
-    def gradient_checkpointing_func(self) -> Callable[..., Any] | None:
-        """What diffusers' transformers should checkpoint blocks with; None for their own way."""
-        return None
+    def as_now(self, block: nn.Module) -> Callable[..., Any]:
+        """What computes a block later as it would now, for gradient checkpointing."""
+        return block
 
     def rank_gates(self) -> "list[RankGate]":
         """What masks the adapter's rank."""

@@ -3,17 +3,22 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from datamodules.batch import LatentBatch, RawBatch, pad_to
+from datamodules.batch import Batch, LatentBatch, RawBatch, copy_to, pad_to
 from datamodules.errors import UserError, listing
 from lightning_modules import flow
 from lightning_modules.adapter import Adapter, trainable
+from lightning_modules.checkpointing import read_position, set_checkpointing
+from lightning_modules.execution import check_attention_backend
+from lightning_modules.flops import StepFlops, tokens_of
 from lightning_modules.lora import whole
+from lightning_modules.nonfinite import NonfiniteSteps
 from lightning_modules.prediction import Predictor
 
 log = logging.getLogger("retouch")
@@ -23,7 +28,8 @@ class EditModule(Predictor):
     """A frozen pipeline with a trainable adapter in its transformer.
 
     Args:
-        gradient_checkpointing: compute activations again in the backward pass, to save memory.
+        gradient_checkpointing: what is computed again in the backward pass, to save memory: `none`, `selective`,
+            `every_N` (every N-th block), `full` or `auto`.
         timesteps: the distribution of training timesteps.
         max_nonfinite_steps: stop after so many steps in a row whose gradient is not finite.
         adapter: what trains; None in prediction.
@@ -34,7 +40,7 @@ class EditModule(Predictor):
 
     def __init__(
         self,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: bool | str,
         timesteps: flow.TimestepLaw,
         max_nonfinite_steps: int,
         seed: int,
@@ -44,21 +50,21 @@ class EditModule(Predictor):
         **pipeline: Any,
     ) -> None:
         super().__init__(**pipeline)
-        self.gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing = read_position(gradient_checkpointing)
         self.timesteps = timesteps
         self.caption_dropout_rate = 0.0  # the data's, from `setup` on
-        self.max_nonfinite_steps = max_nonfinite_steps
+        self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
         self.seed = seed
         self.adapter = adapter
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.text_encoders = nn.ModuleDict()  # those that train
         self.grad_norm: Tensor | None = None
-        self.nonfinite_steps = 0
         self.batch_tokens = 0
+        self.batch_flops = 0
+        self._flops: StepFlops | None = None
         self.batch_loss = torch.zeros(())
         self.batch_rank: Tensor | None = None  # the mean active rank, where the rank follows the timestep
-        self._window: list[tuple[str, Tensor]] = []
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
 
@@ -76,8 +82,9 @@ class EditModule(Predictor):
     def preflight(self) -> None:
         super().preflight()
         if self.adapter is not None:
-            if self.offload["blocks"] and not self.gradient_checkpointing:
-                raise UserError("model.offload.blocks needs model.gradient_checkpointing=true: it frees a block's copy")
+            if self.offload["blocks"] and self.gradient_checkpointing != "full":
+                raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
+            check_attention_backend(self.attention_backend, trains=True)
             self.adapter.preflight(self)
 
     def _check_precision(self) -> None:
@@ -93,11 +100,13 @@ class EditModule(Predictor):
             super().configure_model()
             return
         transformer = self.load_transformer()
-        self.set_gradient_checkpointing(transformer, self.gradient_checkpointing)
-        self.adapter.inject(transformer)
+        self.adapt(transformer)
         self.rank_gates = self.adapter.rank_gates()
         self.transformer = transformer
         self.stream_blocks()
+        self.prepare_blocks(dynamic=self._sizes_differ())
+        if self.gradient_checkpointing != "auto":
+            self.set_gradient_checkpointing(transformer, self.gradient_checkpointing)
         if self.adapter.trains_text_encoders:
             self._train_text_encoders()
         if self.device_mesh is not None:
@@ -107,6 +116,12 @@ class EditModule(Predictor):
         # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         self._ddp_params_and_buffers_to_ignore = frozen
+
+    def adapt(self, transformer: Any) -> None:
+        """Make of a frozen transformer one that trains."""
+        assert self.adapter is not None
+        self.adapter.inject(transformer)
+        self.cut_last_block(transformer)
 
     def _train_text_encoders(self) -> None:
         """Let those in use be trained and saved with the transformer."""
@@ -133,13 +148,14 @@ class EditModule(Predictor):
         assert self.transformer is not None
         return trainable(self.transformer) | trainable(self.text_encoders)
 
-    def set_gradient_checkpointing(self, transformer: Any, on: bool) -> None:
-        """Turn it on or off in a diffusers model, as the adapter needs it."""
+    def set_gradient_checkpointing(self, transformer: Any, position: str) -> None:
+        """Turn the dial of a diffusers model, as the adapter needs it; any position but auto."""
         assert self.adapter is not None
-        if on:
-            transformer.enable_gradient_checkpointing(self.adapter.gradient_checkpointing_func())
-        else:
-            transformer.disable_gradient_checkpointing()
+        set_checkpointing(transformer, position, self.adapter.as_now, self.compiles)
+
+    def _sizes_differ(self) -> bool | None:
+        """Whether the batches of the run do; None where there is no run."""
+        return None if self._trainer is None else not self._trainer.datamodule.is_uniform(self)  # type: ignore[attr-defined]
 
     def on_fit_start(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -147,6 +163,14 @@ class EditModule(Predictor):
             for name in (*self.text_components, "vae"):
                 self.components[name]
                 self.rest_components()
+        if self.gradient_checkpointing == "auto":
+            from lightning_modules.footprint import choose_checkpointing
+
+            self.gradient_checkpointing = choose_checkpointing(self, data)
+            self.set_gradient_checkpointing(self.transformer, self.gradient_checkpointing)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch.to(device) if isinstance(batch, Batch) else super().transfer_batch_to_device(batch, device, 0)
 
     # Training
 
@@ -162,10 +186,19 @@ class EditModule(Predictor):
         for gate in self.rank_gates:
             assert gate.active_ranks is not None
             self.batch_rank = gate.active_ranks.float().mean()
-        self._window += list(zip(latents.keys, losses.detach(), strict=True))
+        self.nonfinite.note(latents.keys, losses.detach())
         self.batch_tokens = self.token_count(latents)
+        self.batch_flops = self.useful_flops(latents)
         self.batch_loss = losses.detach().mean()
         return losses.mean()
+
+    def useful_flops(self, batch: LatentBatch) -> int:
+        """Of the transformer, in a step with this batch."""
+        if self._flops is None:
+            transformer = deepcopy(self.meta_transformer())
+            self.adapt(transformer)
+            self._flops = StepFlops(self, transformer)
+        return len(batch.keys) * self._flops(tokens_of(batch))
 
     def with_texts(self, batch: LatentBatch) -> LatentBatch:
         """The batch with the conditioning that text encoders in training give now; where none train, as it is."""
@@ -186,11 +219,11 @@ class EditModule(Predictor):
         """Each sample's flow-matching loss (B,) at these timesteps, with this noise."""
         mean = batch.target_mean
         assert mean is not None
-        t, eps = drawn.t.to(mean.device), drawn.eps.to(mean.device)
+        t, eps = copy_to(drawn.t, mean.device), copy_to(drawn.eps, mean.device)
         target = mean.float()
         if self.vae_encode_mode == "sample":
             assert batch.target_std is not None
-            target = target + batch.target_std.float() * drawn.latent_eps.to(mean.device)
+            target = target + batch.target_std.float() * copy_to(drawn.latent_eps, mean.device)
         x0 = self.normalize(target)
         controls = [self.normalize(control.float()) for control in batch.controls]
         prompt = self._drop_captions(batch, drawn.dropout)
@@ -207,7 +240,7 @@ class EditModule(Predictor):
         for name, tensor in batch.prompt.items():
             empty = batch.empty_prompt[name]
             longest = max(tensor.shape[1], empty.shape[1])
-            chosen = drop.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+            chosen = copy_to(drop, tensor.device).view(-1, *[1] * (tensor.ndim - 1))
             mixed[name] = torch.where(chosen, pad_to(empty, longest), pad_to(tensor, longest))
         return mixed
 
@@ -243,34 +276,32 @@ class EditModule(Predictor):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, keep the norm for the metrics, and leave out a step whose gradient is not finite.
-
-        After a backward pass over several processes the gradients are the same in all, so all of them decide
-        alike. Optimizers pass over parameters without a gradient: weights, moments and decay stay as they were.
-        """
+        """Clip, keep the norm for the metrics, and leave out a step whose gradient is not finite."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         by_norm = gradient_clip_algorithm != "value"
         self.grad_norm = whole(nn.utils.clip_grad_norm_(parameters, (by_norm and gradient_clip_val) or float("inf")))
-        window, self._window = self._window, []
-        if torch.isfinite(self.grad_norm):
-            self.nonfinite_steps = 0
-            if gradient_clip_val and not by_norm:
-                nn.utils.clip_grad_value_(parameters, gradient_clip_val)
-            assert self.adapter is not None
-            assert self.transformer is not None
-            self.adapter.before_step(optimizer, self.transformer)
-            return
-        for parameter in parameters:
-            parameter.grad = None
-        self.nonfinite_steps += 1
-        bad = [key for key, loss in window if not torch.isfinite(loss)]
-        samples = f"sample {listing(bad)}" if bad else f"the gradient of {listing([key for key, _ in window])}"
-        log.warning(f"step {self.global_step + 1} is not applied: not finite in {samples}")
-        if self.nonfinite_steps >= self.max_nonfinite_steps:
-            raise UserError(
-                f"{self.nonfinite_steps} steps in a row were not finite, the last in {samples}: look at these samples, "
-                "lower optimizer.lr, or start again from an earlier checkpoint"
-            )
+        if gradient_clip_val and not by_norm:
+            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        self.nonfinite.before_step(optimizer, self.global_step + 1, self.grad_norm)
+        assert self.adapter is not None
+        assert self.transformer is not None
+        self.adapter.before_step(optimizer, self.transformer)
+
+    def reads_back(self) -> bool:
+        """Whether what this step left on the device is read at its end: not in each, for that waits for the device."""
+        step, trainer = self.global_step, self.trainer
+        first = step == self._first_step + 1
+        return first or step % trainer.log_every_n_steps == 0 or step == trainer.max_steps  # type: ignore[attr-defined]
+
+    def on_train_start(self) -> None:
+        self._first_step = self.global_step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.reads_back():
+            self.nonfinite.report()
+
+    def on_train_end(self) -> None:
+        self.nonfinite.report()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -297,6 +328,8 @@ class EditModule(Predictor):
         self.eval()
         with ExitStack() as stack:
             stack.enter_context(self.averaged_weights())
+            if self.compiles:  # graphs are for steps
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             # Those that are split over processes stay as they train.
             for part in self.trained_parts().values() if self.device_mesh is None else ():
                 stack.enter_context(self.adapter.in_dtype(part, self.base_dtype))

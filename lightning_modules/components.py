@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from datamodules.batch import stack_padded
+from datamodules.batch import ON_HOST, copy_to, stack_padded
 from datamodules.conditions import PromptRequest
 from datamodules.errors import UserError, listing
 from lightning_modules.loading import WITHOUT_WEIGHTS, load_component, read_index, resolve_repository
@@ -192,7 +192,11 @@ class PromptMemory:
     def __call__(
         self, prompts: Sequence[str], images: Sequence[list[Tensor]], device: torch.device
     ) -> dict[str, Tensor]:
-        """The conditioning of a batch, each tensor (B, ...), on `device`; `images` are those of each prompt."""
+        """The conditioning of a batch, each tensor (B, ...), on `device`, its masks on the host.
+
+        Args:
+            images: of each prompt.
+        """
         encoded = []
         for prompt, seen in zip(prompts, images, strict=True):
             key = _digest(prompt, seen)
@@ -200,7 +204,8 @@ class PromptMemory:
             self._encoded[key] = encoded[-1]
         while len(self._encoded) > self.kept:
             del self._encoded[next(iter(self._encoded))]
-        return {name: tensor.to(device) for name, tensor in stack_padded(encoded).items()}
+        stacked = stack_padded(encoded)
+        return {k: tensor if k.endswith(ON_HOST) else copy_to(tensor, device) for k, tensor in stacked.items()}
 
     def seconds(self, prompt: str, images: list[Tensor]) -> float:
         """What encoding it has taken."""

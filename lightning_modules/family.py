@@ -88,6 +88,10 @@ class Family(ABC):
     def velocity(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
         """The transformer's prediction (B, C, h, w) at t (B,) in [0, 1]; controls are normalized latents."""
 
+    def cut_last_block(self, transformer: Any) -> None:
+        """Leave out of the transformer's last block what `velocity` does not read (`last_block`), where it can be."""
+        return
+
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """Normalized latents (B, C, h, w) -> pixels (B, 3, H, W), about [-1, 1], on the CPU in float32."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from datamodules.conditions import ConditionImages
 from lightning_modules.base import EditModule
+from lightning_modules.last_block import LastBlock, flux_last_block, target_alone
 from lightning_modules.patches import pack, unpack
 
 if TYPE_CHECKING:
@@ -108,18 +109,24 @@ class FluxKontext(EditModule):
         guidance = None
         if transformer.config.guidance_embeds:
             guidance = torch.full_like(t, self.training_guidance_scale)
-        predicted = transformer(
-            hidden_states=tokens,
-            timestep=t,
-            guidance=guidance,
-            pooled_projections=prompt["pooled_prompt_embeds"],
-            encoder_hidden_states=embeds,
-            txt_ids=torch.zeros(embeds.shape[1], 3, device=embeds.device),
-            img_ids=image_ids,
-            return_dict=False,
-        )[0]
         height, width = x_t.shape[-2:]
-        return unpack(predicted[:, : height * width // 4], height, width)
+        count = height * width // 4
+        with target_alone(transformer.single_transformer_blocks[-1], count):
+            predicted = transformer(
+                hidden_states=tokens,
+                timestep=t,
+                guidance=guidance,
+                pooled_projections=prompt["pooled_prompt_embeds"],
+                encoder_hidden_states=embeds,
+                txt_ids=torch.zeros(embeds.shape[1], 3, device=embeds.device),
+                img_ids=image_ids,
+                return_dict=False,
+            )[0]
+        return unpack(predicted[:, :count], height, width)
+
+    def cut_last_block(self, transformer: Any) -> None:
+        block = transformer.single_transformer_blocks[-1]
+        block.forward = LastBlock(block, flux_last_block)
 
     # Prediction
 
@@ -138,9 +145,9 @@ class FluxKontext(EditModule):
 def position_ids(latents: Tensor, image: int) -> Tensor:
     """(B, C, 2H, 2W) -> (H*W, 3): the number of the image (0 the target, 1, 2, ... its controls), row, column."""
     height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    ids = torch.stack([torch.full_like(rows, image), rows, columns], dim=-1)
-    return ids.reshape(-1, 3).to(latents.device, torch.float32)
+    sides = (torch.arange(side, device=latents.device, dtype=torch.float32) for side in (height, width))
+    rows, columns = torch.meshgrid(*sides, indexing="ij")
+    return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).reshape(-1, 3)
 
 
 class FluxDev(FluxKontext):

@@ -1,9 +1,11 @@
 """What a run will need, worked out without any weights: from the configuration, by a training step on fake tensors."""
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from unittest import mock
 
 import psutil
 import torch
+from rich.filesize import decimal
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
@@ -21,9 +24,12 @@ from datamodules.sampler import samples_per_batch
 from lightning_modules import flow, loading
 from lightning_modules.adapter import trainable
 from lightning_modules.base import EditModule
+from lightning_modules.checkpointing import POSITIONS, set_checkpointing
 from lightning_modules.fake_memory import PeakMemory, as_on_cuda, fake_like, fake_model
 from lightning_modules.loading import meta_component
 from lightning_modules.lora import LoRA, trial_step
+
+log = logging.getLogger("retouch")
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
@@ -40,7 +46,7 @@ class Footprint:
         waiting: of these, what is in the host's memory at any time.
         adapter: its weights and gradients.
         optimizer: its state.
-        activations: the most that a step has in memory beside these, by `gradient_checkpointing`.
+        activations: the most that a step has in memory beside these, by what `gradient_checkpointing` may be.
         encoders: the weights of the other components.
         encode, decode: the most that the autoencoder has in memory beside its weights.
         prompts: embeddings that are held in the host's memory while encoding.
@@ -57,7 +63,7 @@ class Footprint:
     waiting: int
     adapter: int
     optimizer: int
-    activations: dict[bool, int]
+    activations: dict[str, int]
     encoders: dict[str, int]
     encode: int
     decode: int
@@ -94,7 +100,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     transformer = module.meta_transformer()
     parameters = sum(p.numel() for p in transformer.parameters())
     weights, waiting = module.source.nbytes(), module.source.waiting_bytes()
-    module.adapter.inject(transformer)
+    module.adapt(transformer)
     texts: list[Any] = []
     if module.adapter.trains_text_encoders:
         parts = (meta_component(module.components.repository, name, module.revision) for name in module.text_components)
@@ -105,10 +111,11 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     count = sum(p.numel() for part in trained for p in trainable(part).values())
     if not isinstance(module.adapter, LoRA):  # all of it is counted below, in float32
         weights = 0
-    caption = max((sample.prompt for sample in data.samples), key=len, default="")
-    one = {size: latents(module, size, 1, caption) for size in set(data.sizes)}
-    heaviest = _heaviest_batch(data, {size: module.token_count(batch) for size, batch in one.items()})
+    heaviest, caption = heaviest_batch(module, data)
     samples, size, _ = heaviest
+    positions = [one for one in dict.fromkeys([*POSITIONS, module.gradient_checkpointing]) if one != "auto"]
+    one = {size: latents(module, size, 1, caption) for size in set(data.sizes)}
+    step = FakeStep(module, transformer, latents(module, size, samples, caption))
     sizes = {size: _latent_bytes(batch, module.vae_encode_mode == "sample") for size, batch in one.items()}
     prompt = {size: sum(tensor.nbytes for tensor in batch.prompt.values()) for size, batch in one.items()}
     alone = module.condition_images.text_sees_them
@@ -132,10 +139,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         adapter=sum(tensor.nbytes for part in trained for tensor in module.adapter.tensors(part).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(module.optimizer)),
         # Gradients are made in the step too, and counted with the adapter.
-        activations={
-            checkpointing: peak - count * 4
-            for checkpointing, peak in step_peaks(module, latents(module, size, samples, caption)).items()
-        },
+        activations={position: step.peak(position) - count * 4 for position in positions},
         encoders=encoders,
         encode=encode,
         decode=decode,
@@ -147,11 +151,13 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     )
 
 
-def _heaviest_batch(data: PairsDataModule, tokens: Mapping[Size, int]) -> tuple[int, Size, int]:
-    """Samples, size and tokens of the batch with the most tokens."""
+def heaviest_batch(module: EditModule, data: PairsDataModule) -> tuple[tuple[int, Size, int], str]:
+    """Samples, size and tokens of the batch with the most tokens; and the longest caption."""
+    caption = max((sample.prompt for sample in data.samples), key=len, default="")
+    tokens = {size: module.token_count(latents(module, size, 1, caption)) for size in set(data.sizes)}
     limits = {size: samples_per_batch(data.batch_size, data.max_tokens_per_batch, n) for size, n in tokens.items()}
     heaviest = max(tokens, key=lambda size: limits[size] * tokens[size])
-    return limits[heaviest], heaviest, limits[heaviest] * tokens[heaviest]
+    return (limits[heaviest], heaviest, limits[heaviest] * tokens[heaviest]), caption
 
 
 def latents(module: EditModule, size: Size, samples: int, caption: str) -> LatentBatch:
@@ -185,34 +191,89 @@ def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> floa
     return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
 
 
-def step_peaks(module: EditModule, batch: LatentBatch) -> dict[bool, int]:
-    """The most bytes beside weights that forward and backward of a batch hold, with gradient checkpointing or not."""
-    assert module.adapter is not None
-    transformer = module.meta_transformer()
-    peaks = {}
-    gates = module.adapter.rank_gates()
-    mixed = module.base_dtype != torch.float32
-    with FakeTensorMode(), PeakMemory() as memory:
-        module.transformer = fake_model(transformer, module.base_dtype).train()
-        x_t, eps, *controls = (
-            fake_like(latent).float() for latent in (batch.target_mean, batch.target_mean, *batch.controls)
-        )
-        prompt = {name: fake_like(tensor) for name, tensor in batch.prompt.items()}
-        mask = None if batch.mask is None else fake_like(batch.mask).float()
-        t = torch.empty(len(x_t))
-        for checkpointing in (True, False):
-            module.set_gradient_checkpointing(transformer, checkpointing)
-            for gate in gates:
-                gate.mask = torch.ones(len(x_t), gate.rows, dtype=torch.bool)
-            memory.restart()
-            with torch.autocast("cpu", module.base_dtype) if mixed else nullcontext(), as_on_cuda(module.base_dtype):
-                velocity = module.velocity(x_t, t, controls, prompt)
-                flow.flow_loss(velocity, eps, mask).mean().backward()
-            peaks[checkpointing] = memory.peak
+class FakeStep:
+    """Forward and backward of a batch on tensors without content.
+
+    Args:
+        transformer: the module's on the meta device, with its adapter; its tensors are replaced.
+        batch: without content.
+    """
+
+    def __init__(self, module: EditModule, transformer: nn.Module, batch: LatentBatch) -> None:
+        self.module = module
+        self._mode, self._memory = FakeTensorMode(), PeakMemory()
+        with self._mode, self._memory:
+            self.transformer = fake_model(transformer, module.base_dtype).train()
+            self._x_t, self._eps, *self._controls = (
+                fake_like(latent).float() for latent in (batch.target_mean, batch.target_mean, *batch.controls)
+            )
+            self._prompt = {name: fake_like(tensor) for name, tensor in batch.prompt.items()}
+            self._mask = None if batch.mask is None else fake_like(batch.mask).float()
+            self._t = torch.empty(len(self._x_t))
+
+    def peak(self, position: str) -> int:
+        """The most bytes beside weights that it holds with this `gradient_checkpointing`."""
+        module = self.module
+        assert module.adapter is not None
+        dtype = module.base_dtype
+        # What is compiled keeps by itself what `selective` does.
+        kept = "selective" if position == "none" and module.compiles else position
+        set_checkpointing(self.transformer, kept, module.adapter.as_now)
+        with self._mode, self._memory, as_transformer(module, self.transformer), as_on_cuda(dtype):
+            for gate in module.adapter.rank_gates():
+                gate.mask = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
+            self._memory.restart()
+            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+                velocity = module.velocity(self._x_t, self._t, self._controls, self._prompt)
+                flow.flow_loss(velocity, self._eps, self._mask).mean().backward()
             del velocity
-            transformer.zero_grad(set_to_none=True)
-    module.transformer = None
-    return peaks
+            self.transformer.zero_grad(set_to_none=True)
+        return self._memory.peak
+
+
+@contextmanager
+def as_transformer(module: EditModule, transformer: nn.Module) -> Iterator[None]:
+    """Inside, the module has this one in place of its own."""
+    present, module.transformer = module.transformer, transformer
+    try:
+        yield
+    finally:
+        module.transformer = present
+
+
+def choose_checkpointing(module: EditModule, data: Any) -> str:
+    """The least recomputation that fits in the memory that is free, once all weights are there.
+
+    A tenth stays free: what kernels take for themselves is not known.
+    """
+    assert module.adapter is not None
+    assert module.optimizer is not None
+    if not isinstance(data, PairsDataModule):
+        log.info("model.gradient_checkpointing=auto is full: the sizes of what is streamed are not known")
+        return "full"
+    here = torch.tensor(float(free_memory(module.main_device)), device=module.main_device)
+    free = int(0.9 * module.trainer.strategy.reduce(here, reduce_op="min"))
+    transformer = deepcopy(module.meta_transformer())
+    module.adapt(transformer)
+    count = sum(parameter.numel() for parameter in module.trained_parameters().values())
+    state = round(count * bytes_per_parameter(module.optimizer))
+    (samples, size, _), caption = heaviest_batch(module, data)
+    step = FakeStep(module, transformer, latents(module, size, samples, caption))
+    needed = {}
+    for position in POSITIONS:
+        needed[position] = state + step.peak(position)
+        if needed[position] <= free:
+            break
+    log.info(f"model.gradient_checkpointing=auto is {position}: {decimal(needed[position])} of {decimal(free)} free")
+    return position
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors can still take."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: list[Size]) -> tuple[int, int]:

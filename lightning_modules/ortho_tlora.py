@@ -164,9 +164,7 @@ def weight_triples(layer: Any, chosen: slice) -> tuple[Tensor, Tensor, Tensor]:
 
     base = layer.get_base_layer()
     quantized = isinstance(base, QuantizedLinear)
-    weight = (
-        base.dequantize(torch.float32) if quantized else dequantize_module_weight(base).detach().float()
-    )
+    weight = base.dequantize(torch.float32) if quantized else dequantize_module_weight(base).detach().float()
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     return u[:, chosen].contiguous(), s[chosen].contiguous(), vh[chosen].contiguous()
 

@@ -15,6 +15,7 @@ from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from lightning_modules import loading
+from lightning_modules.execution import check_attention_backend, compile_blocks, set_attention_backend
 from lightning_modules.family import Sampling
 from lightning_modules.frozen import FrozenPipeline
 from lightning_modules.lora_files import check_fits, read_header
@@ -27,13 +28,24 @@ class Predictor(FrozenPipeline):
     """A frozen pipeline whose transformer makes pictures.
 
     Args:
+        compile: whether the transformer's blocks are compiled.
+        attention_backend: diffusers' name of an attention kernel; None for PyTorch's own choice.
         loras: weights files to apply in prediction.
         sampling: how predicted pictures are made; None where none are.
         pipeline: of `FrozenPipeline`.
     """
 
-    def __init__(self, loras: Sequence[str | Path] = (), sampling: Sampling | None = None, **pipeline: Any) -> None:
+    def __init__(
+        self,
+        compile: bool,
+        attention_backend: str | None,
+        loras: Sequence[str | Path] = (),
+        sampling: Sampling | None = None,
+        **pipeline: Any,
+    ) -> None:
         super().__init__(**pipeline)
+        self.compiles = compile
+        self.attention_backend = attention_backend
         self.loras = [Path(lora) for lora in loras]
         self.sampling = sampling
         # Of the adapters that are T-LoRAs; callbacks.rank_schedule opens them.
@@ -42,6 +54,9 @@ class Predictor(FrozenPipeline):
 
     def preflight(self) -> None:
         super().preflight()
+        check_attention_backend(self.attention_backend)
+        if self.compiles and self.source.backend == "torchao":
+            raise UserError("model.compile does not go with model.quantization.backend=torchao: leave the backend out")
         for file in self.loras:
             # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
             if read_header(file) is not None:
@@ -56,6 +71,17 @@ class Predictor(FrozenPipeline):
             self.transformer = self.load_transformer()
             self._load_loras()
             self.stream_blocks()
+            self.prepare_blocks(dynamic=None)
+
+    def prepare_blocks(self, dynamic: bool | None) -> None:
+        """Choose their kernels; quantized layers and adapters must be there.
+
+        Args:
+            dynamic: of `compile_blocks`.
+        """
+        set_attention_backend(self.transformer, self.attention_backend)
+        if self.compiles:
+            compile_blocks(self.transformer, dynamic)
 
     def _load_loras(self) -> None:
         self.rank_gates = []
@@ -146,9 +172,9 @@ class Predictor(FrozenPipeline):
         """
         controls = [self.normalize(control) for control in batch.controls]
         negative = {} if sampling.negative is None else batch.empty_prompt
+        conditioning = {**batch.prompt, **{f"negative_{name}": tensor for name, tensor in negative.items()}}
         arguments = {
-            **batch.prompt,
-            **{f"negative_{name}": tensor for name, tensor in negative.items()},
+            **{name: tensor.to(self.main_device) for name, tensor in conditioning.items()},
             "true_cfg_scale": sampling.true_cfg_scale,
             "guidance_scale": sampling.guidance_scale,
             "num_inference_steps": sampling.num_inference_steps,

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from datamodules.batch import copy_to
 from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError
 from datamodules.transforms import size_of_area
 from lightning_modules.base import EditModule
+from lightning_modules.last_block import LastBlock, qwen_last_block, target_alone
 from lightning_modules.patches import pack, unpack
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class QwenImageEdit(EditModule):
         super().__init__(**settings)
         if condition_image_size is None:
             raise UserError("model.condition_image_size=null: the text encoder sees every image, at a number of pixels")
+        self._statistics: dict[tuple[str, torch.device], Tensor] = {}
         self.condition_images = ConditionImages(self.most_condition_images, 1, vae_image_size, condition_image_size)
 
     def encoding_settings(self) -> dict[str, Any]:
@@ -71,7 +74,10 @@ class QwenImageEdit(EditModule):
 
     def _statistic(self, name: str, latents: Tensor) -> Tensor:
         """A number for each channel of the latents."""
-        return torch.tensor(self.vae_config[name]).view(1, -1, 1, 1).to(latents)
+        if (name, latents.device) not in self._statistics:
+            statistic = torch.tensor(self.vae_config[name]).view(1, -1, 1, 1)
+            self._statistics[name, latents.device] = statistic.to(latents.device)
+        return self._statistics[name, latents.device].to(latents.dtype)
 
     def normalize(self, latents: Tensor) -> Tensor:
         return (latents - self._statistic("latents_mean", latents)) / self._statistic("latents_std", latents)
@@ -91,17 +97,24 @@ class QwenImageEdit(EditModule):
         images = [x_t, *controls]
         # A sample alone has no padding; kernels without a mask are the faster ones.
         mask = prompt.get("prompt_embeds_mask")
-        padded = mask is not None and len(x_t) > 1 and not mask.all()
-        predicted = transformer(
-            hidden_states=torch.cat([pack(image) for image in images], dim=1),
-            timestep=t,
-            encoder_hidden_states=prompt["prompt_embeds"],
-            encoder_hidden_states_mask=mask if padded else None,
-            img_shapes=image_shapes([image.shape[-2:] for image in images], len(x_t)),
-            return_dict=False,
-        )[0]
+        if len(x_t) == 1 or (mask is not None and mask.all()):
+            mask = None
         height, width = x_t.shape[-2:]
-        return unpack(predicted[:, : height * width // 4], height, width)
+        count = height * width // 4
+        with target_alone(transformer.transformer_blocks[-1], count):
+            predicted = transformer(
+                hidden_states=torch.cat([pack(image) for image in images], dim=1),
+                timestep=t,
+                encoder_hidden_states=prompt["prompt_embeds"],
+                encoder_hidden_states_mask=None if mask is None else copy_to(mask, x_t.device),
+                img_shapes=image_shapes([image.shape[-2:] for image in images], len(x_t)),
+                return_dict=False,
+            )[0]
+        return unpack(predicted[:, :count], height, width)
+
+    def cut_last_block(self, transformer: Any) -> None:
+        block = transformer.transformer_blocks[-1]
+        block.forward = LastBlock(block, qwen_last_block)
 
 
 class QwenImageEditPlus(QwenImageEdit):

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from datamodules.errors import UserError
+from lightning_modules.last_block import keeping
 from lightning_modules.lora import lora_layers
 from lightning_modules.lora_files import find_weights, read_adapter
 
@@ -169,20 +169,11 @@ class RankGate:
             mask = mask.view(mask.shape[0], *[1] * (output.ndim - 2), mask.shape[1])
         return output * mask.to(output)
 
-    def checkpoint(self, block: Callable[..., Any], *args: Any) -> Any:
-        """Gradient checkpointing whose second forward has the mask of the first, whatever ran in between."""
+    def as_now(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        """The block with the mask of this moment, whatever runs in between."""
         if torch.compiler.is_compiling():  # where the graph holds the mask
-            return checkpoint(block, *args, use_reentrant=False)
-        mask = self.mask
-
-        def run(*args: Any) -> Any:
-            present, self.mask = self.mask, mask
-            try:
-                return block(*args)
-            finally:
-                self.mask = present
-
-        return checkpoint(run, *args, use_reentrant=False)
+            return block
+        return keeping(self, "mask", block)
 
 
 def _guard_merging(layer: Any, adapter_name: str) -> None:

@@ -36,8 +36,8 @@ class TLoRA(LoRA):
         super().inject(transformer)
         self.gate.attach(transformer, ADAPTER)
 
-    def gradient_checkpointing_func(self) -> Callable[..., Any]:
-        return self.gate.checkpoint
+    def as_now(self, block: nn.Module) -> Callable[..., Any]:
+        return self.gate.as_now(block)
 
     def rank_gates(self) -> list[RankGate]:
         return [self.gate]

@@ -125,6 +125,11 @@ class TransformerSource:
     def _asked(self) -> str:
         return str(self.dtype).removeprefix("torch.") if self.quantization is None else self.quantization.format
 
+    @property
+    def backend(self) -> str | None:
+        """Whose quantized layers it has; None for ours."""
+        return None if self.quantization is None else self.quantization.backend
+
     def check_unquantized(self, what: str) -> None:
         """Raise a UserError where it is quantized on disk."""
         if self.stored_format is not None:

@@ -192,11 +192,11 @@ def test_a_run_goes_on_with_its_own_settings(run, tiny, pairs, tmp_path):
 def test_what_was_learned_is_kept_when_a_run_fails(run, tiny, pairs, tmp_path):
     """Between two savings, and although the failing picture was fine when the run started."""
     arguments = [*short(tiny, pairs, tmp_path / "run", 9), "save_every=0"]
-    settings = ["optimizer.lr=1e20", "scheduler=constant", "model.max_nonfinite_steps=2"]
+    settings = ["optimizer.lr=1e20", "scheduler=constant", "model.max_nonfinite_steps=2", "trainer.log_every_n_steps=3"]
     run("train", *arguments, *settings, ok=False)
     checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == 2
-    assert (tmp_path / "run" / "lora" / "step-000002").is_dir()
+    assert checkpoint["global_step"] == 3
+    assert (tmp_path / "run" / "lora" / "step-000003").is_dir()
 
 
 def test_samples_in_the_middle_of_a_window_change_nothing(run, tiny, pairs, tmp_path):

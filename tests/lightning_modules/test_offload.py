@@ -107,7 +107,7 @@ def test_streamed_blocks_are_spread_over_all(tiny):
     [
         (["model.offload.blocks=5"], "model.offload.blocks=5: FluxTransformer2DModel has 0 to 4"),
         (["model.offload.blocks=-1"], "model.offload.blocks=-1: FluxTransformer2DModel has 0 to 4"),
-        (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=true"),
+        (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=full"),
         (
             ["model.offload.blocks=2", "model.quantization.backend=torchao"],
             "does not go with model.quantization.backend",

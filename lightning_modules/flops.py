@@ -1,0 +1,169 @@
+"""The useful work of a training step: its matrix products, counted once each."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from datamodules.batch import LatentBatch
+
+# Tokens of the probe: the decimal digits of a product's rows tell what they are.
+TEXT, TARGET, CONTROL = 10, 1_000, 100_000
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How many a sample has of each kind."""
+
+    text: int
+    target: int
+    control: int
+
+    def count(self, kinds: "Tokens") -> int:
+        """Of these kinds, where `kinds` has ones; one for what is there once a sample."""
+        all_kinds = (kinds.text * self.text, kinds.target * self.target, kinds.control * self.control)
+        return sum(all_kinds) or 1
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a sample, or the two of an attention.
+
+    Attributes:
+        rows: the kinds of tokens that it has a row for.
+        sides: of its weight, (in, out). Of attention (all heads' width, 0).
+        keys: of attention, the kinds of tokens that are looked at; None for others.
+        input_gradient, weight_gradient: whether these are computed.
+    """
+
+    rows: Tokens
+    sides: tuple[int, int]
+    keys: Tokens | None
+    input_gradient: bool
+    weight_gradient: bool
+
+    def forward(self, tokens: Tokens) -> int:
+        """FLOPs of a sample; a multiplication and an addition are two."""
+        if self.keys is not None:  # queries with keys, then weights with values
+            return 4 * tokens.count(self.rows) * tokens.count(self.keys) * self.sides[0]
+        return 2 * tokens.count(self.rows) * self.sides[0] * self.sides[1]
+
+    def backward(self, tokens: Tokens) -> int:
+        """FLOPs of its gradients; without what attention kernels compute again."""
+        if self.keys is not None:
+            return 2 * self.forward(tokens) * self.input_gradient
+        return self.forward(tokens) * (self.input_gradient + self.weight_gradient)
+
+
+def tokens_of(batch: LatentBatch) -> Tokens:
+    """Of one of its samples."""
+    assert batch.target_mean is not None
+    target, *controls = (image[0, 0].numel() // 4 for image in (batch.target_mean, *batch.controls))
+    return Tokens(batch.prompt["prompt_embeds"].shape[1], target, sum(controls))
+
+
+class StepFlops:
+    """A model's products by what they depend on, so that the work of any batch is a sum.
+
+    Found by a forward pass of its transformer on the meta device.
+
+    Args:
+        module: an `EditModule`; what it has of weights stays as it is.
+        transformer: its transformer on the meta device, with its adapter.
+    """
+
+    def __init__(self, module: Any, transformer: Any) -> None:
+        recorder = _Recorder()
+        channels = transformer.config.in_channels // 4
+        target, control = (
+            torch.empty(1, channels, 2 * side, 2 * tokens // side, device="meta")
+            for side, tokens in ((10, TARGET), (100, CONTROL))
+        )
+        controls = [] if module.condition_images.most == 0 else [control]
+        shapes = module.prompt_shapes("", [(16, 16)] * len(controls))
+        prompt = {
+            name: torch.empty(1, *((TEXT, *shape[1:]) if len(shape) > 1 else shape), device="meta")
+            for name, shape in shapes.items()
+        }
+        for gate in module.adapter.rank_gates():
+            gate.mask = torch.ones(1, gate.rows, device="meta")
+        present, module.transformer = module.transformer, transformer.float()
+        try:
+            with recorder:
+                module.velocity(target, torch.empty(1, device="meta"), controls, prompt)
+        finally:
+            module.transformer = present
+            for gate in module.adapter.rank_gates():
+                gate.mask = None
+        self.products = recorder.products
+
+    def forward(self, tokens: Tokens) -> int:
+        """FLOPs of a sample."""
+        return sum(product.forward(tokens) for product in self.products)
+
+    def __call__(self, tokens: Tokens) -> int:
+        """FLOPs of a sample, forward and backward."""
+        return sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes the products of a forward pass of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[Product] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear:
+            x, weight = args[:2]
+            rows = _kinds(x.numel() // x.shape[-1])
+            sides = (weight.shape[1], weight.shape[0])
+            self.products.append(Product(rows, sides, None, x.requires_grad, weight.requires_grad))
+        elif function is F.scaled_dot_product_attention:
+            query, key = (kwargs.get(name, args[place] if place < len(args) else None) for place, name in _QUERY_KEY)
+            width = query.shape[1] * query.shape[-1]
+            rows, keys = _kinds(query.shape[-2]), _kinds(key.shape[-2])
+            self.products.append(Product(rows, (width, 0), keys, query.requires_grad, False))
+        return function(*args, **kwargs)
+
+
+_QUERY_KEY = ((0, "query"), (1, "key"))
+
+
+def _kinds(rows: int) -> Tokens:
+    """Which tokens so many rows of the probe are."""
+    control, rest = divmod(rows, CONTROL)
+    target, rest = divmod(rest, TARGET)
+    return Tokens(rest // TEXT, target, control)
+
+
+def matrix_peak(device: torch.device, side: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+    """FLOP/s of a square product, the most that the device is seen to do."""
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / median_seconds(lambda: a @ b, 20, device)
+
+
+def median_seconds(run: Callable[[], Any], rounds: int, device: torch.device) -> float:
+    """The median of one call, after two that warm up."""
+    taken = []
+    for number in range(-2, rounds):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        if number >= 0:
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
