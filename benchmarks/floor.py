@@ -1,9 +1,10 @@
 """The floor: the same training as a plain loop over diffusers and peft, no framework, nothing logged.
 
-It takes the same liberties as train.py: a prompt is encoded once, AdamW is fused.
+It takes the same liberties as train.py: a prompt is encoded once, AdamW is fused. `cached` encodes each picture once
+too, and keeps it in memory.
 
-Run by training_speed.py as `python benchmarks/floor.py MODEL DATA STEPS BATCH RANK OUT`; writes a line to OUT after
-each step, as train.py does with metrics.csv.
+Run by training_speed.py as `python benchmarks/floor.py pairs|cached MODEL DATA STEPS BATCH RANK OUT`; writes a line to
+OUT after each step, as train.py does with metrics.csv.
 """
 
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FluxKontextPipeline, FluxTransformer2DModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from peft import LoraConfig
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
@@ -24,14 +26,15 @@ def load(path: Path) -> torch.Tensor:
     return torch.from_numpy(np.asarray(Image.open(path).convert("RGB"), dtype=np.float32)).permute(2, 0, 1) / 127.5 - 1
 
 
-def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -> None:
+def main(kind: str, model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -> None:
     torch.manual_seed(0)
-    vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
-    clip = CLIPTextModel.from_pretrained(model, subfolder="text_encoder").requires_grad_(False)
-    t5 = T5EncoderModel.from_pretrained(model, subfolder="text_encoder_2").requires_grad_(False)
+    f32 = {"dtype": torch.float32}
+    vae = AutoencoderKL.from_pretrained(model, subfolder="vae", **f32).requires_grad_(False)
+    clip = CLIPTextModel.from_pretrained(model, subfolder="text_encoder", **f32).requires_grad_(False)
+    t5 = T5EncoderModel.from_pretrained(model, subfolder="text_encoder_2", **f32).requires_grad_(False)
     clip_tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer")
     t5_tokenizer = T5TokenizerFast.from_pretrained(model, subfolder="tokenizer_2")
-    transformer = FluxTransformer2DModel.from_pretrained(model, subfolder="transformer").requires_grad_(False)
+    transformer = FluxTransformer2DModel.from_pretrained(model, subfolder="transformer", **f32).requires_grad_(False)
     transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
     parameters = [p for p in transformer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
@@ -39,18 +42,24 @@ def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -
     names = sorted(path.stem for path in (data / "training_images").glob("*.png"))
     pack, ids = FluxKontextPipeline._pack_latents, FluxKontextPipeline._prepare_latent_image_ids
 
+    @torch.no_grad()
+    def encode(name: str) -> tuple[DiagonalGaussianDistribution, torch.Tensor]:
+        target, control = (
+            load(data / folder / f"{name}.png")[None] for folder in ("training_images", "control_images")
+        )
+        return vae.encode(target).latent_dist, vae.encode(control).latent_dist.mode()
+
+    latents = {name: encode(name) for name in names} if kind == "cached" else {}
     encoded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with out.open("w", buffering=1) as file:
         file.write("step,seconds\n")
         start = time.perf_counter()
         for step in range(1, steps + 1):
             chosen = random.choices(names, k=batch)
-            target = torch.stack([load(data / "training_images" / f"{name}.png") for name in chosen])
-            control = torch.stack([load(data / "control_images" / f"{name}.png") for name in chosen])
             prompts = [(data / "training_images" / f"{name}.txt").read_text() for name in chosen]
             with torch.no_grad():
-                x0 = vae.encode(target).latent_dist.sample()
-                source = vae.encode(control).latent_dist.mode()
+                targets, sources = zip(*(latents[name] if latents else encode(name) for name in chosen), strict=True)
+                x0, source = torch.cat([target.sample() for target in targets]), torch.cat(sources)
                 x0, source = ((z - vae.config.shift_factor) * vae.config.scaling_factor for z in (x0, source))
                 for prompt in prompts:
                     if prompt not in encoded:
@@ -84,5 +93,5 @@ def main(model: str, data: Path, steps: int, batch: int, rank: int, out: Path) -
 
 
 if __name__ == "__main__":
-    model, data, steps, batch, rank, out = sys.argv[1:]
-    main(model, Path(data), int(steps), int(batch), int(rank), Path(out))
+    kind, model, data, steps, batch, rank, out = sys.argv[1:]
+    main(kind, model, Path(data), int(steps), int(batch), int(rank), Path(out))

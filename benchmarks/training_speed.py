@@ -1,10 +1,11 @@
-"""train.py, from pictures and from a cache, against the floor: steps/s, seconds to the first step, peak memory.
+"""train.py against the floor, from pictures and from a cache: steps/s, seconds to the first step, peak memory.
 
     python benchmarks/training_speed.py            # all sizes, three rounds
     python benchmarks/training_speed.py --size 128 --rounds 1
 
-Both train the embedded model in float32 on the same eight drawn pairs at one size, with the same batch and rank. A
-round runs one after the other; the figures are medians over the rounds, the ratios are taken within a round.
+Both train the embedded model in float32 on the same eight drawn pairs at one size, with the same batch and rank;
+`compiled` is `cached` with model.compile=true. A round runs one after the other; the figures are medians over the
+rounds, the ratios, to the floor that encodes in every step or once as they do, are taken within a round.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from random import Random
 
 ROOT = Path(__file__).parent.parent
 WARM_UP = 20
+FLOORS = {"pairs": "floor, pairs", "cached": "floor, cached"}
+# What is measured: data=, and more settings
+KINDS = {"pairs": ("pairs", []), "cached": ("cached", []), "compiled": ("cached", ["model.compile=true"])}
 
 
 def make_data(folder: Path, size: int) -> Path:
@@ -63,6 +67,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="more overrides for train.py")
     arguments = parser.parse_args()
@@ -70,20 +75,24 @@ def main() -> None:
     from lightning_modules.loading import SHAPES
 
     print(f"batch {arguments.batch}, rank {arguments.rank}, {arguments.steps} steps, {os.cpu_count()} cores")
-    print(f"{'size':>5} {'':9} {'steps/s':>8} {'ratio':>6} {'first step':>11} {'memory':>9}")
+    print(f"{'size':>5} {'':14} {'steps/s':>8} {'ratio':>6} {'first step':>11} {'memory':>9}")
     for size in arguments.size:
-        results: dict[str, list[tuple[float, float, float]]] = {"floor": [], "pairs": [], "cached": []}
+        floors = {name: FLOORS[KINDS[name][0]] for name in arguments.kinds}
+        names = [*dict.fromkeys(floors.values()), *arguments.kinds]
+        results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             data = make_data(folder / "data", size)
             for number in range(arguments.rounds):
-                out = folder / f"floor-{number}.csv"
                 common = [str(arguments.steps), str(arguments.batch), str(arguments.rank)]
-                results["floor"].append(
-                    measure(["benchmarks/floor.py", str(SHAPES), str(data), *common, str(out)], out)
-                )
-                for kind in ("pairs", "cached"):
-                    run = folder / f"{kind}-{number}"
+                for kind, name in FLOORS.items():
+                    if name in results:
+                        out = folder / f"floor-{kind}-{number}.csv"
+                        command = ["benchmarks/floor.py", kind, str(SHAPES), str(data), *common, str(out)]
+                        results[name].append(measure(command, out))
+                for name in arguments.kinds:
+                    kind, more = KINDS[name]
+                    run = folder / f"{name}-{number}"
                     command = [
                         "train.py",
                         f"data={kind}",
@@ -95,14 +104,16 @@ def main() -> None:
                         "data.num_workers=0",
                         "callbacks.sample_images=null",
                         "save_every=0",
-                        *([f"data.cache_dir={folder / f'cache-{number}'}"] if kind == "cached" else []),
+                        *([f"data.cache_dir={folder / f'cache-{name}-{number}'}"] if kind == "cached" else []),
+                        *more,
                         *arguments.overrides,
                     ]
-                    results[kind].append(measure(command, run / "metrics.csv"))
+                    results[name].append(measure(command, run / "metrics.csv"))
         for name, rounds in results.items():
-            ratio = statistics.median(own[0] / floor[0] for own, floor in zip(rounds, results["floor"], strict=True))
+            compared = results[floors.get(name, name)]
+            ratio = statistics.median(own[0] / floor[0] for own, floor in zip(rounds, compared, strict=True))
             speed, first, memory = (statistics.median(values) for values in zip(*rounds, strict=True))
-            print(f"{size:5} {name:9} {speed:8.2f} {ratio:6.3f} {first:9.2f} s {memory:6.0f} MB", flush=True)
+            print(f"{size:5} {name:14} {speed:8.2f} {ratio:6.3f} {first:9.2f} s {memory:6.0f} MB", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Self
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from datamodules.batch import Batch, LatentBatch, RawBatch, copy_to, pad_to
 from datamodules.errors import UserError, listing
 from lightning_modules import flow
+from lightning_modules.activation_offload import ActivationOffload
 from lightning_modules.adapter import Adapter, trainable
+from lightning_modules.autocast import cast_inputs_once
 from lightning_modules.checkpointing import read_position, set_checkpointing
 from lightning_modules.execution import check_attention_backend
 from lightning_modules.flops import StepFlops, tokens_of
 from lightning_modules.lora import whole
 from lightning_modules.nonfinite import NonfiniteSteps
 from lightning_modules.prediction import Predictor
+from lightning_modules.quantization import all_weights
 
 log = logging.getLogger("retouch")
 
@@ -53,6 +56,7 @@ class EditModule(Predictor):
         self.gradient_checkpointing = read_position(gradient_checkpointing)
         self.timesteps = timesteps
         self.caption_dropout_rate = 0.0  # the data's, from `setup` on
+        self.activation_offload: ActivationOffload | None = None
         self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
         self.seed = seed
         self.adapter = adapter
@@ -103,6 +107,8 @@ class EditModule(Predictor):
         self.adapt(transformer)
         self.rank_gates = self.adapter.rank_gates()
         self.transformer = transformer
+        if self.offload["activations"]:
+            self.activation_offload = ActivationOffload(self.main_device, all_weights(transformer))
         self.stream_blocks()
         self.prepare_blocks(dynamic=self._sizes_differ())
         if self.gradient_checkpointing != "auto":
@@ -122,6 +128,7 @@ class EditModule(Predictor):
         assert self.adapter is not None
         self.adapter.inject(transformer)
         self.cut_last_block(transformer)
+        cast_inputs_once(transformer)
 
     def _train_text_encoders(self) -> None:
         """Let those in use be trained and saved with the transformer."""
@@ -227,7 +234,8 @@ class EditModule(Predictor):
         x0 = self.normalize(target)
         controls = [self.normalize(control.float()) for control in batch.controls]
         prompt = self._drop_captions(batch, drawn.dropout)
-        velocity = self.velocity(flow.interpolate(x0, eps, t), t, controls, prompt)
+        with self.activation_offload or nullcontext():
+            velocity = self.velocity(flow.interpolate(x0, eps, t), t, controls, prompt)
         return flow.flow_loss(velocity, flow.velocity_target(x0, eps), batch.mask)
 
     def _drop_captions(self, batch: LatentBatch, dropout: Tensor) -> Mapping[str, Tensor]:

@@ -101,6 +101,7 @@ class StepFlops:
             for gate in module.adapter.rank_gates():
                 gate.mask = None
         self.products = recorder.products
+        self._known: dict[Tokens, int] = {}
 
     def forward(self, tokens: Tokens) -> int:
         """FLOPs of a sample."""
@@ -108,7 +109,9 @@ class StepFlops:
 
     def __call__(self, tokens: Tokens) -> int:
         """FLOPs of a sample, forward and backward."""
-        return sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
+        if tokens not in self._known:
+            self._known[tokens] = sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
+        return self._known[tokens]
 
 
 class _Recorder(TorchFunctionMode):

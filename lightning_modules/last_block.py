@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.autocast import compute_dtype
+
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -79,6 +81,7 @@ def flux_last_block(
 
     attn, chosen = block.attn, slice(text.shape[1], text.shape[1] + target.shape[1])
     normed, gate = block.norm(torch.cat([text, target, control], dim=1), emb=temb)
+    normed = normed.to(compute_dtype(normed))
     normed_target = normed[:, chosen]
     query, key, value = (
         project(tokens).unflatten(-1, (-1, attn.head_dim))
@@ -113,6 +116,8 @@ def qwen_last_block(
     first, second = block.img_mod(temb).chunk(2, dim=-1)
     images, gate = block._modulate(block.img_norm1(torch.cat([target, control], dim=1)), first, modulate_index)
     words, _ = block._modulate(block.txt_norm1(text), block.txt_mod(text_temb).chunk(2, dim=-1)[0])
+
+    images, words = images.to(compute_dtype(images)), words.to(compute_dtype(words))
 
     def heads(tokens: Tensor, norm: nn.Module, frequencies: Tensor) -> Tensor:
         tokens = norm(tokens.unflatten(-1, (attn.heads, -1)))

@@ -94,6 +94,9 @@ class LoRA(Adapter):
             transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
         for parameter in trainable(transformer).values():
             parameter.data = parameter.data.float()
+        for layer in lora_layers(transformer, ADAPTER).values():
+            # Autocast casts the weights. To peft's float32 copy of each input it would add one in 16 bits, to be kept.
+            layer.cast_input_dtype_enabled = False
         self.initialize(transformer)
         transformer.train()
         if self.init_from is not None:

@@ -38,6 +38,12 @@ def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
+def all_weights(module: nn.Module) -> list[Tensor]:
+    """A model's parameters, and what quantized layers have beside them."""
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
+    return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
+
+
 class Quantization:
     """How a frozen model is quantized. Checkpoints that are quantized on disk are loaded as they are instead.
 

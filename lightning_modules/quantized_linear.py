@@ -14,17 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_modules.autocast import compute_dtype
+
 log = logging.getLogger("retouch")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Tensor cores take matrices whose sides are multiples of it.
 TILE = 16
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer computes in: autocast's dtype, or its input's."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Storage:
