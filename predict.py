@@ -61,7 +61,7 @@ def model_settings(cfg: DictConfig, headers: list[dict[str, Any] | None], overri
     if not (CONF / "model" / f"{name}.yaml").is_file() or "/" in name:
         raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
     model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
-    given = {override.split("=")[0].removeprefix("model.") for override in own}
+    given = {override.split("=")[0].removeprefix("model.").removeprefix("model/") for override in own}
     if "quantization.format" in given:
         quantization = {key: value for key, value in quantization.items() if key != "backend"}
     settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
@@ -135,10 +135,11 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
         height=cfg.height,
         width=cfg.width,
         max_area=cfg.max_area,
+        batch_size=cfg.batch_size,
     )
     # Hydra would turn objects among its arguments into configs: finish the call without it.
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _partial_=True)(
-        loras=files, sampling=sampling
+        loras=files, merge_lora=cfg.merge_lora, sampling=sampling
     )
     warn_of_other_base(module, files, headers)
     silence_libraries()

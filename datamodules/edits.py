@@ -19,17 +19,21 @@ from datamodules.transforms import fit_area, image_size, verify_image
 
 @dataclass
 class EditRequest:
-    """One image and one prompt: a batch of one, and the pictures wanted of it.
+    """One image, some prompts, and the pictures wanted of them.
 
-    `size` is (width, height) of the result. `name` is the start of the files' names.
+    Attributes:
+        raw: a sample for each prompt; its keys are the starts of the files' names. The image is there once.
+        size: (width, height) of the result.
+        seeds, lora_scales: a picture of each prompt for each pair of them.
+        batch_size: pictures made at once.
     """
 
     raw: RawBatch
-    name: str
     image: str | None
     size: tuple[int, int]
     seeds: list[int]
     lora_scales: list[float]
+    batch_size: int
 
 
 class EditsDataModule(L.LightningDataModule):
@@ -44,6 +48,7 @@ class EditsDataModule(L.LightningDataModule):
         seeds, lora_scales: a picture for each pair of them.
         height, width: of the result; None for the image's own, floored to 16, or 1024 where there is no image.
         max_area: larger images are shrunk to so many pixels before the edit.
+        batch_size: pictures of an image that are made at once.
     """
 
     def __init__(
@@ -57,8 +62,11 @@ class EditsDataModule(L.LightningDataModule):
         height: int | None,
         width: int | None,
         max_area: int,
+        batch_size: int,
     ) -> None:
         super().__init__()
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UserError(f"batch_size={batch_size}: must be a whole number from 1 on")
         self.images = find_images(image) if image is not None else [()]
         self.prompts = _read_prompts(prompt, prompts_file)
         self.negative_prompt = negative_prompt
@@ -67,6 +75,7 @@ class EditsDataModule(L.LightningDataModule):
         self.height = height
         self.width = width
         self.max_area = max_area
+        self.batch_size = batch_size
         self.condition_images = ConditionImages()
         if not isinstance(max_area, int) or max_area < 256:
             raise UserError(f"max_area={max_area}: must be a number of pixels from 256 on")
@@ -100,17 +109,27 @@ class EditsDataModule(L.LightningDataModule):
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
         if not self.condition_images.text_sees_them:
             return [(prompt, ()) for prompt in dict.fromkeys([*self.prompts, *negative])]
-        mine = [divmod(index, len(self.prompts)) for index in self.share()]
-        return list(
-            dict.fromkeys(
-                (prompt, self.images[image]) for image, number in mine for prompt in (self.prompts[number], *negative)
-            )
-        )
+        mine = [(image, prompt) for image, prompts in map(self.group, self.share()) for prompt in (*prompts, *negative)]
+        return list(dict.fromkeys((prompt, self.images[image]) for image, prompt in mine))
+
+    def group(self, index: int) -> tuple[int, list[str]]:
+        """The number of a request's image, and its prompts."""
+        image, number = divmod(index, self._groups)
+        return image, self.prompts[number * self.batch_size : (number + 1) * self.batch_size]
+
+    @property
+    def _groups(self) -> int:
+        """Requests of an image."""
+        return -(-len(self.prompts) // self.batch_size)
+
+    def __len__(self) -> int:
+        """All requests."""
+        return len(self.images) * self._groups
 
     def share(self) -> range:
         """The numbers of this process's requests."""
         assert self.trainer is not None
-        return range(self.trainer.global_rank, len(self.images) * len(self.prompts), self.trainer.world_size)
+        return range(self.trainer.global_rank, len(self), self.trainer.world_size)
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
         """This process's share of the requests, one by one."""
@@ -134,29 +153,29 @@ class _Requests(Dataset[EditRequest]):
             self.names.append(next(name for name in numbered if name not in self.names))
 
     def __len__(self) -> int:
-        return len(self.data.images) * len(self.data.prompts)
+        return len(self.data)
 
     def __getitem__(self, index: int) -> EditRequest:
         data = self.data
-        image, prompt = divmod(index, len(data.prompts))
+        image, prompts = data.group(index)
+        first = index % data._groups * data.batch_size
         paths = data.images[image]
         controls, prompt_images = data.condition_images.load(paths, data.max_area)
         own = fit_area(*image_size(paths[0]), data.max_area) if paths else (1024, 1024)
-        name = f"{self.names[image]}_p{prompt:02d}"
         return EditRequest(
             raw=RawBatch(
-                keys=[name],
-                draws=[0],
-                prompts=[data.prompts[prompt]],
+                keys=[f"{self.names[image]}_p{number:02d}" for number in range(first, first + len(prompts))],
+                draws=[0] * len(prompts),
+                prompts=prompts,
                 target=None,
                 controls=controls,
-                prompt_images=[prompt_images],
+                prompt_images=[prompt_images] * len(prompts),
             ),
-            name=name,
             image=str(paths[0]) if paths else None,
             size=(data.width or own[0], data.height or own[1]),
             seeds=data.seeds,
             lora_scales=data.lora_scales,
+            batch_size=data.batch_size,
         )
 
 

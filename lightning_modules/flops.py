@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -18,16 +18,17 @@ TEXT, TARGET, CONTROL = 10, 1_000, 100_000
 
 @dataclass(frozen=True)
 class Tokens:
-    """How many a sample has of each kind."""
+    """How many a sample has of each kind; or of a product, how many rows for a token of each kind and for a sample."""
 
     text: int
     target: int
     control: int
+    sample: int = 1
 
-    def count(self, kinds: "Tokens") -> int:
-        """Of these kinds, where `kinds` has ones; one for what is there once a sample."""
-        all_kinds = (kinds.text * self.text, kinds.target * self.target, kinds.control * self.control)
-        return sum(all_kinds) or 1
+    def count(self, rows: "Tokens") -> int:
+        """All rows of a product."""
+        mine, theirs = astuple(self), astuple(rows)
+        return sum(own * factor for own, factor in zip(mine, theirs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Product:
     """A matrix product of a sample, or the two of an attention.
 
     Attributes:
-        rows: the kinds of tokens that it has a row for.
+        rows: how many it has for a token of each kind, and for a sample.
         sides: of its weight, (in, out). Of attention (all heads' width, 0).
-        keys: of attention, the kinds of tokens that are looked at; None for others.
+        keys: of attention, the tokens that are looked at; None for others.
         input_gradient, weight_gradient: whether these are computed.
     """
 
@@ -134,7 +135,8 @@ class _Recorder(TorchFunctionMode):
             query, key = (kwargs.get(name, args[place] if place < len(args) else None) for place, name in _QUERY_KEY)
             width = query.shape[1] * query.shape[-1]
             rows, keys = _kinds(query.shape[-2]), _kinds(key.shape[-2])
-            self.products.append(Product(rows, (width, 0), keys, query.requires_grad, False))
+            needed = query.requires_grad or key.requires_grad
+            self.products.append(Product(rows, (width, 0), keys, needed, False))
         return function(*args, **kwargs)
 
 
@@ -142,10 +144,11 @@ _QUERY_KEY = ((0, "query"), (1, "key"))
 
 
 def _kinds(rows: int) -> Tokens:
-    """Which tokens so many rows of the probe are."""
+    """What so many rows of the probe are for."""
     control, rest = divmod(rows, CONTROL)
     target, rest = divmod(rest, TARGET)
-    return Tokens(rest // TEXT, target, control)
+    text, sample = divmod(rest, TEXT)
+    return Tokens(text, target, control, sample)
 
 
 def matrix_peak(device: torch.device, side: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -16,7 +16,7 @@ class LatentKontextPipeline(FluxKontextPipeline):
     controls: list[Tensor]
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
-        """One picture of `size` (width, height), as latents (1, C, h, w)."""
+        """Pictures of `size` (width, height), as latents (B, C, h, w); controls are (B, C, ...)."""
         width, height = size
         self.controls = controls
         sides = {"height": height, "width": width, "max_area": height * width}

@@ -3,7 +3,7 @@
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,8 @@ from lightning_modules.execution import check_attention_backend, compile_blocks,
 from lightning_modules.family import Sampling
 from lightning_modules.frozen import FrozenPipeline
 from lightning_modules.lora_files import check_fits, read_header
-from lightning_modules.rank_schedule import RankGate, read_rank_schedule, sampling_step
+from lightning_modules.merging import MergedLoRAs
+from lightning_modules.rank_schedule import NOT_MERGED, RankGate, read_rank_schedule, sampling_step
 
 log = logging.getLogger("retouch")
 
@@ -31,6 +32,7 @@ class Predictor(FrozenPipeline):
         compile: whether the transformer's blocks are compiled.
         attention_backend: diffusers' name of an attention kernel; None for PyTorch's own choice.
         loras: weights files to apply in prediction.
+        merge_lora: whether they become a part of the weights while pictures are made.
         sampling: how predicted pictures are made; None where none are.
         pipeline: of `FrozenPipeline`.
     """
@@ -40,6 +42,7 @@ class Predictor(FrozenPipeline):
         compile: bool,
         attention_backend: str | None,
         loras: Sequence[str | Path] = (),
+        merge_lora: bool = False,
         sampling: Sampling | None = None,
         **pipeline: Any,
     ) -> None:
@@ -47,6 +50,9 @@ class Predictor(FrozenPipeline):
         self.compiles = compile
         self.attention_backend = attention_backend
         self.loras = [Path(lora) for lora in loras]
+        self.merge_lora = merge_lora
+        self._merged: MergedLoRAs | None = None
+        self._scale: float | None = None
         self.sampling = sampling
         # Of the adapters that are T-LoRAs; callbacks.rank_schedule opens them.
         self.rank_gates: list[RankGate] = []
@@ -61,7 +67,15 @@ class Predictor(FrozenPipeline):
             # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
             if read_header(file) is not None:
                 check_fits(file, self.meta_transformer(), self.repository_name)
-                read_rank_schedule(file)
+                if read_rank_schedule(file) is not None and self.merge_lora:
+                    raise UserError(f"merge_lora=true: {NOT_MERGED}")
+        if self.loras and self.merge_lora:
+            if self.source.expected_precision not in loading.DTYPES:
+                raise UserError(
+                    f"merge_lora=true: a weight of {self.source.expected_precision} cannot take a LoRA in without loss"
+                )
+            if self.offload["blocks"]:
+                raise UserError("merge_lora=true does not go with model.offload.blocks")
 
     def configure_model(self) -> None:
         """Load the transformer where pictures are made; encoding needs none."""
@@ -102,9 +116,19 @@ class Predictor(FrozenPipeline):
 
     def set_lora_scale(self, scale: float) -> None:
         """Weigh the LoRAs of a prediction, all by the same factor."""
-        if self.loras:
-            names = [f"lora_{number}" for number in range(len(self.loras))]
-            self.pipeline().set_adapters(names, [scale] * len(names))
+        if not self.loras or scale == self._scale:
+            return
+        self._scale = scale
+        names = [f"lora_{number}" for number in range(len(self.loras))]
+        self.pipeline().set_adapters(names, [scale] * len(names))
+        if self.merge_lora:
+            self._merged = self._merged or MergedLoRAs(self.transformer, names)
+            self._merged.merge()
+
+    def on_predict_end(self) -> None:
+        if self._merged is not None:
+            self._merged.unmerge()
+        self._merged = self._scale = None
 
     def pipeline(self) -> Any:
         """The family's pipeline around the transformer that is loaded, for all but encoding."""
@@ -138,20 +162,24 @@ class Predictor(FrozenPipeline):
         seconds = self.stopwatch.seconds
         seconds["encode_image"] = 0.0
         latents = self.encode(batch.raw, self.sampling.negative)
-        [prompt], [images] = batch.raw.prompts, batch.raw.prompt_images
-        for scale, (number, seed) in itertools.product(batch.lora_scales, enumerate(batch.seeds)):
+        wanted = list(itertools.product(range(len(batch.raw.prompts)), enumerate(batch.seeds)))
+        starts = range(0, len(wanted), batch.batch_size)
+        for scale, start in itertools.product(batch.lora_scales, starts):
+            together = wanted[start : start + batch.batch_size]
             self.set_lora_scale(scale)
             seconds["denoise"] = seconds["decode"] = 0.0
-            pixels = self.edit(latents, self.sampling, batch.size, seed)
-            marks = [f"img{number:02d}", f"steps{self.sampling.num_inference_steps}"]
-            marks += [] if self.sampling.guidance_scale is None else [f"g{self.sampling.guidance_scale:g}"]
-            marks += [f"cfg{self.sampling.true_cfg_scale:g}"] if self.sampling.negative is not None else []
-            marks += [f"lora{scale}"] if self.loras else []
-            taken = {**seconds, "encode_prompt": self.prompts.seconds(prompt, images)}
-            yield (
-                pixels,
-                {
-                    "name": "_".join([batch.name, *marks]),
+            chosen = rows(latents, [row for row, _ in together])
+            made = self.edits(chosen, self.sampling, batch.size, [seed for _, (_, seed) in together])
+            shared = {name: seconds[name] / len(together) for name in ("denoise", "decode")}
+            for pixels, (row, (number, seed)) in zip(made.split(1), together, strict=True):
+                prompt, images = batch.raw.prompts[row], batch.raw.prompt_images[row]
+                marks = [f"img{number:02d}", f"steps{self.sampling.num_inference_steps}"]
+                marks += [] if self.sampling.guidance_scale is None else [f"g{self.sampling.guidance_scale:g}"]
+                marks += [f"cfg{self.sampling.true_cfg_scale:g}"] if self.sampling.negative is not None else []
+                marks += [f"lora{scale}"] if self.loras else []
+                taken = {**seconds, **shared, "encode_prompt": self.prompts.seconds(prompt, images)}
+                record = {
+                    "name": "_".join([batch.raw.keys[row], *marks]),
                     "image": batch.image,
                     "prompt": prompt,
                     **asdict(self.sampling),
@@ -161,12 +189,16 @@ class Predictor(FrozenPipeline):
                     "lora": [str(lora) for lora in self.loras],
                     "lora_scale": scale,
                     "seconds": {name: round(value, 4) for name, value in taken.items()},
-                },
-            )
+                }
+                yield pixels, record
+
+    def edit(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seed: int) -> Tensor:
+        """One picture (1, 3, H, W), about [-1, 1], from a batch of one: what the stock pipeline gives for the seed."""
+        return self.edits(batch, sampling, size, [seed])
 
     @torch.no_grad()
-    def edit(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seed: int) -> Tensor:
-        """One picture (1, 3, H, W), about [-1, 1], from a batch of one: what the stock pipeline gives for the seed.
+    def edits(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seeds: Sequence[int]) -> Tensor:
+        """A picture of each sample, (B, 3, H, W), about [-1, 1].
 
         True CFG takes the batch's `empty_prompt` as its negative.
         """
@@ -179,11 +211,11 @@ class Predictor(FrozenPipeline):
             "guidance_scale": sampling.guidance_scale,
             "num_inference_steps": sampling.num_inference_steps,
         }
-        generator = torch.Generator().manual_seed(seed)
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         with self.stopwatch.stage("denoise"):
-            latents = self.pipeline().edit(controls, size, generator=generator, **arguments)
-        with self.stopwatch.stage("decode"):
-            pixels = self.decode(latents)
+            latents = self.pipeline().edit(controls, size, generator=generators, **arguments)
+        with self.stopwatch.stage("decode"):  # one by one: a picture takes much memory, and decodes the same alone
+            pixels = torch.cat([self.decode(one) for one in latents.split(1)])
         self.rest_components()
         if not pixels.isfinite().all():
             log.warning(
@@ -191,3 +223,18 @@ class Predictor(FrozenPipeline):
                 f"num_inference_steps=1 (here {sampling.num_inference_steps}); else weights have diverged"
             )
         return pixels
+
+
+def rows(batch: LatentBatch, chosen: Sequence[int]) -> LatentBatch:
+    """Samples of a batch, by their numbers; the condition images, which are there once, for each."""
+
+    def pick(conditioning: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor[list(chosen)] for name, tensor in conditioning.items()}
+
+    return replace(
+        batch,
+        keys=[batch.keys[row] for row in chosen],
+        controls=[control.expand(len(chosen), -1, -1, -1) for control in batch.controls],
+        prompt=pick(batch.prompt),
+        empty_prompt=pick(batch.empty_prompt),
+    )

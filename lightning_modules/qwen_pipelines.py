@@ -17,12 +17,12 @@ class LatentControls:
     controls: list[Tensor]
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
-        """One picture of `size` (width, height), as latents (1, C, h, w)."""
+        """Pictures of `size` (width, height), as latents (B, C, h, w); controls are (B, C, ...)."""
         width, height = size
         pipeline: Any = self
         height_in_latents, width_in_latents = height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor
         sides = [(height_in_latents, width_in_latents), *(control.shape[-2:] for control in controls)]
-        shapes = image_shapes(sides, 1)
+        shapes = image_shapes(sides, len(arguments["generator"]))
         self.controls = controls
         # The pipelines work out the shapes from an image that is resized to one megapixel: ours may be others.
         hook = pipeline.transformer.register_forward_pre_hook(

@@ -1,13 +1,19 @@
 """predict.py by its real command line, against the stock pipeline."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from PIL import Image
 
+from lightning_modules import execution
+from lightning_modules.lora import ADAPTER
+from lightning_modules.merging import MergedLoRAs
 from tests.conftest import make_pairs, photograph, short
+from tests.tiny_adapters import LAYER, build, learn
 
 STAGES = {"load", "encode_prompt", "encode_image", "denoise", "decode"}
 
@@ -249,3 +255,90 @@ def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
 def test_missing_negative_prompt_is_said(run, tmp_path):
     arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", "true_cfg_scale=2"]
     assert 'using ""' in run("predict", *arguments, f"output_dir={tmp_path / 'out'}").text
+
+
+def test_pictures_made_at_once_are_those_made_alone(run, trained, photo, tmp_path, monkeypatch):
+    """Two prompts and three seeds in batches of four: the same files, to a rounding of 8 bits."""
+    monkeypatch.chdir(tmp_path)
+    request = [f"lora={trained}", f"image={photo}", "num_inference_steps=2", "prompt=[mirror picture 1,make it snow]"]
+    for name, more in (("alone", []), ("together", ["batch_size=4"])):
+        run("predict", *request, "seed=[1,2,3]", f"output_dir={name}", *more)
+    alone, together = (sorted((tmp_path / name).glob("*.png")) for name in ("alone", "together"))
+    assert [path.name for path in alone] == [path.name for path in together]
+    assert len(alone) == 6
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(pixels(one) - pixels(other)).max() <= 1
+    facts = {row["file"]: (row["prompt"], row["seed"]) for row in records(tmp_path / "together")}
+    assert facts == {row["file"]: (row["prompt"], row["seed"]) for row in records(tmp_path / "alone")}
+
+
+def test_merged_lora_gives_the_same_picture_at_each_scale(run, trained, photo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = [
+        f"lora={trained}",
+        f"image={photo}",
+        "num_inference_steps=2",
+        "prompt=make it snow",
+        "lora_scale=[0,1,2]",
+    ]
+    for name, more in (("beside", []), ("merged", ["merge_lora=true"])):
+        run("predict", *request, f"output_dir={name}", *more)
+    beside, merged = (sorted((tmp_path / name).glob("*.png")) for name in ("beside", "merged"))
+    assert len(beside) == len(merged) == 3
+    for one, other in zip(beside, merged, strict=True):
+        assert np.abs(pixels(one) - pixels(other)).max() <= 1
+    assert np.abs(pixels(beside[0]) - pixels(beside[2])).max() > 8
+
+
+def test_merged_weights_come_back_bitwise(tiny):
+    module = build(tiny, "lora", dtype="bfloat16")
+    learn(module)
+    before = {name: tensor.clone() for name, tensor in module.transformer.state_dict().items()}
+    merged = MergedLoRAs(module.transformer, [ADAPTER])
+    layer = module.transformer.get_submodule(LAYER)
+    for scale in (1.0, 0.5):
+        layer.scaling[ADAPTER] = scale
+        merged.merge()
+        update = layer.lora_B[ADAPTER].weight.float() @ layer.lora_A[ADAPTER].weight.float()
+        original = before[f"{LAYER}.base_layer.weight"]
+        assert torch.equal(layer.base_layer.weight, (original.float() + scale * update).bfloat16())
+    x = torch.randn(2, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), layer.base_layer(x))
+        merged.unmerge()
+        assert not torch.equal(layer(x), layer.base_layer(x))
+    after = module.transformer.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["merge_lora=true", "model/quantization=fp8"], "merge_lora=true: a weight of fp8 cannot take a LoRA in"),
+        (["merge_lora=true", "model.offload.blocks=1"], "merge_lora=true does not go with model.offload.blocks"),
+        (["batch_size=0"], "batch_size=0: must be a whole number from 1 on"),
+    ],
+)
+def test_what_does_not_go_together_is_named(run, trained, photo, tmp_path, more, message):
+    request = [f"lora={trained}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
+    assert run("predict", *request, *more, ok=False).error.startswith(f"error: {message}")
+
+
+def test_t_lora_is_not_merged(run, tiny, pairs, photo, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1), "adapter=tlora")
+    request = [f"lora={tmp_path / 'run'}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
+    error = run("predict", *request, "merge_lora=true", ok=False).error
+    assert error.startswith("error: merge_lora=true: a T-LoRA cannot be merged")
+
+
+def test_compiled_prediction_is_the_same(run, trained, photo, tmp_path, monkeypatch):
+    """By eager's own kernels: one graph for each kind of block, pictures to a rounding of 8 bits."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(execution.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    request = [f"lora={trained}", f"image={photo}", "num_inference_steps=2", "prompt=make it snow"]
+    for name, more in (("eager", []), ("compiled", ["model.compile=true"])):
+        run("predict", *request, f"output_dir={name}", *more)
+    [eager], [compiled] = ((tmp_path / name).glob("*.png") for name in ("eager", "compiled"))
+    assert np.abs(pixels(eager) - pixels(compiled)).max() <= 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
