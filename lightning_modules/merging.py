@@ -34,7 +34,7 @@ class MergedLoRAs:
             self._originals = [_weight(layer).to("cpu", copy=True) for layer in self._layers]
         for layer, original in zip(self._layers, self._originals, strict=True):
             weight = _weight(layer)
-            merged = original.to(weight.device).float()
+            merged = original.to(weight.device, torch.float32, copy=True)
             for name in self.names:
                 if name in layer.lora_A:
                     down, up = layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float()
