@@ -2,18 +2,17 @@
 
     python benchmarks/full_size.py --output benchmarks/results/h200.json
 
-Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only: the forward
-pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
+Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only (roofline.py):
+the forward pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
 """
 
 import argparse
 import json
 import shlex
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,15 @@ from accelerate import init_empty_weights
 from hydra.utils import instantiate
 from memory import compose, empty_batch, write_shallow
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.profiler import profile
 
 from callbacks.console import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
 from lightning_modules.adapter import trainable
+from lightning_modules.flops import StepFlops, matrix_peak, median_seconds, tokens_of
 from lightning_modules.quantization import nbytes
+from lightning_modules.rank_schedule import mask_forwards
 from lightning_modules.weights import assemble
 
 PRECISIONS = {
@@ -60,7 +61,8 @@ class RandomWeights:
 
 def build(options: argparse.Namespace, folder: str, precision: str, device: torch.device) -> Any:
     """A module whose transformer is on the device, with its adapter."""
-    more = [f"adapter.rank={options.rank}", *PRECISIONS[precision]]
+    more = [f"adapter={options.adapter}", f"adapter.rank={options.rank}", *PRECISIONS[precision]]
+    more += [f"model.compile={options.compile}", f"model.attention_backend={options.attention_backend}"]
     module = instantiate(compose(options.model, folder, "bfloat16", *more).model, _convert_="all")
     with init_empty_weights():
         transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
@@ -68,6 +70,9 @@ def build(options: argparse.Namespace, folder: str, precision: str, device: torc
     assemble(transformer, weights, dtype=torch.bfloat16, device=device, quantization=quantization)
     module.adapt(transformer)
     module.transformer = transformer.to(device)
+    module.rank_gates = module.adapter.rank_gates()
+    mask_forwards(module.transformer, module.rank_gates, lambda: None)
+    module.prepare_blocks(dynamic=False)
     return module
 
 
@@ -88,51 +93,26 @@ def filled(batch: LatentBatch, module: Any, device: torch.device) -> Callable[[]
     return loss
 
 
-def useful_flops(options: argparse.Namespace, folder: str, side: int) -> int:
-    """Of forward and backward without checkpointing, counted on tensors without content."""
-    meta = torch.device("meta")
-    module = instantiate(
-        compose(options.model, folder, "bfloat16", f"adapter.rank={options.rank}").model, _convert_="all"
-    )
-    module.transformer = module.meta_transformer().to(torch.bfloat16)
-    module.adapt(module.transformer)
-    with FlopCounterMode(display=False) as counter:
-        filled(empty_batch(module, side, options.batch), module, meta)().backward()
-    return counter.get_total_flops()
+def useful_flops(module: Any, batch: LatentBatch) -> int:
+    """Of a step with the batch."""
+    return len(batch.keys) * StepFlops(module, transformer_of(module))(tokens_of(batch))
 
 
-def seconds(run: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """The median of one call, after two that warm up."""
-    taken = []
-    for number in range(-2, rounds):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        if number >= 0:
-            taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def transformer_of(module: Any) -> Any:
+    """Without weights, as it trains."""
+    transformer = deepcopy(module.meta_transformer())
+    module.adapt(transformer)
+    return transformer
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def matrix_peak(device: torch.device, side: int) -> float:
-    """TFLOP/s of a square bf16 product."""
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * side**3 / seconds(lambda: a @ b, 20, device) / 1e12
-
-
-def measure(
-    options: argparse.Namespace, module: Any, side: int, checkpointing: bool, flops: int, peak: float
-) -> dict[str, Any]:
+def measure(options: argparse.Namespace, module: Any, side: int, position: str, peak: float) -> dict[str, Any]:
     """One row of results."""
     device = torch.device(options.device)
-    module.set_gradient_checkpointing(module.transformer, checkpointing)
-    loss = filled(empty_batch(module, side, options.batch), module, device)
-    optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6)
+    batch = empty_batch(module, side, options.batch)
+    flops = useful_flops(module, batch)
+    module.set_gradient_checkpointing(module.transformer, position)
+    loss = filled(batch, module, device)
+    optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6, fused=True)
 
     def step() -> None:
         loss().backward()
@@ -141,15 +121,20 @@ def measure(
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    taken = seconds(step, options.rounds, device)
+    taken = median_seconds(step, options.rounds, device)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if options.profile:
+        with profile() as profiler:
+            step()
+        print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
     return {
         "side": side,
-        "checkpointing": checkpointing,
+        "tokens": module.token_count(batch),
+        "checkpointing": position,
         "seconds_per_step": round(taken, 4),
         "samples_per_second": round(options.batch / taken, 4),
         "tflops": round(flops / taken / 1e12, 2),
-        "share_of_matrix_peak": round(flops / taken / 1e12 / peak, 3),
+        "share_of_matrix_peak": round(flops / taken / peak, 3),
         "peak_memory_gb": None if memory is None else round(memory / 1e9, 2),
     }
 
@@ -163,6 +148,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--adapter", choices=("lora", "tlora", "ortho_tlora"), default="lora")
+    parser.add_argument("--checkpointing", nargs="+", default=["full", "none"])
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--attention_backend", default="null")
+    parser.add_argument("--profile", action="store_true", help="print where each step's time goes, by kernel")
     parser.add_argument("--matrix", type=int, default=8192, help="side of the product that the peak is measured by")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
@@ -171,23 +161,24 @@ def main() -> None:
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = matrix_peak(device, options.matrix)
-    print(f"{options.model}, batch {options.batch}, rank {options.rank}, {name}: {peak:.1f} TFLOP/s in bf16 products")
+    what = f"{options.model}, {options.adapter} of rank {options.rank}, batch {options.batch}"
+    how = f"compile {options.compile}, attention by {options.attention_backend}"
+    print(f"{what}, {how}, {name}: {peak / 1e12:.1f} TFLOP/s in bf16 products")
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or temporary
         if folder == temporary:
             write_shallow(options.model, None, folder)
-        flops = {side: useful_flops(options, folder, side) for side in options.size}
         for precision in options.precisions:
             module = build(options, folder, precision, device)
             weights = round(nbytes(module.transformer) / 1e6, 2)
             for side in options.size:
-                for checkpointing in (True, False):
+                for position in options.checkpointing:
                     row: dict[str, Any] = {"precision": precision, "weights_mb": weights}
                     try:
-                        row |= measure(options, module, side, checkpointing, flops[side], peak)
+                        row |= measure(options, module, side, position, peak)
                     except torch.OutOfMemoryError:
-                        row |= {"side": side, "checkpointing": checkpointing, "out_of_memory": True}
+                        row |= {"side": side, "checkpointing": position, "out_of_memory": True}
                     rows.append(row)
                     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             del module
@@ -196,7 +187,9 @@ def main() -> None:
     if options.output is not None:
         versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "diffusers": diffusers.__version__}
         command = shlex.join(["python", "benchmarks/full_size.py", *sys.argv[1:]])
-        result = {"command": command, "device": name, "versions": versions, "matrix_peak_tflops": peak, "rows": rows}
+        facts = {"batch": options.batch, "rank": options.rank, "adapter": options.adapter, "compile": options.compile}
+        facts |= {"attention_backend": options.attention_backend, "matrix_peak_tflops": peak / 1e12}
+        result = {"command": command, "device": name, "versions": versions, **facts, "rows": rows}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -18,10 +18,13 @@ from lightning_modules.components import ASIDE
 
 log = logging.getLogger("retouch")
 
+# Settings of a run, and of the machine that it ran on.
+NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend")
+
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     plain = {k: v for k, v in settings.items() if v is None or isinstance(v, str | int | float)}
-    return {k: v for k, v in plain.items() if k not in ("_target_", "seed")}
+    return {k: v for k, v in plain.items() if k not in NOT_OF_THE_MODEL}
 
 
 class LoRACheckpoint(L.Callback):

@@ -19,7 +19,7 @@ from lightning_modules.autocast import cast_inputs_once
 from lightning_modules.checkpointing import read_position, set_checkpointing
 from lightning_modules.execution import check_attention_backend
 from lightning_modules.flops import StepFlops, tokens_of
-from lightning_modules.lora import whole
+from lightning_modules.lora import cast_inputs, whole
 from lightning_modules.nonfinite import NonfiniteSteps
 from lightning_modules.prediction import Predictor
 from lightning_modules.quantization import all_weights
@@ -119,6 +119,7 @@ class EditModule(Predictor):
             from lightning_modules.sharding import shard
 
             shard(transformer, self.device_mesh["data_parallel"])
+            cast_inputs(transformer, True)  # in float32 and without autocast it makes pictures too
         # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         self._ddp_params_and_buffers_to_ignore = frozen

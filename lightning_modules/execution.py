@@ -33,8 +33,11 @@ def set_attention_backend(transformer: Any, name: str | None) -> None:
     """
     if name is None:
         return
+    from diffusers.models.attention_dispatch import attention_backend
+
     try:
-        transformer.set_attention_backend(name)
+        with attention_backend(name):  # the transformer's alone: diffusers would let all others follow
+            transformer.set_attention_backend(name)
     except (ImportError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model.attention_backend={name} cannot be used here: {first}") from error

@@ -94,9 +94,8 @@ class LoRA(Adapter):
             transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
         for parameter in trainable(transformer).values():
             parameter.data = parameter.data.float()
-        for layer in lora_layers(transformer, ADAPTER).values():
-            # Autocast casts the weights. To peft's float32 copy of each input it would add one in 16 bits, to be kept.
-            layer.cast_input_dtype_enabled = False
+        # Autocast casts the weights. To peft's float32 copy of each input it would add one in 16 bits, to be kept.
+        cast_inputs(transformer, False)
         self.initialize(transformer)
         transformer.train()
         if self.init_from is not None:
@@ -221,6 +220,12 @@ def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict
         for name, module in transformer.named_modules()
         if isinstance(module, LoraLayer) and (adapter_name is None or adapter_name in module.lora_A)
     }
+
+
+def cast_inputs(transformer: nn.Module, on: bool) -> None:
+    """Whether peft casts a layer's input to the dtype of the adapter's weights."""
+    for layer in lora_layers(transformer, ADAPTER).values():
+        layer.cast_input_dtype_enabled = on
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ def test_full_size_benchmark_runs(tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
     assert [(row["precision"], row["checkpointing"]) for row in result["rows"]] == [
-        (precision, checkpointing) for precision in ("bf16", "fp8", "nf4") for checkpointing in (True, False)
+        (precision, position) for precision in ("bf16", "fp8", "nf4") for position in ("full", "none")
     ]
     assert all(row["samples_per_second"] > 0 and row["tflops"] is not None for row in result["rows"])
     weights = {row["precision"]: row["weights_mb"] for row in result["rows"]}

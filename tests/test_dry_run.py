@@ -3,15 +3,16 @@
 import re
 
 import pytest
+import safetensors.torch
 import torch
 from hydra.utils import instantiate
 
 from datamodules.cache import Cache
-from lightning_modules import flow, loading
+from lightning_modules import flow, footprint, loading
 from lightning_modules.fake_memory import PeakMemory
 from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure
 from lightning_modules.transformer import transformer_config
-from tests.conftest import ROOT, compose, make_pairs, short
+from tests.conftest import ROOT, compose, lora_bytes, make_pairs, short
 from tests.tiny_pipelines import MODELS
 
 # As published on the models' pages
@@ -146,3 +147,25 @@ def test_adapter_and_weights_are_counted(planned):
     assert plan.weights == 4 * plan.parameters
     assert plan.adapter == 8 * plan.trainable
     assert plan.optimizer == 8 * plan.trainable
+
+
+def test_auto_takes_the_least_recomputation_that_fits(run, tiny, pairs, tmp_path, monkeypatch):
+    """With no memory left, and with just enough for each; the weights are the same in their bits."""
+    peaks, weights = {}, set()
+    peak = footprint.FakeStep.peak
+    monkeypatch.setattr(footprint.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
+
+    def chosen(free):
+        monkeypatch.setattr(footprint, "free_memory", lambda device: free)
+        folder = tmp_path / str(free)
+        text = run("train", *short(tiny, pairs, folder, 2), "model.gradient_checkpointing=auto").text
+        weights.add(lora_bytes(folder))
+        return re.search(r"gradient_checkpointing=auto is (\w+): ", text)[1]
+
+    assert chosen(0) == "full"
+    assert list(peaks) == ["none", "selective", "every_2", "full"]
+    assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
+    trained = sum(tensor.numel() for tensor in safetensors.torch.load(weights.copy().pop()).values())
+    for position, size in peaks.items():
+        assert chosen(int((size + 8 * trained) / 0.9) + 2) == position
+    assert len(weights) == 1

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from hydra.utils import instantiate
 from torch._dynamo.utils import counters
 
@@ -256,3 +257,4 @@ def test_attention_backend_is_the_dispatcher_s(tiny):
     assert {str(b.attn.processor._attention_backend.value) for b in blocks(chosen.transformer).values()} == {
         "_native_math"
     }
+    assert _AttentionBackendRegistry._active_backend == AttentionBackendName.NATIVE, "others are as before"
