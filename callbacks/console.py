@@ -14,6 +14,7 @@ from datamodules.errors import UserError
 
 log = logging.getLogger("retouch")
 
+COMPILERS = ("torch._dynamo", "torch._inductor")
 # What a person can do something about: no room, no permission, no folder there.
 DISK_ERRORS = {
     errno.ENOSPC,
@@ -153,6 +154,9 @@ def _one_line(error: BaseException) -> str | None:
             "out of GPU memory: lower data.batch_size (and raise trainer.accumulate_grad_batches), set "
             "model.gradient_checkpointing=full or model.devices.text_encoder=cpu, or use smaller pictures"
         )
+    if type(error).__module__.startswith(COMPILERS):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+        return f"model.compile=true does not run here: {lines[0] if lines else type(error).__name__}; leave it out"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}"
     # A data worker's error arrives with the worker's traceback before it.

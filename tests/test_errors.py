@@ -3,6 +3,8 @@
 import resource
 
 import pytest
+import torch
+import torch._dynamo
 from PIL import Image
 
 from tests.conftest import lora_bytes, make_pairs, photograph, short, start
@@ -222,3 +224,11 @@ def test_full_disk_leaves_the_previous_files(run, tiny, pairs, tmp_path):
     assert lora_bytes(tmp_path / "run") == before
     assert not list((tmp_path / "run").rglob("*.tmp"))
     run("train", *short(tiny, pairs, tmp_path / "run", 2), "ckpt_path=last")
+
+
+def test_compiling_that_fails_is_one_line():
+    from callbacks.console import _one_line
+
+    error = torch._dynamo.exc.InternalTorchDynamoError("backend='inductor' raised:\nNo C++ compiler found in x\n\nmore")
+    line = _one_line(error)
+    assert line == "model.compile=true does not run here: No C++ compiler found in x; leave it out"
