@@ -12,7 +12,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from callbacks.console import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
 from lightning_modules.adapter import trainable
-from lightning_modules.flops import StepFlops, matrix_peak, median_seconds, tokens_of
+from lightning_modules.flops import matrix_peak, median_seconds
 from lightning_modules.quantization import nbytes
 from lightning_modules.rank_schedule import mask_forwards
 from lightning_modules.weights import assemble
@@ -93,23 +92,11 @@ def filled(batch: LatentBatch, module: Any, device: torch.device) -> Callable[[]
     return loss
 
 
-def useful_flops(module: Any, batch: LatentBatch) -> int:
-    """Of a step with the batch."""
-    return len(batch.keys) * StepFlops(module, transformer_of(module))(tokens_of(batch))
-
-
-def transformer_of(module: Any) -> Any:
-    """Without weights, as it trains."""
-    transformer = deepcopy(module.meta_transformer())
-    module.adapt(transformer)
-    return transformer
-
-
 def measure(options: argparse.Namespace, module: Any, side: int, position: str, peak: float) -> dict[str, Any]:
     """One row of results."""
     device = torch.device(options.device)
     batch = empty_batch(module, side, options.batch)
-    flops = useful_flops(module, batch)
+    flops = module.useful_flops(batch)
     module.set_gradient_checkpointing(module.transformer, position)
     loss = filled(batch, module, device)
     optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6, fused=True)

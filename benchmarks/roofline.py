@@ -69,9 +69,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 write_shallow(model, None, folder)
                 module = instantiate(compose(model, folder, "bfloat16", f"adapter.rank={rank}").model, _convert_="all")
-                transformer = module.meta_transformer()
-                module.adapt(transformer)
-                flops = StepFlops(module, transformer)
+                flops = StepFlops(module, module.meta_as_it_trains())
                 for side in options.size:
                     tokens = tokens_of(empty_batch(module, side, 1))
                     row = describe(flops, tokens, options.batch, bits)

@@ -110,7 +110,7 @@ class EditModule(Predictor):
         if self.offload["activations"]:
             self.activation_offload = ActivationOffload(self.main_device, all_weights(transformer))
         self.stream_blocks()
-        self.prepare_blocks(dynamic=self._sizes_differ())
+        self.prepare_blocks(dynamic=self._sizes_differ() if self.compiles else None)
         if self.gradient_checkpointing != "auto":
             self.set_gradient_checkpointing(transformer, self.gradient_checkpointing)
         if self.adapter.trains_text_encoders:
@@ -130,6 +130,21 @@ class EditModule(Predictor):
         self.adapter.inject(transformer)
         self.cut_last_block(transformer)
         cast_inputs_once(transformer)
+
+    def meta_as_it_trains(self) -> Any:
+        """A transformer without weights, but with an adapter."""
+        transformer = deepcopy(self.meta_transformer())
+        self.adapt(transformer)
+        return transformer
+
+    @contextmanager
+    def with_transformer(self, transformer: nn.Module) -> Iterator[None]:
+        """Inside, this one is in place of the module's own."""
+        present, self.transformer = self.transformer, transformer
+        try:
+            yield
+        finally:
+            self.transformer = present
 
     def _train_text_encoders(self) -> None:
         """Let those in use be trained and saved with the transformer."""
@@ -203,9 +218,7 @@ class EditModule(Predictor):
     def useful_flops(self, batch: LatentBatch) -> int:
         """Of the transformer, in a step with this batch."""
         if self._flops is None:
-            transformer = deepcopy(self.meta_transformer())
-            self.adapt(transformer)
-            self._flops = StepFlops(self, transformer)
+            self._flops = StepFlops(self, self.meta_as_it_trains())
         return len(batch.keys) * self._flops(tokens_of(batch))
 
     def with_texts(self, batch: LatentBatch) -> LatentBatch:

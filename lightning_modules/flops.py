@@ -93,14 +93,10 @@ class StepFlops:
         }
         for gate in module.adapter.rank_gates():
             gate.mask = torch.ones(1, gate.rows, device="meta")
-        present, module.transformer = module.transformer, transformer.float()
-        try:
-            with recorder:
-                module.velocity(target, torch.empty(1, device="meta"), controls, prompt)
-        finally:
-            module.transformer = present
-            for gate in module.adapter.rank_gates():
-                gate.mask = None
+        with module.with_transformer(transformer.float()), recorder:
+            module.velocity(target, torch.empty(1, device="meta"), controls, prompt)
+        for gate in module.adapter.rank_gates():
+            gate.mask = None
         self.products = recorder.products
         self._known: dict[Tokens, int] = {}
 

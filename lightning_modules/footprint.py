@@ -5,7 +5,6 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +218,7 @@ class FakeStep:
         # What is compiled keeps by itself what `selective` does.
         kept = "selective" if position == "none" and module.compiles else position
         set_checkpointing(self.transformer, kept, module.adapter.as_now)
-        with self._mode, self._memory, as_transformer(module, self.transformer), as_on_cuda(dtype):
+        with self._mode, self._memory, module.with_transformer(self.transformer), as_on_cuda(dtype):
             for gate in module.adapter.rank_gates():
                 gate.mask = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
             self._memory.restart()
@@ -229,16 +228,6 @@ class FakeStep:
             del velocity
             self.transformer.zero_grad(set_to_none=True)
         return self._memory.peak
-
-
-@contextmanager
-def as_transformer(module: EditModule, transformer: nn.Module) -> Iterator[None]:
-    """Inside, the module has this one in place of its own."""
-    present, module.transformer = module.transformer, transformer
-    try:
-        yield
-    finally:
-        module.transformer = present
 
 
 def choose_checkpointing(module: EditModule, data: Any) -> str:
@@ -253,12 +242,10 @@ def choose_checkpointing(module: EditModule, data: Any) -> str:
         return "full"
     here = torch.tensor(float(free_memory(module.main_device)), device=module.main_device)
     free = int(0.9 * module.trainer.strategy.reduce(here, reduce_op="min"))
-    transformer = deepcopy(module.meta_transformer())
-    module.adapt(transformer)
     count = sum(parameter.numel() for parameter in module.trained_parameters().values())
     state = round(count * bytes_per_parameter(module.optimizer))
     (samples, size, _), caption = heaviest_batch(module, data)
-    step = FakeStep(module, transformer, latents(module, size, samples, caption))
+    step = FakeStep(module, module.meta_as_it_trains(), latents(module, size, samples, caption))
     needed = {}
     for position in POSITIONS:
         needed[position] = state + step.peak(position)
