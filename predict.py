@@ -13,44 +13,45 @@ import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.filesize import decimal
 
-from callbacks.console import configure_logging, end_workers, log, one_line_errors, quote_values, silence_libraries
+from callbacks.console import (
+    command_line,
+    configure_logging,
+    end_workers,
+    log,
+    one_line_errors,
+    quote_values,
+    silence_libraries,
+)
+from callbacks.signals import stop
 from datamodules.errors import UserError, listing
-from train import CONF, build_cache, place_trainer, shorten
+from datamodules.files import replacing_folder
+from tasks.folders import LOCK, in_use, shorten
+from tasks.settings import PREDICTION, check_settings
+from train import CONF, build_cache, place_trainer
 
 if TYPE_CHECKING:
     import torch
 
     from datamodules.cached import CachedDataModule
 
-OmegaConf.register_new_resolver(
-    "prediction_folder",
-    lambda: time.strftime("outputs/prediction_%Y-%m-%d_%H-%M-%S"),
-    use_cache=True,
-    replace=True,
-)
-
 # Samples that task=compare_precision looks at.
 EXAMPLES = 4
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(cfg: DictConfig, key: str) -> list[Any]:
     """A setting that may be one value or several."""
-    return list(value) if isinstance(value, ListConfig | list) else [value]
-
-
-def numbers(cfg: DictConfig, key: str, kind: type[int] | type[float]) -> list[Any]:
-    """A setting of one or several numbers."""
-    try:
-        return [kind(value) for value in as_list(cfg[key])]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{key}={cfg[key]}: must be a number, or a list of them") from error
+    value = cfg[key]
+    values = list(value) if isinstance(value, ListConfig) else [value]
+    if not values:
+        raise UserError(f"{key}=[]: the list is empty")
+    return values
 
 
 def model_settings(cfg: DictConfig, headers: list[dict[str, Any] | None], overrides: list[str]) -> DictConfig:
     """The model that the LoRA was trained on; what the command line says of the model goes before it."""
-    if any(override.startswith("model=") for override in overrides) or not headers or headers[0] is None:
+    trained = ((headers or [None])[0] or {}).get("model")
+    if any(override.startswith("model=") for override in overrides) or not trained:
         return cfg.model
-    trained = headers[0]["model"]
     own = [override for override in overrides if override.startswith(("model.", "model/"))]
     quantization = trained.get("quantization") or {}
     if any(override.startswith("model/quantization=") for override in own):
@@ -88,7 +89,7 @@ def warn_of_other_base(module: Any, files: list[Path], headers: list[dict[str, A
     for file, header in zip(files, headers, strict=True):
         if header is None:
             continue
-        trained = {**header["model"], **header}
+        trained = {**header.get("model", {}), **header}
         for key in dict.fromkeys([*here, *(key for key in header if key.endswith("_precision"))]):
             # Encoders whose precision is not told have the model's dtype.
             plain = key.endswith("_precision") and key != "base_precision"
@@ -103,6 +104,7 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     import lightning.pytorch as L
     from hydra.utils import instantiate
 
+    from callbacks.graceful_stop import GracefulStop
     from callbacks.image_writer import ImageWriter
     from callbacks.rank_schedule import RankMasks
     from datamodules.edits import EditsDataModule
@@ -113,24 +115,25 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
         raise UserError(f"output_dir={output_dir} holds predictions: choose another folder")
     if cfg.lora is None:
         log.info(f"no lora=: the model alone ({cfg.model.pretrained_model_name_or_path})")
-    files = [find_weights(lora) for lora in as_list(cfg.lora)] if cfg.lora is not None else []
+    files = [find_weights(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
     headers = [read_header(file) for file in files]
     cfg.model = model_settings(cfg, headers, overrides)
-    scales = list(dict.fromkeys(numbers(cfg, "lora_scale", float)))
+    check_settings(cfg, PREDICTION)  # what the file's header says too
+    scales = list(dict.fromkeys(map(float, as_list(cfg, "lora_scale"))))
     if not files and scales != [1.0]:
         raise UserError("lora_scale needs lora=: name the weights that it scales")
-    count = cfg.num_images_per_prompt
-    if not isinstance(count, int) or count < 1:
-        raise UserError(f"num_images_per_prompt={count}: must be a whole number from 1 on")
+    for key in ("image", "prompts_file"):
+        if isinstance(cfg[key], ListConfig):
+            raise UserError(f'{key}={cfg[key]}: give one; several images are a folder or a glob, as "folder/*.jpg"')
     sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt)
     if sampling.negative is not None and cfg.negative_prompt is None:
         log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
     data = EditsDataModule(
         image=cfg.image,
-        prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg.prompt)],
+        prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg, "prompt")],
         prompts_file=cfg.prompts_file,
         negative_prompt=sampling.negative,
-        seeds=list(dict.fromkeys(seed + i for seed in numbers(cfg, "seed", int) for i in range(count))),
+        seeds=list(dict.fromkeys(seed + i for seed in as_list(cfg, "seed") for i in range(cfg.num_images_per_prompt))),
         lora_scales=scales,
         height=cfg.height,
         width=cfg.width,
@@ -144,13 +147,14 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     warn_of_other_base(module, files, headers)
     silence_libraries()
     place_trainer(cfg)
-    callbacks = [RankMasks(), ImageWriter(str(output_dir))]
+    callbacks = [RankMasks(), ImageWriter(str(output_dir)), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)
-    finally:
-        if trainer.interrupted and (output_dir / "predictions.jsonl").exists():
-            log.info(f"interrupted; finished pictures are in {output_dir}")
+    except BaseException as error:
+        if (output_dir / "predictions.jsonl").exists():
+            error.add_note(f"finished pictures are in {output_dir}")
+        raise
 
 
 def cached_data(cfg: DictConfig) -> "CachedDataModule":
@@ -243,11 +247,13 @@ def quantize(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
         raise UserError(
             f"task=quantize cannot write {quantization.backend}'s layers: leave model.quantization.backend out"
         )
-    if (output_dir / "config.json").exists():
-        raise UserError(f"output_dir={output_dir} holds a model: choose another folder")
+    if any(path.name != LOCK for path in output_dir.iterdir()):  # it is replaced as a whole
+        raise UserError(f"output_dir={output_dir} is not empty: choose another folder")
     module.preflight()
     module.source.check_unquantized("task=quantize")
-    save_quantized(module.to(device).load_transformer(), quantization, output_dir)
+    transformer = module.to(device).load_transformer()
+    with replacing_folder(output_dir) as unfinished:
+        save_quantized(transformer, quantization, unfinished)
     files = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} holds {quantization.format}, {decimal(files)}")
     same = [shlex.quote(override) for override in overrides if re.match(r"model[./=](?!transformer_name)", override)]
@@ -262,6 +268,7 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     from datamodules.batch import LatentBatch
     from lightning_modules.quantization import BACKENDS
 
+    silence_libraries()  # before a trainer is made
     device = compute_device(cfg)
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)
     module.preflight()
@@ -292,8 +299,11 @@ def run(cfg: DictConfig) -> None:
     configure_logging()
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     overrides = list(HydraConfig.get().overrides.task)
+    # The others write elsewhere: into the cache.
+    writes = cfg.task in ("edit", "preview", "quantize", "compare_precision")
     try:
-        with one_line_errors():
+        with one_line_errors(), stop.listening(), in_use(output_dir) if writes else contextlib.nullcontext():
+            check_settings(cfg, PREDICTION)
             if cfg.task == "edit":
                 edit(cfg, overrides, output_dir)
                 log.info(f"done: {output_dir}")
@@ -310,6 +320,7 @@ def run(cfg: DictConfig) -> None:
                 log.info(f"done: {output_dir / 'precision.png'}")
             else:
                 raise UserError(f"task={cfg.task}: choose edit, cache, preview, clean, quantize or compare_precision")
+            stop.check()
     finally:
         end_workers()
         with contextlib.suppress(OSError):  # not there, or not empty
@@ -318,8 +329,9 @@ def run(cfg: DictConfig) -> None:
 
 def main() -> None:
     """The command line."""
-    sys.argv[1:] = quote_values(sys.argv[1:])
-    run()
+    with command_line():
+        sys.argv[1:] = quote_values(sys.argv[1:])
+        run()
 
 
 if __name__ == "__main__":

@@ -2,19 +2,19 @@
 
 import contextlib
 import gc
+import shlex
 import shutil
-import signal
 import sys
-import time
-import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks import find_callback
+from callbacks import find_callback, never_costing_the_run
 from callbacks.console import (
+    command_line,
     configure_logging,
     end_workers,
     is_first_process,
@@ -23,7 +23,12 @@ from callbacks.console import (
     quote_values,
     silence_libraries,
 )
+from callbacks.signals import Stopped, stop
 from datamodules.errors import UserError
+from datamodules.files import replacing
+from tasks.folders import LOCK, in_use, shorten
+from tasks.resuming import check_resumable, find_checkpoint, start_anew
+from tasks.settings import TRAINING, check_settings
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -33,18 +38,6 @@ if TYPE_CHECKING:
 CONF = Path(__file__).parent / "conf"
 PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 
-
-def run_folder(ckpt_path: str | None) -> str:
-    """Where a run without output_dir= goes: a new folder, or with ckpt_path=last the newest that can go on."""
-    if ckpt_path == "last":
-        checkpoints = Path("outputs").glob("**/checkpoints/last.ckpt")
-        newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
-        if newest is not None:
-            return str(newest.parent.parent)
-    return time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
-
-
-OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("precision_for", lambda dtype: PRECISION.get(dtype, "32-true"), replace=True)
 
 
@@ -56,28 +49,8 @@ def unless_4_bit(usual: float, four_bit: float, *, _root_: DictConfig) -> float:
 
 
 OmegaConf.register_new_resolver("unless_4_bit", unless_4_bit, replace=True)
-
-
-def shorten(folder: str) -> Path:
-    """Hydra's absolute path, relative where it is below the working directory."""
-    path = Path(folder)
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
-    """The checkpoint to go on from.
-
-    Raises:
-        UserError: it does not exist, or output_dir holds a run that this one would overwrite.
-    """
-    last = output_dir / "checkpoints" / "last.ckpt"
-    path = None if ckpt_path is None else last if ckpt_path == "last" else Path(ckpt_path).expanduser()
-    if path is not None and not (path.is_file() and zipfile.is_zipfile(path)):
-        raise UserError(f"ckpt_path={ckpt_path}: there is no checkpoint {path}")
-    # Other processes of a run may come here after the first has written its config.yaml.
-    if is_first_process() and (output_dir / "config.yaml").exists() and (path is None or not path.samefile(last)):
-        raise UserError(f"output_dir={output_dir} holds a run: go on by ckpt_path=last, or choose another folder")
-    return path
+# At most a tenth of a run warms up: a schedule that never comes to its learning rate would learn next to nothing.
+OmegaConf.register_new_resolver("warmup_steps", lambda most, max_steps: min(most, max_steps // 10), replace=True)
 
 
 def place_trainer(cfg: DictConfig) -> None:
@@ -108,39 +81,12 @@ def run_settings(cfg: DictConfig) -> dict[str, Any]:
     return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": hydra_settings}
 
 
-def check_goes_on(settings: dict[str, Any], checkpoint: Path) -> None:
-    """Compare with the run that wrote the checkpoint.
-
-    Raises:
-        UserError: adapter, optimizer or schedule differ. These go on from their saved state, which would hide a
-            new setting.
-    """
-    config = checkpoint.parent.parent / "config.yaml"
-    if not config.is_file():
-        return
-    saved: Any = OmegaConf.load(config)
-    earlier: Any = OmegaConf.to_container(saved)
-    for group in ("adapter", "optimizer", "scheduler", "model", "data"):
-        before, now = earlier[group], settings[group]
-        for key in sorted(before.keys() | now.keys()):
-            # What follows from other settings, as the length of a schedule, may change with them.
-            values = [OmegaConf.select(one, f"{group}.{key}") for one in (saved, OmegaConf.create(settings))]
-            if before.get(key) != now.get(key) and values[0] != values[1]:
-                what = f"{group}.{key} was {values[0]} in {config.parent} and is {values[1]} now"
-                if group in ("adapter", "optimizer", "scheduler"):
-                    raise UserError(
-                        f"{what}: a run goes on with its own settings. To start a new one from its weights, pass "
-                        f"adapter.init_from={config.parent} instead of ckpt_path"
-                    )
-                log.warning(f"note: {what}")
-
-
 def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     """Encode what the cache lacks of data.root; gives its folder."""
     from hydra.utils import instantiate
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from callbacks.contact_sheet import write_contact_sheet
+    from callbacks.graceful_stop import GracefulStop
     from callbacks.progress import EncodingProgress
     from callbacks.shard_writer import ShardWriter
     from datamodules.encoding import EncodingDataModule, lacking
@@ -151,7 +97,7 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     writer = ShardWriter(cache, data.shard_size)
     # The encoders are whole in every process, also where the transformer will be split.
     strategy = cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp"
-    callbacks = [writer, EncodingProgress(line_every=10)]
+    callbacks = [writer, EncodingProgress(line_every=10), GracefulStop()]
     trainer: L.Trainer = instantiate(
         cfg.trainer, strategy=strategy, callbacks=callbacks, logger=False, enable_progress_bar=True
     )
@@ -162,14 +108,14 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
                 return cache.folder
         try:
             trainer.predict(module, EncodingDataModule(data, cache), return_predictions=False)
-        except SystemExit as stop:  # how Lightning leaves after Ctrl-C and SIGTERM
-            number = signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT
-            log.info(f"stopped by {number.name}; the same command goes on from what is encoded in {cache.folder}")
-            raise SystemExit(128 + number) from stop
+        except Stopped as stopped:
+            stopped.add_note(f"the same command goes on from what is encoded in {cache.folder}")
+            raise
         if trainer.is_global_zero and writer.encoded:
             data.open(cache)
-            write_contact_sheet(data, cache.folder / "preview.png")
             log.info(f"encoded {writer.encoded} samples; look at them: {cache.folder / 'preview.png'}")
+            with never_costing_the_run("preview.png"):
+                write_contact_sheet(data, cache.folder / "preview.png")
     return cache.folder
 
 
@@ -178,20 +124,23 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     import lightning.pytorch as L
     from hydra.utils import instantiate
     from lightning.pytorch.callbacks import LambdaCallback
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from callbacks.graceful_stop import GracefulStop
     from datamodules.cached import CachedDataModule
 
-    if not isinstance(cfg.trainer.max_steps, int) or cfg.trainer.max_steps < 1:
-        raise UserError(f"trainer.max_steps={cfg.trainer.max_steps}: must be a whole number from 1 on")
-    checkpoint = find_checkpoint(cfg.ckpt_path, output_dir)
+    checkpoint, step = find_checkpoint(cfg.ckpt_path, output_dir) or (None, 0)
     settings = run_settings(cfg)  # before Hydra's instantiate, which resolves interpolations in place
     if checkpoint is not None:
-        check_goes_on(settings, checkpoint)
+        check_resumable(settings, checkpoint)
+
+    def begin(trainer: L.Trainer) -> None:
+        stop.take_over()  # from Lightning, which would leave without saving
+        trainer.fit_loop.epoch_loop.max_steps = cfg.trainer.max_steps
 
     def save_config(trainer: L.Trainer) -> None:
         if trainer.is_global_zero:
-            OmegaConf.save(OmegaConf.create(settings), output_dir / "config.yaml")
+            with replacing(output_dir / "config.yaml") as temporary:
+                OmegaConf.save(OmegaConf.create(settings), temporary)
 
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
@@ -207,53 +156,52 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
     # Before the report, which shows it; after what may refuse the run.
     callbacks.insert(len(callbacks) - 1, LambdaCallback(on_train_start=lambda trainer, _: save_config(trainer)))
+    callbacks.insert(0, LambdaCallback(on_train_start=lambda trainer, _: begin(trainer)))
+    callbacks.append(GracefulStop())
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=output_dir)
+    # A run that was killed behind its last saving has no step left, but an end: Lightning would leave it out.
+    trainer.fit_loop.epoch_loop.max_steps = max(cfg.trainer.max_steps, step + 1)
+    last = output_dir / "checkpoints" / "last.ckpt"
+    if is_first_process() and not last.is_file():
+        start_anew(output_dir)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    except SIGTERMException:  # before the first batch, where there is nothing to save
-        sys.exit(128 + signal.SIGTERM)
+    except Stopped as stopped:  # at once
+        stopped.add_note("ckpt_path=last goes on from the last saving" if last.is_file() else "nothing to save")
+        raise
     return trainer
 
 
 def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None, model_name: str) -> float:
     """Say how good it is and where things are; gives what a sweep compares."""
-    from callbacks.lora_checkpoint import LoRACheckpoint
+    from callbacks.commands import predict_command
     from callbacks.metrics import Metrics
     from callbacks.validation import Validation
 
-    keeper = find_callback(trainer, LoRACheckpoint)
-    stopped = None if keeper is None else keeper.signal
-    if stopped is not None:
-        if (output_dir / "checkpoints" / "last.ckpt").is_file():
-            log.info(f"stopped by {stopped.name} after step {trainer.global_step}, saved in {output_dir}")
-            log.info(f"go on with the same command and output_dir={output_dir} ckpt_path=last")
-        else:
-            log.info(f"stopped by {stopped.name} before the first step: nothing to save")
-        # With several processes Lightning kills the first when another leaves with an error.
-        sys.exit(128 + stopped if trainer.is_global_zero else 0)
+    if (output_dir / "checkpoints" / "last.ckpt").is_file():
+        where = f"after step {trainer.global_step}, saved in {output_dir}"
+        stop.check(f"{where}; go on with the same command and output_dir={shlex.quote(str(output_dir))} ckpt_path=last")
+    stop.check("before the first step: nothing to save")
     metrics = find_callback(trainer, Metrics)
     if metrics is not None and not metrics.latest:
         log.info(f"nothing to do: {output_dir} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
     validation = find_callback(trainer, Validation)
     if validation is not None and validation.rows:
         log.info(validation.summary())
+    if (output_dir / "report.html").is_file():
         log.info(f"look at it: {output_dir / 'report.html'}")
     module: Any = trainer.lightning_module
     last = output_dir / module.adapter.folder / "last"
     log.info(f"done: {last}")
-    image = "" if module.condition_images.most == 0 else "image=PHOTO "
-    weights = module.adapter.predict_arguments(str(output_dir), model_name)
-    log.info(f'try it: python predict.py {weights} {image}prompt="..."')
+    log.info(f'try it: {predict_command(module, str(output_dir), model_name, {})} prompt="..."')
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
     if not trainer.is_global_zero:  # what is measured is measured by the first process
         return float("nan")
     if monitor is None:
         monitor = "val_loss" if "val_loss" in measured else "loss_avg"
-    if not measured:
-        return float("nan")
-    if monitor not in measured:
+    if monitor not in measured and metrics is not None and metrics.latest:
         raise UserError(f"monitor={monitor} was not measured: choose {', '.join(measured)}")
-    return measured[monitor]
+    return measured.get(monitor, float("nan"))
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -265,43 +213,71 @@ def run(cfg: DictConfig) -> float | None:
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
-    fresh = is_first_process() and not any(output_dir.iterdir())
+    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
-        with one_line_errors(in_sweep=HydraConfig.get().mode is RunMode.MULTIRUN):
+        with one_line_errors(in_sweep), stop.listening():
+            check_settings(cfg, TRAINING)
             if cfg.task == "dry_run":
                 from callbacks.dry_run import dry_run
 
-                if HydraConfig.get().mode is RunMode.MULTIRUN:
+                if in_sweep:
                     raise UserError("task=dry_run plans one run: leave -m and the lists out")
                 silence_libraries()
                 dry_run(cfg)
                 return None
             if cfg.task != "fit":
                 raise UserError(f"task={cfg.task}: choose fit or dry_run")
-            return report(fit(cfg, output_dir), output_dir, cfg.monitor, cfg.model_name)
+            with in_use(output_dir), no_traces_unless_started(output_dir, cfg.data.get("cache_dir")):
+                return report(fit(cfg, output_dir), output_dir, cfg.monitor, cfg.model_name)
     finally:
-        if fresh and not (output_dir / "config.yaml").exists():  # the run did not start: leave no traces
-            shutil.rmtree(output_dir, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not there, or not empty
+            output_dir.rmdir()
         end_workers()
         # A sweep's next job loads its own model: let this one's go first.
         gc.collect()
 
 
+@contextlib.contextmanager
+def no_traces_unless_started(output_dir: Path, cache_dir: str | None) -> Iterator[None]:
+    """Remove what a run has made in an empty folder, where it ends before it has begun."""
+    fresh = is_first_process() and all(path.name == LOCK for path in output_dir.iterdir())
+    if cache_dir is not None and Path(cache_dir).expanduser().resolve().is_relative_to(output_dir.resolve()):
+        fresh = False  # what is encoded stays
+    try:
+        yield
+    finally:
+        if fresh and not (output_dir / "config.yaml").exists():
+            shutil.rmtree(output_dir, ignore_errors=True)
+
+
 def with_examples(arguments: list[str]) -> list[str]:
-    """The command line; where it names neither data nor model, the embedded model learns from drawn examples."""
-    names = ("data=", "data.root=", "data.shards=", "experiment=", "model=", "model.pretrained_model_name_or_path=")
-    own_config = ("-cp", "-cn", "-cd", "--config")
-    if any(one.startswith((*names, *own_config)) and one != "model=embedded" for one in arguments):
+    """The command line; where it names no model, with the embedded one's settings, and without data its examples."""
+
+    def names(*keys: str) -> bool:
+        return any(one.startswith(keys) and one != "model=embedded" for one in arguments)
+
+    own_config = names("-cp", "-cn", "-cd", "--config")
+    if own_config or names("experiment=", "model=", "model.pretrained_model_name_or_path="):
         return arguments
-    # Its learning rate is AdamW's.
-    other_optimizer = any(one.startswith("optimizer=") for one in arguments)
-    return [*arguments, "data=shapes" if other_optimizer else "experiment=shapes"]
+    # What only shows the settings shows those that one's own data would get.
+    own_data = names("data=", "data.root=", "data.shards=", "-c", "--cfg")
+    if "data=shapes" in arguments:
+        return arguments
+    # Its learning rate is AdamW's, for a LoRA.
+    if names("optimizer=", "adapter=full"):
+        chosen = [] if own_data else ["data=shapes"]
+    else:
+        chosen = ["experiment=embedded" if own_data else "experiment=shapes"]
+    # Overrides must stand together: options may come before or after them.
+    first = next((place for place, one in enumerate(arguments) if "=" in one and not one.startswith("-")), 0)
+    return [*arguments[:first], *chosen, *arguments[first:]]
 
 
 def main() -> None:
     """The command line."""
-    sys.argv[1:] = with_examples(quote_values(sys.argv[1:]))
-    run()
+    with command_line():
+        sys.argv[1:] = with_examples(quote_values(sys.argv[1:]))
+        run()
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import diffusers
 import torch
 from accelerate import init_empty_weights
 from hydra.utils import instantiate
-from memory import compose, empty_batch, write_shallow
 from torch import Tensor
 from torch.profiler import profile
 
+from benchmarks.memory import compose, empty_batch, write_shallow
 from callbacks.console import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules import flow

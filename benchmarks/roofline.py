@@ -12,8 +12,8 @@ import argparse
 import tempfile
 
 from hydra.utils import instantiate
-from memory import compose, empty_batch, write_shallow
 
+from benchmarks.memory import compose, empty_batch, write_shallow
 from callbacks.console import silence_libraries
 from lightning_modules.flops import Product, StepFlops, Tokens, tokens_of
 from lightning_modules.quantization import BITS

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from memory import compose, empty_batch, step, write_shallow
 
+from benchmarks.memory import compose, empty_batch, step, write_shallow
 from callbacks.console import silence_libraries
 
 PRECISIONS = {

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from training_speed import make_data
 
 import train
+from benchmarks.training_speed import make_data
 from lightning_modules.base import EditModule
 
 WARM_UP = 30

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from memory import compose, empty_batch, write_shallow
 
+from benchmarks.memory import compose, empty_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.rank_schedule import mask_forwards
 

@@ -1,9 +1,13 @@
 """How to use what was trained: predict.py's command line, and the same in diffusers."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from callbacks.console import PATHS
 from callbacks.page import Strip, without_secrets
 from callbacks.sample_images import SampleImages
 from lightning_modules.base import EditModule
@@ -13,12 +17,12 @@ def commands(
     module: EditModule, run: Path, model_name: str, sampler: SampleImages | None, sample: Strip | None
 ) -> dict[str, str]:
     """What makes the sample pictures again, by where it is entered."""
-    folder = without_secrets(str(run))
+    folder = to_be_found(str(run))
     seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(sampler))
     prompt = sample.prompt if sample is not None and sample.prompt else "..."
     width, height = sample.target.size if sample is not None else (1024, 1024)
     images = int(module.condition_images.most != 0) if sample is None else len(sample.controls)
-    found = {"Here": predict_command(module, folder, model_name, prompt, {**sampling, "seed": seed})}
+    found = {"Here": predict_command(module, folder, model_name, {"prompt": prompt, **sampling, "seed": seed})}
     # The stock Kontext pipeline takes one condition image.
     if images <= 1 or module.condition_images.most is not None:
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
@@ -26,14 +30,33 @@ def commands(
     return found
 
 
-def predict_command(module: EditModule, run: str, model_name: str, prompt: str, settings: dict[str, Any]) -> str:
+def to_be_found(path: str) -> str:
+    """A path for others to read: as it is where it is relative, from here where it is below, or what to fill in."""
+    full = Path(path).expanduser()
+    if not full.is_absolute():
+        return path
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else f"PATH_TO/{full.name}"
+
+
+def override(key: str, value: Any) -> str:
+    """KEY=VALUE for a shell; the value arrives as it is, through `callbacks.console.quote_values` and Hydra."""
+    text = str(value)
+    has_a_meaning = (
+        text in ("", "null")
+        or text[0] + text[-1] in ("''", '""', "[]")
+        or (key in PATHS and "," in text and not Path(text).exists())
+    )
+    if isinstance(value, str) and has_a_meaning:
+        text = QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
+    return f"{key}={shlex.quote(text)}"
+
+
+def predict_command(module: EditModule, run: str, model_name: str, settings: Mapping[str, Any]) -> str:
     """For the command line."""
     assert module.adapter is not None
-    parts = ["python predict.py", module.adapter.predict_arguments(run, model_name)]
-    if module.condition_images.most != 0:
-        parts.append("image=PHOTO.png")
-    parts += [f"{name}={shlex.quote(str(value))}" for name, value in {"prompt": prompt, **settings}.items()]
-    return " ".join(parts)
+    weights = module.adapter.predict_arguments(run, model_name)
+    image = {} if module.condition_images.most == 0 else {"image": "PHOTO.png"}
+    return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
 
 
 def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed: int, images: int) -> str:
@@ -46,7 +69,7 @@ def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed
     assert module.adapter is not None
     weights = f"{run}/{module.adapter.folder}/last"
     loading = module.adapter.loading_code(weights)
-    base = without_secrets(module.components.repository_name) if loading else weights
+    base = without_secrets(to_be_found(module.components.repository_name)) if loading else weights
     base = "assets/shapes" if base == "embedded" else base
     names = ["PHOTO.png"] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
     photos = ", ".join(f"load_image({name!r})" for name in names)
@@ -66,7 +89,7 @@ def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed
         "picture.save('edited.png')",
     ]
     if module.transformer_name != module.repository_name:
-        lines.insert(0, f"# Its transformer is that of {without_secrets(module.transformer_name)}.")
+        lines.insert(0, f"# Its transformer is that of {without_secrets(to_be_found(module.transformer_name))}.")
     return "\n".join(lines)
 
 

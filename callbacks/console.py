@@ -1,15 +1,19 @@
 """What the terminal shows: Retouch's own lines, a person's mistakes in one line, and nothing from the libraries."""
 
 import errno
+import io
 import logging
 import multiprocessing
 import os
+import stat
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
+from callbacks.signals import Stopped
 from datamodules.errors import UserError
 
 log = logging.getLogger("retouch")
@@ -43,9 +47,48 @@ PATHS = {
 }
 
 
+# By what Lightning, torchrun and SLURM tell a process its number.
+RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+
+
 def is_first_process() -> bool:
     """Known from the environment, before Lightning knows of several processes."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    return all(os.environ.get(name, "0") == "0" for name in RANKS)
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Around a whole command: output may be cut off, and Ctrl-C may come before anything has begun."""
+    sys.stdout, sys.stderr = _or_nowhere(sys.stdout), _or_nowhere(sys.stderr)
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+class _OrNowhere(io.FileIO):
+    """A pipe; when nobody reads it any more, as after `| head`, all that goes there is dropped, and work goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            return super().write(data)
+
+
+def _or_nowhere(stream: TextIO | None) -> TextIO:
+    """The process's own stdout or stderr, if it is a pipe; a place for lines where it was started with it closed."""
+    if stream is None:
+        return open(os.devnull, "w")
+    own = any(stream is one for one in (sys.__stdout__, sys.__stderr__))
+    if not own or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        return stream
+    buffer = io.BufferedWriter(_OrNowhere(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream is sys.__stderr__)
 
 
 def configure_logging() -> None:
@@ -115,26 +158,37 @@ def end_workers() -> None:
 def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     """Turn a person's mistake into one line and exit status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
+    A signal becomes a line too, and status 128 and its number. What was noted on the way (`add_note`) is in the line.
+
     In a sweep it becomes an exception that Hydra keeps until the other jobs are done, and then prints in a line.
     It carries neither cause nor traceback: these would keep the failed job's model in memory.
     """
     try:
         yield
         return
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    except Stopped as stopped:
+        # Lightning kills the first when another leaves with an error.
+        if not is_first_process() and not stopped.at_once:
+            raise SystemExit(0) from None
+        print(_with_notes(str(stopped), stopped), file=sys.stderr)
+        raise SystemExit(128 + stopped.signal) from None
     except Exception as error:
         line = _one_line(error)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-    where = "" if is_first_process() else f" in process {os.environ['LOCAL_RANK']}"
+        line = _with_notes(line, error)
+    rank = next((os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"), None)
+    where = "" if rank is None else f" in process {rank}"
     print(f"error{where}: {line}", file=sys.stderr)
     if in_sweep:
         from hydra.errors import CompactHydraException
 
         raise CompactHydraException(line)
     raise SystemExit(1)
+
+
+def _with_notes(line: str, error: BaseException) -> str:
+    return "; ".join([line, *getattr(error, "__notes__", [])])
 
 
 def _one_line(error: BaseException) -> str | None:

@@ -1,13 +1,14 @@
 """What will be trained on, in one picture."""
 
 import textwrap
+import warnings
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.image_writer import to_image
+from callbacks.image_writer import in_a_row, to_image
 from datamodules.batch import RawBatch
 from datamodules.files import replacing
 from datamodules.pairs import PairsDataModule
@@ -19,19 +20,33 @@ COLUMNS = 4
 def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
     """The first data.preview_count samples as the model will see them, with caption, size and bucket, as a PNG.
 
-    A bucket is what a batch is made of: samples of one size, with like controls and masks.
-
     Args:
         data: whose samples are known.
     """
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    with replacing(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph ")  # of a script that the font lacks: boxes say so
+        contact_sheet(data).savefig(temporary, format="png", dpi=100)
 
+
+def contact_sheet(data: PairsDataModule) -> Figure:
+    """A bucket is what a batch is made of: samples of one size, with like controls and masks."""
     buckets = {size: number for number, size in enumerate(dict.fromkeys(data.sizes), 1)}
     shown = data.pixels(data.preview_count)
     rows = -(-len(shown) // COLUMNS)
     columns = min(COLUMNS, len(shown))
-    figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3.4 * rows + 1), squeeze=False)
+    counts = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
+    roots = ", ".join(map(str, data.roots))
+    lines = [f"{len(shown)} of {len(data.sizes)} {data.noun} of {roots}: {counts}; {len(buckets)} buckets", *data.notes]
+    title = [part for line in lines for part in textwrap.wrap(line, 52 * columns, max_lines=3)]
+    # In inches: what stands above a picture, a picture, and what stands below.
+    head, high, foot = 0.45, 2.2, 0.8
+    above = 0.2 * len(title) + 0.1
+    height = above + rows * (head + high + foot)
+    figure = Figure(figsize=(4.2 * columns, height))
+    figure.suptitle(_plain("\n".join(title)), fontsize=10, y=1 - 0.1 / height)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    edges = {"left": 0.01, "right": 0.99, "wspace": 0.03}
+    figure.subplots_adjust(top=1 - (above + head) / height, bottom=foot / height, hspace=(head + foot) / high, **edges)
     for axis in axes.flat:
         axis.axis("off")
     for axis, raw, size in zip(axes.flat, shown, data.sizes, strict=False):
@@ -41,14 +56,7 @@ def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
         axis.set_title(f"{_plain(key)}\n{sizes}  bucket {buckets[size]}", fontsize=9)
         caption = textwrap.fill(raw.prompts[0] or "(no caption)", 52, max_lines=3, placeholder=" ...")
         axis.text(0.5, -0.04, _plain(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
-    counts = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
-    roots = ", ".join(map(str, data.roots))
-    lines = [f"{len(shown)} of {len(data.sizes)} {data.noun} of {roots}: {counts}; {len(buckets)} buckets", *data.notes]
-    figure.suptitle("\n".join(textwrap.shorten(_plain(line), 50 * columns) for line in lines), fontsize=10)
-    figure.tight_layout()
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=100)
-    plt.close(figure)
+    return figure
 
 
 def _plain(text: str) -> str:
@@ -61,10 +69,6 @@ def _strip(raw: RawBatch) -> np.ndarray:
     images: list[Tensor] = pictures(raw)
     if raw.mask is not None:
         images = [*images, (raw.mask * 2 - 1).expand(-1, 3, -1, -1)]
-    opened = [to_image(image) for image in images]
-    height = pictures(raw)[-1].shape[-2]
-    gap = np.full((height, max(2, height // 50), 3), 255, np.uint8)
-    parts = []
-    for image in opened:
-        parts += [np.asarray(image.resize((round(image.width * height / image.height), height))), gap]
-    return np.concatenate(parts[:-1], axis=1)
+    row = in_a_row([to_image(image) for image in images])
+    gap = np.full((row[-1].height, max(2, row[-1].height // 50), 3), 255, np.uint8)
+    return np.concatenate([part for image in row for part in (np.asarray(image), gap)][:-1], axis=1)

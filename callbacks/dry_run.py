@@ -29,8 +29,9 @@ def dry_run(cfg: DictConfig) -> None:
         if isinstance(data, StreamedDataModule) or (caches and data.shards is not None):
             raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
         data.serve(module)
+        log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
         data.scan()
-        log.info(f"taking a step of {module.repository_name} on tensors without content")
+        log.info(f"working out what {module.repository_name} takes, which may be a minute or two")
         plan = measure(module, data)
     samples = cfg.callbacks.get("sample_images") is not None
     shown = rows(plan, module, data, caches, samples)
@@ -94,6 +95,8 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
         "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
         "GPU, sampling": f"{decimal(decoding)} while a picture is decoded" if samples else "no sample pictures",
         "host": _sum(host),
+        "host, loading": f"at most {decimal(plan.process + plan.loading[0])} while the transformer goes to a GPU, "
+        f"{decimal(plan.process + plan.loading[1])} where it stays in the host's memory",
         "cache": f"{decimal(plan.cache)} on disk" if caches else "none",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{_against_this_machine(peak)}",
     }

@@ -12,14 +12,16 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from datamodules.files import replacing
+from datamodules.files import replacing, short_name
 
 log = logging.getLogger("retouch")
 
+LONGEST = 4096  # pixels of a side, beside other pictures
+
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """(1, 3, H, W) in [-1, 1] -> 8 bit, rounded as diffusers rounds."""
-    array = (pixels[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
+    """(1, 3, H, W) in [-1, 1] -> 8 bit, rounded as diffusers rounds; black where it is not a number."""
+    array = (pixels[0] / 2 + 0.5).nan_to_num(0.0).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
     return Image.fromarray((array * 255).round().astype("uint8"))
 
 
@@ -30,6 +32,26 @@ def save_png(image: Image.Image, path: Path, facts: Mapping[str, str] | None = N
         info.add_itxt(name, text)
     with replacing(path) as temporary:
         image.save(temporary, format="PNG", pnginfo=info)
+
+
+def scaled(image: Image.Image, factor: float, resample: Image.Resampling = Image.Resampling.LANCZOS) -> Image.Image:
+    """In proportion, and at least a pixel each way."""
+    width, height = (max(1, round(side * factor)) for side in image.size)
+    return image if (width, height) == image.size else image.resize((width, height), resample)
+
+
+def in_a_row(images: Sequence[Image.Image]) -> list[Image.Image]:
+    """Each as high as the last, and none longer than LONGEST; what would become a long band is one between bars."""
+    last = scaled(images[-1], min(1.0, LONGEST / max(images[-1].size)))
+    height, widest = last.height, max(last.width, 4 * last.height)
+    row = []
+    for image in images[:-1]:
+        part = scaled(image, min(height / image.height, widest / image.width))
+        if part.height != height:
+            band, part = part, Image.new("RGB", (part.width, height), "gray")
+            part.paste(band, (0, (height - band.height) // 2))
+        row.append(part)
+    return [*row, last]
 
 
 class ImageWriter(BasePredictionWriter):
@@ -54,7 +76,7 @@ class ImageWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         for pixels, record in prediction:
-            path = self.folder / f"{record['name']}.png"
+            path = self.folder / f"{short_name(record['name'], 251)}.png"
             save_png(to_image(pixels), path)
             log.info(f"{path}  {sum(record['seconds'][name] for name in ('denoise', 'decode')):.2f} s")
             # One short write at the end of the file: several processes may share it.

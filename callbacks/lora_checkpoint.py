@@ -1,11 +1,8 @@
-"""LoRA weights for the world, checkpoints to go on from, and leaving cleanly when asked to."""
+"""LoRA weights for the world, and checkpoints to go on from."""
 
 import contextlib
-import logging
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
@@ -15,8 +12,6 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
-
-log = logging.getLogger("retouch")
 
 # Settings of a run, and of the machine that it ran on.
 NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend")
@@ -30,8 +25,6 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 class LoRACheckpoint(L.Callback):
     """Every `save_every` steps, at the end, and when told to stop: lora/step-N, lora/last and checkpoints/last.ckpt.
 
-    SIGINT (Ctrl-C) and SIGTERM end the run after the batch in hand. A second Ctrl-C interrupts at once.
-
     Args:
         output_dir: the run's folder.
         save_every: optimizer steps between two savings; 0 saves at the end only.
@@ -40,8 +33,6 @@ class LoRACheckpoint(L.Callback):
     """
 
     def __init__(self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any]) -> None:
-        if save_every < 0:
-            raise UserError(f"save_every={save_every}: must be a number of steps, or 0 to save at the end only")
         self.output_dir = Path(output_dir)
         self.save_every = save_every
         # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
@@ -50,39 +41,20 @@ class LoRACheckpoint(L.Callback):
             lists = {k: list(v) for k, v in quantization.items() if isinstance(v, Sequence) and not isinstance(v, str)}
             self.model["quantization"] = _plain(quantization) | lists
         self.saved_step = -1
-        self.signal: signal.Signals | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_step = trainer.global_step
-        # Lightning has put its own handler for SIGTERM by now, which would leave without saving.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-        log.info(f"{self.signal.name}: stopping after this batch (Ctrl-C again: at once, without saving)")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if trainer.world_size > 1:  # one process may have been told to stop and the others not
-            mine = torch.tensor(float(self.signal or 0), device=pl_module.device)
-            number = int(trainer.strategy.reduce(mine, reduce_op="max"))
-            self.signal = signal.Signals(number) if number else None
-        if self.signal is not None:
-            trainer.should_stop = True
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
         if due or trainer.global_step == trainer.max_steps:
             self.save(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._restore_handlers()
         self.save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """What has been learned is kept; several processes cannot agree on saving when one of them has failed."""
-        self._restore_handlers()
         if trainer.world_size == 1 and isinstance(exception, UserError | torch.OutOfMemoryError):
             with contextlib.suppress(UserError):  # the disk may be what failed
                 self.save(trainer, pl_module)
@@ -104,12 +76,6 @@ class LoRACheckpoint(L.Callback):
             write = module.adapter.export(module, header)
             for name in names if trainer.is_global_zero else ():
                 write(self.output_dir / module.adapter.folder / name)
-
-    def _restore_handlers(self) -> None:
-        """Before Lightning restores its own: a handler left behind would keep the model in memory."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
 
     def _save(self, trainer: L.Trainer, module: EditModule) -> None:
         assert module.adapter is not None

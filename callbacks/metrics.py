@@ -58,10 +58,11 @@ class Metrics(L.Callback):
     """Measures each optimizer step over its whole accumulation window and over all processes.
 
     loss is the mean of the window, loss_avg the running mean of the last `window` steps; active_rank is a T-LoRA's, the
-    mean over the samples; peak memory is the device's, or the process's where there is no device. Steps leave their
-    figures on the device, to be read back a logging interval at a time: rates (of all processes together), waiting and
-    work are an interval's. data_wait is the share of the time that steps waited for data; tflops the useful work of the
-    transformer, 10^12 operations a second and device; peak_share its share of what a matrix product reaches there.
+    mean over the samples; peak memory is that of steps, without sample pictures and savings, on the device, or where
+    there is none of the process at their ends. Steps leave their figures on the device, to be read back a logging
+    interval at a time: rates (of all processes together), waiting and work are an interval's. data_wait is the share of
+    the time that steps waited for data; tflops the useful work of the transformer, 10^12 operations a second and
+    device; peak_share its share of what a matrix product reaches there.
 
     Args:
         output_dir: the run's folder.
@@ -119,6 +120,10 @@ class Metrics(L.Callback):
         with self.path.open(newline="") as file:
             return [row for row in csv.DictReader(file) if int(row["step"]) <= step]
 
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if pl_module.device.type == "cuda":  # what was before it, or beside training since the last, does not count
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
@@ -128,6 +133,7 @@ class Metrics(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, EditModule)
+        self.peak_memory = max(self.peak_memory, self._memory(pl_module.device))
         self._losses.append(pl_module.batch_loss)  # Lightning divides its own by the accumulation
         if pl_module.batch_rank is not None:
             self._ranks.append(pl_module.batch_rank)
@@ -169,7 +175,6 @@ class Metrics(L.Callback):
         now = self._now(trainer, module)
         seconds = now.seconds - self._interval.seconds - (now.aside - self._interval.aside)
         waited, self._interval = now.waited - self._interval.waited, now
-        self.peak_memory = self._measure_memory(module.device)
         rates = {
             "samples_per_second": samples * trainer.world_size / seconds,
             "tokens_per_second": tokens * trainer.world_size / seconds,
@@ -195,11 +200,11 @@ class Metrics(L.Callback):
                 for logger in trainer.loggers:
                     logger.log_metrics(self.latest, step.number)
 
-    def _measure_memory(self, device: torch.device) -> int:
-        """Bytes at the highest: allocated on the device, or resident in the process at the end of an interval."""
+    def _memory(self, device: torch.device) -> int:
+        """Bytes allocated on the device at most in this batch, or resident in the process now."""
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
-        return max(self.peak_memory, self._process.memory_info().rss)
+        return self._process.memory_info().rss
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if hasattr(self, "_file"):

@@ -19,7 +19,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 
@@ -67,8 +66,9 @@ class TerminalProgress(ProgressBar):
 
     def begin(self, done: int, total: int) -> None:
         """Start to count, at `done` of `total`."""
-        self._first, self._total = done, total
+        self._total = total
         self._start = self._last_line = time.monotonic()
+        self._warm: tuple[int, float] | None = None  # what was done first, and when that was
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn(self.unit),
@@ -76,22 +76,29 @@ class TerminalProgress(ProgressBar):
                 BarColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}"),
                 console=self.console,
             )
-            self._task = self._bar.add_task("", total=total, completed=done, numbers="")
+            self._task = self._bar.add_task("", total=total, completed=done, numbers="", left="")
             self._bar.start()
 
     def advance(self, done: int, numbers: str) -> None:
-        """Show where it is now."""
+        """Show where it is now.
+
+        The first one warms up, after whatever was made before it: what is left is judged by those that came since,
+        with the pictures and savings between them.
+        """
+        now, left = time.monotonic(), ""
+        if self._warm is None:
+            self._warm = (done, now)
+        elif done > self._warm[0]:
+            each = (now - self._warm[1]) / (done - self._warm[0])
+            left = f"left {timedelta(seconds=round(each * (self._total - done)))}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, numbers=numbers)
-        elif time.monotonic() - self._last_line >= self.line_every or done in (1, self._total):
-            self._last_line = time.monotonic()
-            each = (self._last_line - self._start) / (done - self._first)
-            left = timedelta(seconds=round(each * (self._total - done)))
-            log.info(f"{self.unit} {done}/{self._total}  {numbers}  left {left}")
+            self._bar.update(self._task, completed=done, numbers=numbers, left=left)
+        elif now - self._last_line >= self.line_every or done in (self._warm[0], self._total):
+            self._last_line = now
+            log.info("  ".join(part for part in (f"{self.unit} {done}/{self._total}", numbers, left) if part))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop()

@@ -1,21 +1,18 @@
 """A run on one page: report.html, self-contained, to be looked at while it is written and long after."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from omegaconf import OmegaConf
 
-from callbacks import find_callback
+from callbacks import find_callback, never_costing_the_run
 from callbacks.commands import commands
+from callbacks.figures import curves, headline, read_metrics
 from callbacks.image_writer import to_image
 from callbacks.page import (
     THUMBNAIL,
-    curves,
     data_url,
-    headline,
-    read_metrics,
     read_strip,
     render,
     sample_files,
@@ -25,13 +22,10 @@ from callbacks.page import (
 )
 from callbacks.sample_images import SampleImages
 from callbacks.validation import read_rows
-from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
 from datamodules.pixels import pictures
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
-
-log = logging.getLogger("retouch")
 
 
 class Report(L.Callback):
@@ -48,17 +42,16 @@ class Report(L.Callback):
         self.model_name = model_name
         self.preview_count = preview_count
         self._data: dict[str, Any] = {}
-        self._holds_out = False
+        self._started = False
         self._results: dict[Path, str] = {}  # as they stand in the page
         self._sampled_step = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         if trainer.is_global_zero:
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
             with pl_module.stopwatch.stage(ASIDE):
-                self._data, self._holds_out = describe_data(data, self.preview_count), data.validation is not None
                 self._write(trainer, pl_module, unfinished=True)
+            self._started = True
         sampler = find_callback(trainer, SampleImages)
         self._sampled_step = -1 if sampler is None else sampler.sampled_step
 
@@ -79,17 +72,15 @@ class Report(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A page that reloads itself must not wait for what will not come."""
         assert isinstance(pl_module, EditModule)
-        if trainer.is_global_zero and pl_module.transformer is not None and self._data:
+        if trainer.is_global_zero and pl_module.transformer is not None and self._started:
             self._write(trainer, pl_module, unfinished=False)
 
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
-        """A page that cannot be written must not cost the run."""
-        try:
-            self._write_page(trainer, module, unfinished)
-            if not unfinished:
+        if not unfinished:
+            with never_costing_the_run("grid.png"):
                 write_grid(self.run)
-        except (UserError, OSError) as error:
-            log.warning(f"note: no report: {error}")
+        with never_costing_the_run("report"):
+            self._write_page(trainer, module, unfinished)
 
     def _result(self, path: Path) -> str:
         if path not in self._results:
@@ -112,6 +103,10 @@ class Report(L.Callback):
                     "size": "small" if max(strip.target.size) <= THUMBNAIL else "",
                 }
             )
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not self._data:
+            with never_costing_the_run("part of the report on the data"):
+                self._data = describe_data(data, self.preview_count)
         config = self.run / "config.yaml"
         settings: Any = OmegaConf.to_container(OmegaConf.load(config)) if config.is_file() else {}
         step = trainer.global_step
@@ -124,7 +119,7 @@ class Report(L.Callback):
             rows=rows,
             steps=sorted(samples),
             results=[row["results"] for row in rows],
-            pictures_title="Held-out pictures" if self._holds_out else "Pictures of the training data",
+            pictures_title="Held-out pictures" if data.validation is not None else "Pictures of the training data",
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
             commands=commands(module, self.run, self.model_name, sampler, next(iter(last.values()), None)),

@@ -1,16 +1,20 @@
 """Fixed-seed pictures of a few samples, to see the edit being learned."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
 from torch import Tensor
 
-from callbacks.image_writer import save_png, to_image
+from callbacks import never_costing_the_run
+from callbacks.image_writer import in_a_row, save_png, to_image
 from datamodules.batch import LatentBatch, RawBatch
-from datamodules.errors import UserError
+from datamodules.files import short_name
 from datamodules.pairs import Example
 from lightning_modules.base import EditModule
 from lightning_modules.components import ASIDE
@@ -48,8 +52,6 @@ class SampleImages(L.Callback):
         true_cfg_scale: float,
         seed: int,
     ) -> None:
-        if sample_every < 0:
-            raise UserError(f"sample_every={sample_every}: must be a number of steps, or 0 for the end only")
         self.folder = Path(output_dir) / "samples"
         self.sample_every = sample_every
         self.count = count
@@ -65,19 +67,24 @@ class SampleImages(L.Callback):
         self._step = trainer.global_step
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self.validation = data.validation
-        if self._step == 0:
-            self._sample_if_due(trainer, pl_module, due=True)
+        self.sample_if_due(trainer, pl_module, self._step == 0 or not self._is_complete())
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        step = trainer.global_step
-        due = self.sample_every > 0 and step % self.sample_every == 0
-        self._sample_if_due(trainer, pl_module, step != self._step and (due or step == trainer.max_steps))
-        self._step = step
+        self.sample_if_due(trainer, pl_module, trainer.global_step != self._step)
+        self._step = trainer.global_step
 
-    def _sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
+    def _is_complete(self) -> bool:
+        """Whether the pictures of this step are there: a run goes on that may have been killed before it made them."""
+        made, first = (len(list(self.folder.glob(f"step-{step:06d}/*.png"))) for step in (self._step, 0))
+        return made >= first
+
+    def sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, missing: bool) -> None:
+        """Make the pictures of this step, if it is one that has some and they are `missing`."""
+        step = trainer.global_step
+        due = step in (0, trainer.max_steps) or (self.sample_every > 0 and step % self.sample_every == 0)
         # A base that is split needs all processes to compute.
         takes_part = trainer.is_global_zero or pl_module.device_mesh is not None
-        if due and takes_part:
+        if due and missing and takes_part:
             assert isinstance(pl_module, EditModule)
             with pl_module.stopwatch.stage(ASIDE):
                 self.sample(trainer, pl_module)
@@ -95,16 +102,21 @@ class SampleImages(L.Callback):
                 height, width = pictures[-1].shape[-2:]
                 result = module.edit(module.with_texts(latents), self.sampling, (width, height), self.seed)
                 self.results.append((pictures, result))
-                if not trainer.is_global_zero:
-                    continue
-                parts = _as_high_as_the_last([*pictures[:-1], result, pictures[-1]])
-                strip = torch.cat(parts, dim=-1)
-                name = latents.keys[0].replace("/", "_")
-                facts = {PARTS: " ".join(str(part.shape[-1]) for part in parts), "prompt": " ".join(latents.prompts)}
-                save_png(to_image(strip), self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png", facts)
-                for logger in trainer.loggers:
-                    if isinstance(logger, TensorBoardLogger):
-                        logger.experiment.add_image(f"samples/{name}", strip[0] / 2 + 0.5, trainer.global_step)
+                if trainer.is_global_zero:
+                    with never_costing_the_run(f"sample picture of {latents.keys[0]}"):
+                        self._write(trainer, latents, [*pictures[:-1], result, pictures[-1]])
+
+    def _write(self, trainer: L.Trainer, sample: LatentBatch, pictures: list[Tensor]) -> None:
+        parts = in_a_row([to_image(picture) for picture in pictures])
+        strip = np.concatenate([np.asarray(part) for part in parts], axis=1)
+        keys = [latents.keys[0] for _, latents in self._examples]
+        name = file_names(keys)[sample.keys[0]]
+        facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": " ".join(sample.prompts)}
+        path = self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png"
+        save_png(Image.fromarray(strip), path, facts)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image(f"samples/{name}", strip, trainer.global_step, dataformats="HWC")
 
     def _prepare(self, module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
         """The pictures beside the result, and the latents; of shards without their files, what the latents show."""
@@ -115,13 +127,10 @@ class SampleImages(L.Callback):
         return example.pictures or [module.decode(module.normalize(image)) for image in known], latents
 
 
-def _as_high_as_the_last(images: list[Tensor]) -> list[Tensor]:
-    """(1, 3, H, W) each, in proportion."""
-    height = images[-1].shape[-2]
-    scaled = [
-        torch.nn.functional.interpolate(image, size=(height, round(image.shape[-1] * height / image.shape[-2])))
-        if image.shape[-2] != height
-        else image
-        for image in images
-    ]
-    return [image.cpu().clamp(-1, 1) for image in scaled]
+def file_names(keys: Sequence[str]) -> dict[str, str]:
+    """A name for each sample's picture: without folders, of a length that can be written, and none twice."""
+    names: dict[str, str] = {}
+    for number, key in enumerate(keys):
+        name = short_name(key.replace("/", "_"), 240)
+        names[key] = f"{name}-{number}" if name in names.values() else name
+    return names

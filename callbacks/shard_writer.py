@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.filesize import decimal
 from torch import Tensor
 
@@ -54,8 +53,6 @@ class ShardWriter(BasePredictionWriter):
             samples = len(data.requests)
             prompts = 2 * samples if pl_module.condition_images.text_sees_them else len(data.all_prompts())
             self._compare_with_free_space(samples * trainer.world_size, prompts * trainer.world_size)
-        if trainer.received_sigterm:
-            raise SIGTERMException
 
     def _write(self, rank: int, module: EditModule, request: EncodeRequest, latents: LatentBatch) -> None:
         if self._shard is None or self._shard.size >= self.shard_size:

@@ -1,7 +1,10 @@
-"""What a sweep found: sweep.csv and sweep.png, brought up to date after each job."""
+"""What a sweep found: sweep.csv, sweep.png and report.html, brought up to date after each job."""
 
 import csv
 import io
+import logging
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,13 @@ from hydra.experimental.callback import Callback
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.page import read_metrics, write_sweep
+from callbacks import never_costing_the_run
+from callbacks.figures import read_metrics
+from callbacks.page import THUMBNAIL, data_url, read_strip, render, sample_files, without_secrets
+from callbacks.validation import read_rows
 from datamodules.files import replacing
+
+log = logging.getLogger("retouch")
 
 
 class SweepSummary(Callback):
@@ -21,6 +29,8 @@ class SweepSummary(Callback):
         self.rows: list[dict[str, Any]] = []
         self.jobs: list[list[str]] = []
         self.folder: Path | None = None
+        self.monitor = ""
+        self.sign = 1.0  # -1 where more is better
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir)
@@ -38,7 +48,7 @@ class SweepSummary(Callback):
                 "job": run.name,
                 "overrides": "",
                 "final_loss": curve[-1]["loss_avg"] if curve else "",
-                "best_loss": min((float(row["loss_avg"]) for row in curve), default=""),
+                "best_loss": _best_loss(run, curve, config),
                 "value": "" if failed or job_return._return_value is None else job_return._return_value,
                 "seconds": curve[-1]["seconds"] if curve else "",
                 "lora": "" if last is None else str(last),
@@ -49,27 +59,54 @@ class SweepSummary(Callback):
         common = set.intersection(*map(set, self.jobs))
         for row, overrides in zip(self.rows, self.jobs, strict=True):
             row["overrides"] = " ".join(override for override in overrides if override not in common) or row["job"]
+        for name, write in {"sweep.csv": self._table, "sweep.png": self._plot, "report.html": self._report}.items():
+            with never_costing_the_run(name):
+                write(self.folder, config)
+        self._say_best(self.folder)
+
+    def _say_best(self, folder: Path) -> None:
+        """A sweep of which a job failed has no other end."""
+        best = min(self.rows, key=self._order)
+        here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        if len(self.rows) > 1:
+            found = f"{self.monitor} {best['value']:.4g} with {best['overrides']} in {here / best['job']}"
+            what = (
+                f"best of {len(self.rows)} jobs so far: {found}"
+                if _known(best)
+                else f"{self.monitor} of no job is known"
+            )
+            log.info(f"{what}; all of them: {here / 'report.html'}")
+
+    def _order(self, row: Mapping[str, Any]) -> tuple[bool, float]:
+        """The best first, then those that have no value."""
+        return (False, self.sign * row["value"]) if _known(row) else (True, 0.0)
+
+    def _table(self, folder: Path, config: DictConfig) -> None:
         text = io.StringIO()
         writer = csv.DictWriter(text, list(self.rows[0]))
         writer.writeheader()
         writer.writerows(self.rows)
-        with replacing(self.folder / "sweep.csv") as temporary:
-            temporary.write_text(text.getvalue())
-        self._plot(self.folder)
-        self._report(config)
+        with replacing(folder / "sweep.csv") as temporary:
+            temporary.write_text(text.getvalue(), encoding="utf-8")
 
-    def _report(self, config: DictConfig) -> None:
+    def _report(self, folder: Path, config: DictConfig) -> None:
         """The jobs' pictures on one page, sorted by what the sweep compares."""
-        assert self.folder is not None
-        held_out = any((self.folder / row["job"] / "validation.csv").is_file() for row in self.rows)
+        held_out = any((folder / row["job"] / "validation.csv").is_file() for row in self.rows)
         monitor = config.monitor or ("val_loss" if held_out else "loss_avg")
         metric = OmegaConf.select(config, f"callbacks.validation.metrics.{monitor.removesuffix('_source')}")
         kind: Any = None if metric is None else get_class(metric._target_)
         higher = kind is not None and bool(kind.higher_is_better)
-        jobs = [{**row, "value": None if row["value"] == "" else row["value"]} for row in self.rows]
-        write_sweep(self.folder, jobs, monitor, higher)
+        self.monitor, self.sign = monitor, -1.0 if higher else 1.0
+        render(
+            folder / "report.html",
+            title=folder.name,
+            subtitle=f"{len(self.rows)} runs, by {monitor}, {'more' if higher else 'less'} is better",
+            jobs=[_job(folder, row) for row in sorted(self.rows, key=self._order)],
+            monitor=monitor,
+            picture_names="control, result, target",
+        )
 
-    def _plot(self, folder: Path) -> None:
+    def _plot(self, folder: Path, config: DictConfig) -> None:
         import matplotlib
 
         matplotlib.use("agg")
@@ -79,10 +116,36 @@ class SweepSummary(Callback):
         for row in self.rows:
             curve = read_metrics(folder / row["job"])
             steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
-            axes.plot(steps, losses, label=row["overrides"])
+            axes.plot(steps, losses, label=row["overrides"].replace("$", r"\$").lstrip("_"))
         axes.set(xlabel="step", ylabel="loss (running mean)")
         axes.grid(alpha=0.3)
         axes.legend()
         with replacing(folder / "sweep.png") as temporary:
             figure.savefig(temporary, format="png", dpi=120)
         pyplot.close(figure)
+
+
+def _known(row: Mapping[str, Any]) -> bool:
+    return row["value"] != "" and math.isfinite(row["value"])
+
+
+def _best_loss(run: Path, curve: list[dict[str, str]], config: DictConfig) -> float | str:
+    """The least validation loss after step 0; without samples that are held out, the least running mean of a window."""
+    if rows := read_rows(run / "validation.csv"):
+        return min((row["val_loss"] for row in rows if row["step"]), default="")
+    window = OmegaConf.select(config, "callbacks.metrics.window", default=1)
+    full = curve[window - 1 :] or curve[-1:]
+    return min((float(row["loss_avg"]) for row in full), default="")
+
+
+def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's row of the page."""
+    samples = sample_files(folder / row["job"])
+    strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if samples else []
+    return {
+        "name": row["job"],
+        "link": f"{row['job']}/report.html" if (folder / row["job"] / "report.html").is_file() else "",
+        "overrides": without_secrets(row["overrides"]),
+        "value": f"{row['value']:.4g}" if row["value"] != "" else "failed",
+        "strips": [[data_url(one, THUMBNAIL) for one in (*s.controls, s.result, s.target)] for s in strips],
+    }

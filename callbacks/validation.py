@@ -75,7 +75,8 @@ class Validation(L.Callback):
         sampler = find_callback(trainer, SampleImages)
         if sampler is None or sampler.validation is None:
             return
-        self.rows = [row for row in read_rows(self.path) if row["step"] <= trainer.global_step]
+        earlier = read_rows(self.path) if trainer.global_step else []  # else of a run that never saved
+        self.rows = [row for row in earlier if row["step"] <= trainer.global_step]
         for name, metric in self._makers.items():
             try:
                 self.metrics[name] = metric if isinstance(metric, Metric) else metric()
@@ -83,6 +84,8 @@ class Validation(L.Callback):
                 raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
             # Each process that measures has all pictures.
             self.metrics[name].distributed_available_fn = lambda: False
+        if sampler.sampled_step != trainer.global_step:  # the run goes on, and may have been killed before it measured
+            sampler.sample_if_due(trainer, pl_module, self.latest.get("step") != trainer.global_step)
         self._after_sampling(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError
-from datamodules.files import FileHashes, Hashed, replacing, sha256
+from datamodules.files import DAMAGED, FileHashes, Hashed, reading, replacing, sha256
 from datamodules.shards import OpenShard, Row, read_rows, rows_path, scan, write_rows
 
 log = logging.getLogger("retouch")
 
 FORMAT = 1
 INDEX, MANIFEST = "index.jsonl", "manifest.json"
+# What manifest.json says of a shard.
+FACTS = {"bytes": int, "sha256": str, "mtime_ns": int, "samples": int, "prompts": int}
 
 
 def fingerprint_parts(module: Any, memo: Path) -> dict[str, Any]:
@@ -78,9 +80,32 @@ class Cache:
     def manifest(self) -> dict[str, Any]:
         """manifest.json; one without shards where there is none that can be used."""
         try:
-            return json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            return self._read_manifest()
+        except (FileNotFoundError, *DAMAGED):
             return {"shards": {}}
+
+    def given_manifest(self) -> dict[str, Any]:
+        """That of a cache which this run did not build; raises UserError where it, or the index, is not as written."""
+        with reading(self.folder / MANIFEST, "copy it again"):
+            manifest = self._read_manifest()
+        with reading(self.folder / INDEX, "copy it again"):
+            if not self._index_is_as_written(manifest):
+                raise ValueError("it is not the one that manifest.json knows")
+        return manifest
+
+    def _read_manifest(self) -> dict[str, Any]:
+        manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+        for facts in manifest["shards"].values():
+            if wrong := [name for name, kind in FACTS.items() if not isinstance(facts[name], kind)]:
+                raise TypeError(f"{wrong[0]} is {facts[wrong[0]]!r}")
+        if not isinstance(manifest["parts"], dict):
+            raise TypeError("parts is no object")
+        return manifest
+
+    def _index_is_as_written(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether index.jsonl is the one that was written with this manifest (older ones do not tell)."""
+        known = manifest.get("index_sha256")
+        return known is None or known == sha256(self.folder / INDEX)
 
     def describe(self) -> str:
         """What it holds, for a list."""
@@ -88,8 +113,8 @@ class Cache:
         if "parts" not in manifest:
             return "never finished"
         parts = manifest["parts"]
-        model = parts["model"].get("repository", "a local model")
-        return f"{manifest['samples']} samples of {parts['family']} ({model}, {parts['dtype']})"
+        model = parts.get("model", {}).get("repository", "a local model")
+        return f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
 
     def hashes(self) -> FileHashes:
         """The checksums of the samples' files, as far as they were read before."""
@@ -163,7 +188,7 @@ class Cache:
         for path in self.folder.glob(".*.tmp"):
             path.unlink()
         for tar in self.unmerged():
-            if not tar.is_file():
+            if not (tar.is_file() and self._checked_rows(rows_path(tar))):
                 rows_path(tar).unlink()
         manifest = self.manifest()
         shards: dict[str, Any] = manifest["shards"]
@@ -175,7 +200,7 @@ class Cache:
                     "samples is encoded again"
                 )
                 del shards[name]
-        counts = self._counts()
+        counts = self._counts(manifest)
         for name, facts in list(shards.items()):
             if counts[name] != facts["samples"] + facts["prompts"]:
                 log.warning(f"the index of {self.folder} lacks {name}: it is read from the shard again")
@@ -200,13 +225,23 @@ class Cache:
         if (self.folder / INDEX).is_file():
             yield from read_rows(self.folder / INDEX)
 
-    def _counts(self) -> Counter[str]:
-        """Rows of each shard; none where the index cannot be read."""
-        try:
-            return Counter(row["shard"] for row in self._index())
-        except (ValueError, KeyError):
-            (self.folder / INDEX).unlink()
+    def _counts(self, manifest: Mapping[str, Any]) -> Counter[str]:
+        """Rows of each shard; none where the index is not as it was written."""
+        index = self.folder / INDEX
+        if not index.is_file():
             return Counter()
+        rows = self._checked_rows(index) if self._index_is_as_written(manifest) else None
+        if rows is None:
+            index.unlink()
+        return rows or Counter()
+
+    @staticmethod
+    def _checked_rows(path: Path) -> Counter[str] | None:
+        """How many rows of each shard a list has; None where one is no row."""
+        try:
+            return Counter(row["shard"] for row in read_rows(path) if "sha256" in row or row["offset"] + row["bytes"])
+        except DAMAGED:
+            return None
 
     @staticmethod
     def _intact(path: Path, facts: dict[str, Any]) -> bool:
@@ -274,6 +309,7 @@ class Cache:
             "tokens": tokens,
             "bytes": sum(facts["bytes"] for facts in shards.values()),
             "sizes": dict(sizes.most_common()),
+            "index_sha256": sha256(self.folder / INDEX),
             "shards": dict(sorted(shards.items())),
         }
         with replacing(self.folder / MANIFEST) as temporary:

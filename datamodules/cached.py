@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.batch import LatentBatch
-from datamodules.cache import Cache, check_fit, fingerprint, fingerprint_parts
+from datamodules.cache import INDEX, MANIFEST, Cache, check_fit, fingerprint, fingerprint_parts
 from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
+from datamodules.failures import shown
+from datamodules.files import DAMAGED, reading
 from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
-from datamodules.pairs import Example, PairsDataModule, Size, require_whole_numbers
+from datamodules.pairs import Example, PairsDataModule, Size
 from datamodules.pixels import pictures
 from datamodules.sampler import samples_per_batch
 from datamodules.streaming import StreamedDataModule
@@ -26,13 +28,12 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDat
             through a buffer of shuffle_buffer samples).
         settings: of `CachedDataModule`.
     """
-    positive = {name: settings[name] for name in ("batch_size", "shard_size", "max_tokens_per_batch")}
-    if positive["max_tokens_per_batch"] is None:
-        del positive["max_tokens_per_batch"]
-    require_whole_numbers(positive, least=1)
-    require_whole_numbers({"num_workers": settings["num_workers"], "shuffle_buffer": shuffle_buffer}, least=0)
+    if shards is not None and settings["root"] is not None:
+        raise UserError(
+            f"data.shards={shown(shards)} and data.root={settings['root']}: train on one, leave the other out"
+        )
     if settings["cache_dir"] is None:
-        if shards is not None or "max_tokens_per_batch" in positive:
+        if shards is not None or settings["max_tokens_per_batch"] is not None:
             raise UserError(
                 "data.shards and data.max_tokens_per_batch are about cached latents: set data.cache_dir too"
             )
@@ -42,7 +43,9 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDat
     if shards is None or Path(shards).expanduser().is_dir():
         return CachedDataModule(shards=shards, **settings)
     if settings["val_root"] is not None or settings["val_count"]:
-        raise UserError(f"data.shards={shards} is streamed, and nothing of it can be held out: leave data.val_* alone")
+        raise UserError(
+            f"data.shards={shown(shards)} is streamed, and nothing of it can be held out: leave data.val_* alone"
+        )
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
     return StreamedDataModule(
         shards=shards,
@@ -116,7 +119,11 @@ class CachedDataModule(PairsDataModule):
         """The samples of data.root, wherever they stand in the cache."""
         samples = self.find()
         self.folder = cache.folder
-        self.index = ShardIndex(cache.rows())
+        try:
+            self.index = ShardIndex(cache.rows())
+        except DAMAGED as error:
+            index = cache.folder / INDEX
+            raise UserError(f"{index} is damaged ({error}); delete it and start again, and it is rebuilt") from error
         hashes = cache.hashes()
         places = [self.index.ids.get(content_id(sample, hashes) or "") for sample in samples]
         present = [(sample, number) for sample, number in zip(samples, places, strict=True) if number is not None]
@@ -138,13 +145,15 @@ class CachedDataModule(PairsDataModule):
         if self.val_roots:
             raise UserError("data.val_root goes with data.root; of data.shards some are held out by data.val_count")
         given = Cache(folder, {})
-        if "parts" not in given.manifest():
-            raise UserError(f"data.shards={folder}: no manifest.json")
-        check_fit(given.manifest()["parts"], wanted.parts, f"data.shards={folder}")
-        for name, facts in given.manifest()["shards"].items():
+        if not (folder / MANIFEST).exists():
+            raise UserError(f"data.shards={folder}: no {MANIFEST}")
+        manifest = given.given_manifest()
+        check_fit(manifest["parts"], wanted.parts, f"data.shards={folder}")
+        for name, facts in manifest["shards"].items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != facts["bytes"]:
                 raise UserError(f"data.shards={folder}: {name} is not whole: copy it again")
-        self.index = ShardIndex(given.rows())
+        with reading(folder / INDEX, "copy it again"):
+            self.index = ShardIndex(given.rows())
         if not self.index.ids:
             raise UserError(f"data.shards={folder}: no samples")
         self.numbers = list(self.index.ids.values())
@@ -154,7 +163,8 @@ class CachedDataModule(PairsDataModule):
 
     def take(self, indices: Sequence[int]) -> None:
         super().take(indices)
-        self.numbers = [self.numbers[index] for index in indices]
+        if self.numbers:  # none where the pictures were scanned and no cache was opened
+            self.numbers = [self.numbers[index] for index in indices]
 
     def batch_limits(self) -> Mapping[Size, int] | int:
         if self.max_tokens_per_batch is None:

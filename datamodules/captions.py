@@ -5,15 +5,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from datamodules.errors import UserError
+from datamodules.files import read_text
 from datamodules.sources import (
-    IMAGE_SUFFIXES,
+    FORMATS,
     Found,
     Sample,
     controls_folder,
     folder_images,
     is_mask,
-    read_text,
+    none_of_the_formats,
     scan_roots,
+    unread_files,
 )
 
 
@@ -40,21 +42,29 @@ def _scan(root: Path, instance_prompt: str) -> Found:
         )
     samples: list[Sample] = []
     unread: list[str] = []
-    for place, below, _ in os.walk(root):
+    seen: set[str] = set()
+    for place, below, _ in os.walk(root, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
         folder = Path(place)
+        if (real := os.path.realpath(folder)) in seen:  # a link back
+            below.clear()
+            continue
+        seen.add(real)
         images = folder_images(folder)
         for stem, path in images.items():
             if is_mask(stem, images):
                 continue
             caption = path.with_suffix(".txt")
-            prompt = read_text(caption).strip() if caption.is_file() else instance_prompt
+            try:
+                prompt = read_text(caption).strip() if os.path.lexists(caption) else instance_prompt
+            except UserError as error:
+                unread.append(str(error))
+                continue
             key = str((folder / stem).relative_to(root))
             samples.append(Sample(key, path, (), prompt, images.get(f"{stem}_mask")))
-        for path in sorted(folder.iterdir()):
-            caption = path.with_suffix(".txt")
-            if path.suffix != ".txt" and path.stem not in images and caption.is_file():
-                unread.append(f"{path} has a caption, but is none of {', '.join(sorted(IMAGE_SUFFIXES))}")
-    if not samples:
-        raise UserError(f"data.root={root}: no pictures ({', '.join(sorted(IMAGE_SUFFIXES))}) in it or below")
+        for stem, path in unread_files(folder).items():
+            if stem not in images and path.with_suffix(".txt").is_file():
+                unread.append(f"{none_of_the_formats(path)}, but has a caption")
+    if not samples and not unread:
+        raise UserError(f"data.root={root}: no pictures ({FORMATS}) in it or below")
     return Found(samples, unread)

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.errors import UserError
-from datamodules.transforms import fit_area, floor_size, open_image, resize, size_of_area, to_tensor
+from datamodules.transforms import fit_area, floor_size, image_size, open_image, resize, size_of_area, to_tensor
 
 # A prompt, and the condition images that its text encoder sees with it.
 PromptRequest = tuple[str, tuple[Path, ...]]
@@ -32,12 +31,6 @@ class ConditionImages:
     least: int = 0
     vae_image_size: int | None = None
     condition_image_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("vae_image_size", "condition_image_size"):
-            size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or size < 1024):
-                raise UserError(f"model.{name}={size}: must be a number of pixels from 1024 on")
 
     @property
     def text_sees_them(self) -> bool:
@@ -61,8 +54,12 @@ class ConditionImages:
         Raises:
             UserError: a file is unreadable.
         """
-        images = [open_image(path) for path in paths]
-        pixels = [to_tensor(resize(image, self.size(*image.size, max_area)))[None] for image in images]
+        wanted = [self.vae_image_size or max_area, self.condition_image_size]
+        area = None if max_area is None else max(one for one in wanted if one is not None)
+        images = [open_image(path, area) for path in paths]
+        # By the file's own size, as the result's is: what is decoded may be smaller already.
+        sizes = [self.size(*image_size(path), max_area) for path in paths]
+        pixels = [to_tensor(resize(image, size))[None] for image, size in zip(images, sizes, strict=True)]
         return pixels, self._for_text(images)
 
     def for_text(self, paths: Sequence[Path]) -> list[Tensor]:

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from datamodules.batch import RawBatch
 from datamodules.conditions import ConditionImages, PromptRequest
-from datamodules.errors import UserError
-from datamodules.sources import IMAGE_SUFFIXES, belongs_to_another, further_controls, read_text
+from datamodules.errors import UserError, printable
+from datamodules.files import read_text
+from datamodules.sources import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
 from datamodules.transforms import fit_area, image_size, verify_image
 
 
@@ -65,8 +66,6 @@ class EditsDataModule(L.LightningDataModule):
         batch_size: int,
     ) -> None:
         super().__init__()
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise UserError(f"batch_size={batch_size}: must be a whole number from 1 on")
         self.images = find_images(image) if image is not None else [()]
         self.prompts = _read_prompts(prompt, prompts_file)
         self.negative_prompt = negative_prompt
@@ -77,11 +76,6 @@ class EditsDataModule(L.LightningDataModule):
         self.max_area = max_area
         self.batch_size = batch_size
         self.condition_images = ConditionImages()
-        if not isinstance(max_area, int) or max_area < 256:
-            raise UserError(f"max_area={max_area}: must be a number of pixels from 256 on")
-        for name, side in (("height", height), ("width", width)):
-            if side is not None and (side < 16 or side % 16):
-                raise UserError(f"{name}={side}: must be a multiple of 16")
         for paths in self.images:
             for path in paths:
                 image_size(path)
@@ -148,7 +142,8 @@ class _Requests(Dataset[EditRequest]):
         self.data = data
         self.names: list[str] = []
         for paths in data.images:
-            stem = paths[0].stem if paths else "picture"
+            # Any bytes may be in a name, and 255 of them: the settings of each picture follow.
+            stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
             numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
             self.names.append(next(name for name in numbered if name not in self.names))
 
@@ -171,7 +166,7 @@ class _Requests(Dataset[EditRequest]):
                 controls=controls,
                 prompt_images=[prompt_images] * len(prompts),
             ),
-            image=str(paths[0]) if paths else None,
+            image=printable(str(paths[0])) if paths else None,
             size=(data.width or own[0], data.height or own[1]),
             seeds=data.seeds,
             lora_scales=data.lora_scales,
@@ -186,7 +181,9 @@ def find_images(image: str) -> list[tuple[Path, ...]]:
         UserError: there is none.
     """
     path = Path(image).expanduser()
-    pattern = str(path / "*") if path.is_dir() else str(path)
+    if path.is_file() and path.suffix.lower() not in IMAGE_SUFFIXES:
+        raise UserError(f"image={image}: is none of {FORMATS}")
+    pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
     paths = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES)
     beside: dict[Path, dict[str, Path]] = {}
@@ -200,7 +197,7 @@ def find_images(image: str) -> list[tuple[Path, ...]]:
 
 
 def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) -> list[str]:
-    if prompt is None and prompts_file is None:
+    if prompt in (None, []) and prompts_file is None:
         raise UserError('say what to do: prompt="make it snow", or prompts_file=FILE with one prompt a line')
     if prompt is not None and prompts_file is not None:
         raise UserError("both prompt= and prompts_file= are given: choose one")
@@ -209,8 +206,8 @@ def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) 
     path = Path(str(prompts_file)).expanduser()
     try:
         lines = read_text(path).splitlines()
-    except OSError as error:
-        raise UserError(f"prompts_file={path}: {error.strerror}") from error
+    except UserError as error:
+        raise UserError(f"prompts_file={str(error).removeprefix('cannot read ')}") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"prompts_file={path}: the file is empty")

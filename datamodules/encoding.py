@@ -13,7 +13,7 @@ from datamodules.batch import RawBatch
 from datamodules.cache import Cache
 from datamodules.conditions import ConditionImages, PromptRequest
 from datamodules.errors import UserError
-from datamodules.files import FileHashes, hash_file
+from datamodules.files import FileHashes, Hashed, hash_file
 from datamodules.pairs import PairsDataModule
 from datamodules.pixels import PairDataset, leave_signals_to_the_trainer
 from datamodules.shards import sample_id
@@ -87,11 +87,14 @@ class EncodingDataModule(L.LightningDataModule):
         mine = [sample for sample in mine if sample.key in absent]
         hashes, ids = self._hash(mine), self.cache.sample_ids()
         new: dict[str, Sample] = {}
+        unread: list[Sample] = []
         for sample in mine:
             id = content_id(sample, hashes)
-            if id is not None and id not in ids:
+            if id is None:  # a file could not be read: `check` says why
+                unread.append(sample)
+            elif id not in ids:
                 new.setdefault(id, sample)
-        usable = {sample.key: rounded for sample, _, rounded in self.source.check(list(new.values()))}
+        usable = {sample.key: rounded for sample, _, rounded in self.source.check([*new.values(), *unread])}
         self.requests = _Requests(
             [
                 (sample, id, [hashes.get(path) or "" for path in sample.controls], usable[sample.key])
@@ -109,7 +112,8 @@ class EncodingDataModule(L.LightningDataModule):
         paths = dict.fromkeys(path for sample in samples for _, path in roles(sample) if hashes.get(path) is None)
         if paths:
             with ThreadPoolExecutor() as pool:
-                self.cache.remember(self.trainer.global_rank, pool.map(hash_file, paths))
+                hashed = (one for one in pool.map(_hash_if_readable, paths) if one is not None)
+                self.cache.remember(self.trainer.global_rank, hashed)
         return self.cache.hashes()
 
     def all_prompts(self) -> list[PromptRequest]:
@@ -126,6 +130,13 @@ class EncodingDataModule(L.LightningDataModule):
             num_workers=min(self.source.num_workers, len(self.requests)),
             worker_init_fn=leave_signals_to_the_trainer,
         )
+
+
+def _hash_if_readable(path: Path) -> Hashed | None:
+    try:
+        return hash_file(path)
+    except OSError:
+        return None
 
 
 def _alone(items: list[EncodeRequest]) -> EncodeRequest:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
-from datamodules.errors import UserError
+from datamodules.files import reading
 from datamodules.pairs import Size
 from datamodules.shards import Row
 
 # As safetensors names them; what a cache holds.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
+REMEDY = "delete it and start again, and its samples are encoded again; one of data.shards, copy it again"
 # Bytes that hold the header of a safetensors file with a handful of tensors.
 HEADER = 4096
 
@@ -119,10 +120,12 @@ class LatentReader:
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
         """The tensors of some groups, each (B, longest, ...): what is shorter ends in zeros."""
         spans = [self.index.spans[3 * row : 3 * row + 3] for row in rows]
-        files = [self._open(shard) for shard, _, _ in spans]
-        layouts, starts = zip(
-            *(_header(f, offset) for f, (_, offset, _) in zip(files, spans, strict=True)), strict=True
-        )
+        files, found = [], []
+        for shard, offset, length in spans:
+            with reading(self.folder / self.index.shards[shard], REMEDY):
+                files.append(self._open(shard))
+                found.append(_header(files[-1], offset, length))
+        layouts, starts = zip(*found, strict=True)
         kinds = [{name: (dtype, shape[1:]) for name, (dtype, shape) in layout.items()} for layout in layouts]
         if any(kind != kinds[0] for kind in kinds):
             raise ValueError(f"{files[0].name!s}: samples of one batch differ in their tensors")
@@ -134,31 +137,34 @@ class LatentReader:
         for place, (file, layout, start) in enumerate(zip(files, layouts, starts, strict=True)):
             parts = [batch[name][place, : shape[0]] for name, (_, shape) in layout.items()]
             buffers: list[Any] = [part.reshape(-1).view(torch.uint8).numpy() for part in parts]
-            if os.preadv(file.fileno(), buffers, start) != sum(buffer.nbytes for buffer in buffers):
-                raise _cut_short(file)
+            with reading(str(file.name), REMEDY):
+                if os.preadv(file.fileno(), buffers, start) != sum(buffer.nbytes for buffer in buffers):
+                    raise EOFError("it ends too early")
         return batch
 
     def _open_shard(self, shard: int) -> FileIO:
-        path = self.folder / self.index.shards[shard]
-        try:
-            return FileIO(path)
-        except OSError as error:
-            raise UserError(f"cannot read the shard {path}: {error.strerror}") from error
+        return FileIO(self.folder / self.index.shards[shard])
 
 
-def _cut_short(file: FileIO) -> UserError:
-    return UserError(f"the shard {file.name!s} ends too early: start again, and its samples are encoded again")
+def _header(file: FileIO, offset: int, length: int) -> tuple[dict[str, tuple[torch.dtype, list[int]]], int]:
+    """Of a safetensors file in a shard: its tensors' dtype and shape by name, in their order, and where they begin.
 
-
-def _header(file: FileIO, offset: int) -> tuple[dict[str, tuple[torch.dtype, list[int]]], int]:
-    """Dtype and shape of a safetensors file's tensors by name, in their order, and where the first one begins."""
+    Raises:
+        ValueError, KeyError, TypeError: there is no such file of `length` bytes at `offset`.
+    """
     first = os.pread(file.fileno(), HEADER, offset)
-    length = int.from_bytes(first[:8], "little")
-    text = first[8 : 8 + length] if length <= HEADER - 8 else os.pread(file.fileno(), length, offset + 8)
-    if len(text) < max(length, 2):
-        raise _cut_short(file)
+    text_length = int.from_bytes(first[:8], "little")
+    if text_length > length - 8:
+        raise ValueError(f"no tensors at {offset}")
+    within = text_length <= HEADER - 8
+    text = first[8 : 8 + text_length] if within else os.pread(file.fileno(), text_length, offset + 8)
+    if len(text) < max(text_length, 2):
+        raise EOFError("it ends too early")
     facts = sorted(json.loads(text).items(), key=lambda item: item[1]["data_offsets"])
-    return {name: (DTYPES[one["dtype"]], one["shape"]) for name, one in facts}, offset + 8 + length
+    start = offset + 8 + text_length
+    if not facts or facts[-1][1]["data_offsets"][1] != offset + length - start:
+        raise ValueError(f"no tensors of {length} bytes at {offset}")
+    return {name: (DTYPES[one["dtype"]], one["shape"]) for name, one in facts}, start
 
 
 def latent_batch(

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as L
@@ -17,15 +18,17 @@ from torch.utils.data import DataLoader
 
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.conditions import ConditionImages
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError, listing, printable
 from datamodules.feed import Feed
 from datamodules.pixels import PairDataset, collate, leave_signals_to_the_trainer, pictures
 from datamodules.sampler import SizeBatchSampler
 from datamodules.sources import Found, Sample
-from datamodules.transforms import floor_size, image_size, verify_image
+from datamodules.transforms import MOST_PIXELS, floor_size, image_size, verify_image
 
 log = logging.getLogger("retouch")
 
+# More is allowed, and said: pixels, and how many times as long as wide.
+LARGE, LONG = 2**22, 8
 # (width, height) of the target, then of each control; and whether there is a mask
 Size = tuple[tuple[tuple[int, int], ...], bool]
 
@@ -35,13 +38,6 @@ class Example(NamedTuple):
 
     pictures: list[Tensor]
     batch: RawBatch | LatentBatch
-
-
-def require_whole_numbers(settings: Mapping[str, Any], least: int) -> None:
-    """Raise a UserError for a setting that is something else."""
-    for name, value in settings.items():
-        if not isinstance(value, int) or value < least:
-            raise UserError(f"data.{name}={value}: must be a whole number from {least} on")
 
 
 class PairsDataModule(L.LightningDataModule):
@@ -82,14 +78,12 @@ class PairsDataModule(L.LightningDataModule):
         val_count: int,
     ) -> None:
         super().__init__()
-        require_whole_numbers({"batch_size": batch_size}, least=1)
-        require_whole_numbers({"num_workers": num_workers, "val_count": val_count}, least=0)
         if val_root is not None and val_count:
             raise UserError(f"data.val_root={val_root} and data.val_count={val_count}: choose one")
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
             if value not in ("error", "skip"):
                 raise UserError(f"data.{name}={value}: choose error or skip")
-        self.roots = [root] if isinstance(root, str) else list(root or [])
+        self.roots = _listed("root", root)
         self.source = source
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -100,7 +94,7 @@ class PairsDataModule(L.LightningDataModule):
         self.seed = seed
         self.model = ""
         self.condition_images = ConditionImages()
-        self.val_roots = [val_root] if isinstance(val_root, str) else list(val_root or [])
+        self.val_roots = _listed("val_root", val_root)
         self.val_count = val_count
         self.validation: PairsDataModule | None = None
         self._held_out: set[Sample] = set()
@@ -142,15 +136,23 @@ class PairsDataModule(L.LightningDataModule):
             sample = self.samples[index] if self.samples else None
             pictures = key if sample is None else frozenset((sample.target, *sample.controls))
             groups.setdefault(pictures, []).append(index)
-        for group in sorted(groups.values(), key=lambda group: hashlib.sha256(self.keys[group[0]].encode()).digest()):
+        order = sorted(groups.values(), key=lambda group: hashlib.sha256(self.keys[group[0]].encode()).digest())
+        for group in order:
             if len(held) < self.val_count:
                 held.update(group)
         if not held:
             return
-        if len(held) == len(self.keys):
+        count = len(self.keys)
+        if len(held) == count and self.val_roots:
             raise UserError(
-                f"data.val_root={listing(self.val_roots)}, data.val_count={self.val_count}: nothing of "
-                f"{len(held)} {self.noun} is left to learn from"
+                f"data.val_root={listing(self.val_roots)} has all {count} {self.noun} of data.root: none is left to "
+                "learn from"
+            )
+        if len(held) == count:
+            most = count - len(order[-1])
+            remedy = f"at most data.val_count={most}" if most else "leave it out: all of them are of the same pictures"
+            raise UserError(
+                f"data.val_count={self.val_count} of {count} {self.noun} leaves none to learn from: {remedy}"
             )
         self.validation = None
         held_out = copy(self)
@@ -178,7 +180,10 @@ class PairsDataModule(L.LightningDataModule):
         self.require_root()
         found = self.source(self.roots)
         if self.val_roots:
-            held_out = self.source([str(root) for root in self.val_roots])
+            try:
+                held_out = self.source(self.val_roots)
+            except UserError as error:  # sources speak of data.root
+                raise UserError(str(error).replace("data.root=", "data.val_root=")) from error
             taken = {sample.key for sample in found.samples}
             if any(sample.key in taken for sample in held_out.samples):  # keys tell samples apart
                 names = [replace(sample, key=f"held_out/{sample.key}") for sample in held_out.samples]
@@ -224,7 +229,7 @@ class PairsDataModule(L.LightningDataModule):
         """
         with ThreadPoolExecutor() as pool:
             checked = list(pool.map(partial(_check, self.condition_images), samples))
-        bad = [str(size) for size in checked if isinstance(size, UserError)]
+        bad = [printable(str(size)) for size in checked if isinstance(size, UserError)]
         if bad:
             what = f"{len(bad)} unusable: {listing(bad)}"
             if self.on_bad_image == "error":
@@ -238,6 +243,13 @@ class PairsDataModule(L.LightningDataModule):
             self.notes.append(f"{empty} captions are empty")
         if rounded:
             self.notes.append(f"{rounded} {self.noun} have sides rounded down to a multiple of 16")
+        if large := sum(any(width * height > LARGE for width, height in images) for images, _ in self.sizes):
+            self.notes.append(
+                f"{large} {self.noun} have more than {LARGE / 1e6:.0f} megapixels: task=dry_run says what a step with "
+                "them takes, shrunk ones take less"
+            )
+        if long := sum(any(max(size) > LONG * min(size) for size in images) for images, _ in self.sizes):
+            self.notes.append(f"{long} {self.noun} are more than {LONG} times as long as wide")
 
     def batch_limits(self) -> Mapping[Size, int] | int:
         """How many samples of a size make a batch."""
@@ -317,6 +329,15 @@ class PairsDataModule(L.LightningDataModule):
         return Counter(images[0] for images, _ in self.sizes)
 
 
+def _listed(name: str, value: str | Sequence[str] | None) -> list[str]:
+    """One or several, as they are given; raises UserError for a name that the run's files could not hold."""
+    roots = [str(one) for one in ([value] if isinstance(value, str) else value or []) if one not in (None, "")]
+    for root in roots:
+        if printable(root) != root:
+            raise UserError(f"data.{name}={printable(root)}: the name is not UTF-8: rename it, or give a link to it")
+    return roots
+
+
 def refuse_epochs(trainer: L.Trainer, batches_per_epoch: float, samples: int) -> None:
     """Raise a UserError where the length is given in epochs, which have no end here."""
     if trainer.max_epochs not in (None, -1):
@@ -332,10 +353,21 @@ def _check(condition_images: ConditionImages, sample: Sample) -> tuple[Size, boo
     try:
         images = (sample.target, *sample.controls)
         target, *controls = [image_size(path) for path in images]
+        own = [target, *(controls if condition_images.vae_image_size is None else [])]
+        for path, size in zip(images, own, strict=False):
+            _refuse_large(path, *size)
         for path in (*images, *([sample.mask] if sample.mask else [])):
             verify_image(path)
     except UserError as error:
         return error
     sizes = (floor_size(*target), *(condition_images.size(*control) for control in controls))
-    keep_their_size = [target, *(controls if condition_images.vae_image_size is None else [])]
-    return (sizes, sample.mask is not None), any(floor_size(*size) != size for size in keep_their_size)
+    return (sizes, sample.mask is not None), any(floor_size(*size) != size for size in own)
+
+
+def _refuse_large(path: Path, width: int, height: int) -> None:
+    """Raise a UserError for a picture whose step would take hundreds of gigabytes."""
+    if width * height > MOST_PIXELS:
+        raise UserError(
+            f"the image {path} is {width}x{height}, {width * height / 1e6:.1f} megapixels: at most "
+            f"{MOST_PIXELS / 1e6:.1f} are learned at their own size; shrink it"
+        )

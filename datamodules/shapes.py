@@ -18,6 +18,8 @@ from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
 from datamodules.sources import TABLES, Found, find_samples
 
+# In place of data.root.
+DRAWN = "drawn shapes"
 SIDE = 64
 STEP = 16  # pixels that "move" moves by
 COLORS = {
@@ -185,31 +187,36 @@ HELD_BACK = (segment, outline, mirror, invert)
 EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__: edit for edit in KNOWN + HELD_BACK}
 
 
-def find_shapes(roots: Sequence[str], edits: Sequence[str], count: int, seed: int, change_weight: float) -> Found:
-    """A data source: draws its pairs into a folder below the root, once, and finds them there.
+def find_shapes(
+    roots: Sequence[str], folder: str | None, edits: Sequence[str], count: int, seed: int, change_weight: float
+) -> Found:
+    """A data source: draws its pairs into a folder below `folder`, once, and finds them there.
 
     Scenes take the edits in turn. Where an edit has a way back, it is a pair of its own with the same two pictures.
 
     Args:
-        roots: one folder.
+        roots: `DRAWN` alone: there is nothing to read.
+        folder: data.cache_dir; None for its default.
         edits: names of `EDITS`.
         count: pairs.
         seed: of all that is drawn.
         change_weight: how much more than the rest the loss weighs what an edit changes; 1 writes no masks.
     """
+    if list(roots) != [DRAWN]:
+        raise UserError(
+            f"data.root={listing(list(roots))}: data=shapes draws its own pairs and reads no folder: leave out the one "
+            "or the other (experiment=shapes is data=shapes too)"
+        )
     if unknown := [name for name in edits if name not in EDITS]:
         raise UserError(f"data.source.edits: there is no {listing(unknown)}; choose from {', '.join(EDITS)}")
     if not edits or not isinstance(count, int) or count < 1:
         raise UserError(f"data.source.edits={list(edits)}, count={count}: at least one of each")
-    if len(roots) != 1:
-        raise UserError("data=shapes draws into one folder: give one data.root")
-    folder = (
-        Path(roots[0]).expanduser() / f"{'-'.join(dict.fromkeys(edits))}-{count}-seed{seed}-weight{change_weight:g}"
-    )
-    if not folder.is_dir():
-        with replacing_folder(folder, keep=True) as unfinished:
+    name = f"{'-'.join(dict.fromkeys(edits))}-{count}-seed{seed}-weight{change_weight:g}"
+    pairs = Path(folder or "cache").expanduser() / "shapes" / name
+    if not pairs.is_dir():
+        with replacing_folder(pairs, keep=True) as unfinished:
             write_pairs(unfinished, edits, count, seed, change_weight)
-    return find_samples([folder])
+    return find_samples([pairs])
 
 
 def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int, change_weight: float) -> None:

@@ -1,19 +1,22 @@
 """Where samples come from: folders of pairs, or a table of file names."""
 
-import csv
-import io
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError, listing, printable
+from datamodules.files import read_text, require_file
+from datamodules.tables import read_table
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
+FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
 TABLES = ("metadata.jsonl", "metadata.csv")
 FURTHER_CONTROL = re.compile(r"(?P<stem>.+)_control_(?P<number>\d+)$")
 
@@ -22,7 +25,7 @@ FURTHER_CONTROL = re.compile(r"(?P<stem>.+)_control_(?P<number>\d+)$")
 class Sample:
     """One pair: the picture to reach, the pictures to start from, and the instruction.
 
-    `key` is the target's path inside its root without the suffix, unique over all roots.
+    `key` is the target's path inside its root without the suffix, unique over all roots, in valid UTF-8.
     """
 
     key: str
@@ -54,20 +57,26 @@ def scan_roots(roots: Iterable[str | Path], scan: Callable[[Path], Found]) -> Fo
     folders = [Path(root).expanduser() for root in roots]
     samples: list[Sample] = []
     incomplete: list[str] = []
+    seen: Counter[str] = Counter()
     for folder in folders:
         found = scan(folder)
         prefix = "" if len(folders) == 1 else f"{folder}/"
-        samples += [replace(sample, key=prefix + sample.key) for sample in found.samples]
-        incomplete += found.incomplete
+        for sample in found.samples:
+            key = printable(prefix + sample.key)
+            seen[key] += 1  # above 1 where a root is named twice
+            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}"))
+        incomplete += map(printable, found.incomplete)
     return Found(samples, incomplete)
 
 
 def _scan(root: Path) -> Found:
     if not root.exists():
         raise UserError(f"data.root={root}: no such folder (looked for {root.absolute()})")
-    if root.is_file() and root.suffix not in (".csv", ".jsonl"):
+    if not root.is_dir() and root.suffix not in (".csv", ".jsonl"):
         raise UserError(f"data.root={root}: neither a folder nor a .csv or .jsonl table")
-    tables = [root] if root.is_file() else [root / name for name in TABLES if (root / name).is_file()]
+    tables = [root / name for name in TABLES if os.path.lexists(root / name)] if root.is_dir() else [root]
+    if len(tables) > 1:
+        raise UserError(f"data.root={root}: two tables, {' and '.join(TABLES)}: name one of them as data.root")
     if tables:
         return _from_table(tables[0])
     targets = _folder(root, TARGET_FOLDERS)
@@ -84,9 +93,7 @@ def _scan(root: Path) -> Found:
         )
     found = _from_folders(targets, controls)
     if not found.samples and not found.incomplete:
-        raise UserError(
-            f"data.root={root}: no images ({', '.join(sorted(IMAGE_SUFFIXES))}) in {targets} and {controls}"
-        )
+        raise UserError(f"data.root={root}: no images ({FORMATS}) in {targets} and {controls}")
     return found
 
 
@@ -108,6 +115,17 @@ def folder_images(folder: Path) -> dict[str, Path]:
                 raise UserError(f"{images[path.stem]} and {path}: two images of one name, keep one")
             images[path.stem] = path
     return images
+
+
+def unread_files(folder: Path) -> dict[str, Path]:
+    """By stem, what stands beside pictures and captions: pictures in other formats perhaps."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() not in {*IMAGE_SUFFIXES, ".txt"})
+    return {path.stem: path for path in paths if not path.name.startswith(".") and not path.is_dir()}
+
+
+def none_of_the_formats(path: Path) -> str:
+    """What to say of a file that is no picture to us."""
+    return f"{path} is none of {FORMATS}"
 
 
 def further_controls(images: dict[str, Path], stem: str) -> list[Path]:
@@ -148,51 +166,28 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
     for name, path in all_controls.items():
         if match := FURTHER_CONTROL.match(name):
             numbered.setdefault(match["stem"], {})[name] = path
+    unread, unread_controls = unread_files(target_folder), unread_files(control_folder)
     samples, incomplete = [], []
     for stem, target in targets.items():
         caption = target.with_suffix(".txt")
         if stem not in controls:
-            incomplete.append(f"{target} has no control image {control_folder / stem}.*")
-        elif not caption.is_file():
+            other = f": {none_of_the_formats(unread_controls[stem])}" if stem in unread_controls else ""
+            incomplete.append(f"{target} has no control image {control_folder / stem}.*{other}")
+        elif not os.path.lexists(caption):
             incomplete.append(f"{target} has no caption {caption}")
         else:
-            more = further_controls(numbered.get(stem, {}), stem)
-            samples.append(
-                Sample(
-                    stem,
-                    target,
-                    (controls[stem], *more),
-                    read_text(caption).strip(),
-                    masks.get(f"{stem}_mask"),
-                )
-            )
-    incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in targets]
-    return Found(samples, incomplete)
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 file, with or without a byte order mark; raises UserError where it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
-
-
-def _rows(table: Path) -> list[dict[str, Any]]:
-    text = read_text(table)
-    if table.suffix == ".csv":
-        return list(csv.DictReader(io.StringIO(text, newline="")))
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{table} line {number} is not JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{table} line {number} is not an object of columns")
-            rows.append(row)
-    return rows
+                prompt = read_text(caption).strip()
+            except UserError as error:
+                incomplete.append(str(error))
+                continue
+            more = further_controls(numbered.get(stem, {}), stem)
+            samples.append(Sample(stem, target, (controls[stem], *more), prompt, masks.get(f"{stem}_mask")))
+    for stem, path in unread.items():  # else nobody would hear of a target and its control in such a format
+        if stem not in targets and (stem in controls or path.with_suffix(".txt").is_file()):
+            incomplete.append(f"target {none_of_the_formats(path)}")
+    incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in {*targets, *unread}]
+    return Found(samples, incomplete)
 
 
 def _from_table(table: Path) -> Found:
@@ -200,7 +195,7 @@ def _from_table(table: Path) -> Found:
 
     Columns: file_name, control_file_name (one name, or a JSON list), prompt, and optionally mask_file_name.
     """
-    rows = _rows(table)
+    rows = read_table(table)
     if not rows:
         raise UserError(f"{table} has no rows")
     samples, incomplete = [], []
@@ -213,11 +208,19 @@ def _from_table(table: Path) -> Found:
         strange = [n for n in ("file_name", "prompt", "mask_file_name") if not isinstance(row.get(n) or "", str)]
         if strange:
             raise UserError(f"{table} row {number}: {listing(strange)} must be text")
-        paths = [table.parent / name for name in (row["file_name"], *_names(row["control_file_name"]))]
+        try:
+            paths = [table.parent / name for name in (row["file_name"], *_names(row["control_file_name"]))]
+            row["prompt"].encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{table} row {number}: the prompt has half a character, {error.object[error.start]!r}"
+            ) from error
+        except UserError as error:
+            raise UserError(f"{table} row {number}: {error}") from error
         mask = table.parent / row["mask_file_name"] if row.get("mask_file_name") else None
-        absent = [path for path in (*paths, mask) if path is not None and not path.is_file()]
+        absent = [path for path in (*paths, mask) if path is not None and not os.path.isfile(path)]
         if absent or len(paths) < 2:
-            reason = f"{absent[0]} does not exist" if absent else "control_file_name is empty"
+            reason = _why_absent(absent[0]) if absent else "control_file_name is empty"
             incomplete.append(f"{table} row {number}: {reason}")
         else:
             key = str(Path(row["file_name"]).with_suffix(""))
@@ -226,6 +229,16 @@ def _from_table(table: Path) -> Found:
     if len(repeated) < len(samples):  # one picture with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
     return Found(samples, incomplete)
+
+
+def _why_absent(path: Path) -> str:
+    try:
+        require_file(path)
+    except FileNotFoundError as error:
+        return f"{path} does not exist" if not path.is_symlink() else f"{path}: {error.strerror}"
+    except (OSError, ValueError) as error:
+        return f"{path}: {getattr(error, 'strerror', None) or error}"
+    return f"{path} does not exist"
 
 
 def _names(value: Any) -> list[str]:

@@ -1,26 +1,28 @@
 """Shards that are somewhere else, as a stream of batches."""
 
+import contextlib
 import itertools
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any
 
 import lightning.pytorch as L
 import safetensors.torch
 import webdataset as wds
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from datamodules.batch import LatentBatch, stack_padded
 from datamodules.cache import check_fit, fingerprint_parts
+from datamodules.failures import shown
 from datamodules.feed import Feed
 from datamodules.latents import latent_batch, size_of
 from datamodules.pairs import Example, Size, refuse_epochs
-from datamodules.pixels import leave_signals_to_the_trainer
 from datamodules.remote import Shard, find_shards, read_groups
 from datamodules.sampler import samples_per_batch
 from datamodules.shards import Row
@@ -88,7 +90,7 @@ class StreamedDataModule(L.LightningDataModule):
         assert self.trainer is not None
         module: Any = self.trainer.lightning_module
         self.shards, self.manifest = find_shards(self.pattern)
-        check_fit(self.manifest["parts"], fingerprint_parts(module, self.memo), f"data.shards={self.pattern}")
+        check_fit(self.manifest["parts"], fingerprint_parts(module, self.memo), f"data.shards={shown(self.pattern)}")
 
     def train_dataloader(self) -> Feed:
         trainer = self.trainer
@@ -113,7 +115,7 @@ class StreamedDataModule(L.LightningDataModule):
         return [Example([], collate([item])) for _, item in itertools.islice(items, count)]
 
     def describe(self) -> str:
-        return f"{self._samples():,} samples in {len(self.shards)} shards, streamed from {self.pattern}"
+        return f"{self._samples():,} samples in {len(self.shards)} shards, streamed from {shown(self.pattern)}"
 
     def _samples(self) -> int:
         return sum(shard.samples for shard in self.shards)
@@ -139,7 +141,7 @@ def _size(name: str) -> tuple[int, int]:
     return width, height
 
 
-class ShardStream(IterableDataset[LatentBatch]):
+class ShardStream:
     """Batches of one size, without end, by WebDataset.
 
     In each epoch the shards come in another order and are dealt out to all workers of all processes, in turn; so
@@ -173,11 +175,10 @@ class ShardStream(IterableDataset[LatentBatch]):
         self.start = start
         self.empty_prompt = empty_prompt
 
-    def __iter__(self) -> Iterator[LatentBatch]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+    def batches(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[LatentBatch]:
+        """What one of the workers reads, until it is stopped."""
         place, places = self.rank * workers + worker, self.world_size * workers
-        samples: Any = self._samples(place, places)
+        samples: Any = self._samples(place, places, stopped)
         if self.shuffle_buffer > 1:
             rng = random.Random(f"{self.seed} {self.start} {place}")
             samples = wds.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(samples)
@@ -200,16 +201,19 @@ class ShardStream(IterableDataset[LatentBatch]):
         """All shards, as this epoch deals them out."""
         return random.Random(f"{self.seed} {self.start} {epoch}").sample(self.shards, len(self.shards))
 
-    def _samples(self, place: int, places: int) -> Iterator[tuple[Row, Item]]:
+    def _samples(self, place: int, places: int, stopped: threading.Event) -> Iterator[tuple[Row, Item]]:
         for epoch in itertools.count():
             for shard in self.order(epoch)[(place + epoch) % places :: places]:
-                yield from read_items(shard, self.empty_prompt)
+                for sample in read_items(shard, self.empty_prompt, stopped):
+                    if not _wanted(stopped):
+                        return
+                    yield sample
 
 
-def read_items(shard: Shard, empty_prompt: bool) -> Iterator[tuple[Row, Item]]:
+def read_items(shard: Shard, empty_prompt: bool, stopped: threading.Event | None = None) -> Iterator[tuple[Row, Item]]:
     """The samples of a tar in order, each with its prompt."""
     prompts: dict[str, dict[str, Tensor]] = {}
-    for row, data in read_groups(shard):
+    for row, data in read_groups(shard, stopped):
         tensors = safetensors.torch.load(data)
         if "key" not in row:
             if empty_prompt or not row["id"].startswith("empty_prompt-"):
@@ -220,22 +224,67 @@ def read_items(shard: Shard, empty_prompt: bool) -> Iterator[tuple[Row, Item]]:
         yield row, Item(row["key"], tensors, prompts[row["prompt"]], empty, name)
 
 
+def _wanted(stopped: threading.Event) -> bool:
+    """Whether the loop still runs. One that ended by an error elsewhere may not have said so before Python ends."""
+    return not stopped.is_set() and threading.main_thread().is_alive()
+
+
 class StreamLoader:
     """A loader of a stream that numbers the draws: all randomness of a sample is a function of the seed and these.
 
     Args:
+        num_workers: threads that read ahead, one batch of each in turn; 0 reads when asked. (A forked process would
+            lack the threads of obstore, which has read the manifest before, and wait for them for ever.)
         stride: no batch holds more samples.
     """
 
     def __init__(self, stream: ShardStream, num_workers: int, stride: int) -> None:
         self.stream = stream
+        self.num_workers = num_workers
         self.stride = stride
-        self.loader = DataLoader(
-            dataset=stream, batch_size=None, num_workers=num_workers, worker_init_fn=leave_signals_to_the_trainer
-        )
 
     def __iter__(self) -> Iterator[LatentBatch]:
-        for number, batch in enumerate(self.loader, self.stream.start):
+        for number, batch in enumerate(self._batches(), self.stream.start):
             first = (number * self.stream.world_size + self.stream.rank) * self.stride
             batch.draws = list(range(first, first + len(batch.keys)))
             yield batch
+
+    def _batches(self) -> Iterator[LatentBatch]:
+        stopped = threading.Event()
+        if self.num_workers == 0:
+            yield from self.stream.batches(0, 1, stopped)
+            return
+        queues: list[Queue[LatentBatch | Exception]] = [Queue(maxsize=2) for _ in range(self.num_workers)]
+        threads = [
+            threading.Thread(target=self._read, args=(worker, queue, stopped), name=f"shards {worker}")
+            for worker, queue in enumerate(queues)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for queue in itertools.cycle(queues):
+                batch = queue.get()
+                if isinstance(batch, Exception):
+                    raise batch
+                yield batch
+        finally:
+            stopped.set()
+            for thread in threads:
+                thread.join()
+
+    def _read(self, worker: int, queue: "Queue[LatentBatch | Exception]", stopped: threading.Event) -> None:
+        try:
+            for batch in self.stream.batches(worker, self.num_workers, stopped):
+                if not _put(batch, queue, stopped):
+                    return
+        except Exception as error:  # for the loop to raise
+            _put(error, queue, stopped)
+
+
+def _put(result: LatentBatch | Exception, queue: "Queue[LatentBatch | Exception]", stopped: threading.Event) -> bool:
+    """Wait for a place in the queue; false if none is wanted any more."""
+    while _wanted(stopped):
+        with contextlib.suppress(Full):
+            queue.put(result, timeout=0.5)
+            return True
+    return False

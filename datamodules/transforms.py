@@ -1,21 +1,64 @@
 """An image file to a tensor, as the diffusers pipelines see it: RGB, upright, sides floored to 16, in [-1, 1]."""
 
 import math
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.files import DAMAGED, require_file
 
 # Counts up when the same file would give other pixels: what is cached from them is then encoded again.
 PREPROCESSING = 1
 SIDE_MULTIPLE = 16
+# What is learned at its own size may have so many: 65,536 tokens a picture, whose attention costs their square.
+MOST_PIXELS = 2**24
+# What is read at all: PIL's own bound, without its warning from half of it on.
+MOST_READ = 2 * 89_478_485
+Image.MAX_IMAGE_PIXELS = None
+# Threads check files: of those that must be decoded for it, and take gigabytes, one at a time.
+ONE_LARGE = Lock()
+# What is shrunk may be reduced by whole factors first, down to so many times the sides that are wanted.
+REDUCING_GAP = 3
 ORIENTATION = 0x0112
-# What PIL raises for files that are no image or end too early.
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+# What PIL raises for files that are no image, end too early or are damaged.
+UNREADABLE = (*DAMAGED, OSError, SyntaxError, OverflowError, struct.error, zlib.error)
+# It warns of damaged EXIF and the like, which hides nothing of the pixels.
+warnings.filterwarnings("ignore", module="PIL")
+
+
+@contextmanager
+def picture(path: Path) -> Iterator[Image.Image]:
+    """The file, opened but not decoded.
+
+    Raises:
+        UserError: it is no image, is damaged or ends too early, has more pixels than PIL reads (179 million), or has
+            numbers in place of them, of which nobody knows which is white.
+    """
+    try:
+        require_file(path)
+        with Image.open(path) as image:
+            if image.width * image.height > MOST_READ:
+                raise ValueError(
+                    f"{image.width}x{image.height} are more than {MOST_READ / 1e6:.0f} megapixels, shrink it"
+                )
+            if image.mode == "F":
+                raise ValueError("its pixels are floating-point numbers, save it with 8 or 16 bits")
+            yield image
+    except UnidentifiedImageError as error:
+        raise UserError(f"cannot read the image {path}: it is empty or no picture") from error
+    except UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(f"cannot read the image {path}: {reason.splitlines()[0].rstrip('.')}") from error
 
 
 def floor_size(width: int, height: int, multiple: int = SIDE_MULTIPLE) -> tuple[int, int]:
@@ -26,7 +69,8 @@ def floor_size(width: int, height: int, multiple: int = SIDE_MULTIPLE) -> tuple[
 def fit_area(width: int, height: int, max_area: int) -> tuple[int, int]:
     """The floored size, shrunk in proportion where its area is above `max_area` pixels."""
     scale = min(1.0, (max_area / (width * height)) ** 0.5)
-    return floor_size(round(width * scale), round(height * scale))
+    longest = max_area // SIDE_MULTIPLE
+    return floor_size(*(min(longest, max(SIDE_MULTIPLE, round(side * scale))) for side in (width, height)))
 
 
 def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
@@ -42,16 +86,30 @@ def image_size(path: Path) -> tuple[int, int]:
     Raises:
         UserError: the file is no image, or a side is shorter than 16 pixels.
     """
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-            if image.getexif().get(ORIENTATION, 1) >= 5:
-                width, height = height, width
-    except UNREADABLE as error:
-        raise UserError(f"cannot read the image {path}: {error}") from error
+    with picture(path) as image:
+        width, height = image.size
+        # A PNG's own getexif would decode all pixels, to see what comes behind them.
+        late = image.format == "PNG" and _tells_more_behind_its_pixels(path)
+        exif = image.getexif() if late else Image.Image.getexif(image)
+        if exif.get(ORIENTATION, 1) in range(5, 9):
+            width, height = height, width
     if min(width, height) < SIDE_MULTIPLE:
         raise UserError(f"the image {path} is {width}x{height}: both sides must be at least {SIDE_MULTIPLE} pixels")
     return width, height
+
+
+def _tells_more_behind_its_pixels(png: Path) -> bool:
+    """Whether chunks that may hold EXIF follow the first one with pixels."""
+    pixels = False
+    with png.open("rb") as file:
+        file.seek(8)
+        while len(head := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", head)
+            pixels = pixels or kind == b"IDAT"
+            if pixels and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                return True
+            file.seek(length + 4, 1)
+    return False
 
 
 def verify_image(path: Path) -> None:
@@ -60,42 +118,49 @@ def verify_image(path: Path) -> None:
     Raises:
         UserError: the file is unreadable or ends too early.
     """
-    try:
-        with Image.open(path) as image:
-            if image.format == "PNG":
-                image.verify()
-            else:
-                image.draft("L", (image.width // 8, image.height // 8))
-                image.load()
-    except UNREADABLE as error:
-        raise UserError(f"cannot read the image {path}: {error}") from error
+    with picture(path) as image:
+        if image.format == "PNG":
+            image.verify()
+            return
+        image.draft("L", (image.width // 8, image.height // 8))
+        with ONE_LARGE if image.width * image.height > MOST_PIXELS else nullcontext():
+            image.load()
 
 
-def open_image(path: Path) -> Image.Image:
+def open_image(path: Path, area: int | None = None) -> Image.Image:
     """Decode to upright 8-bit RGB; 16-bit depth is scaled down, transparency laid on white.
+
+    Args:
+        area: pixels that are wanted: of many more not all are kept, and of a JPEG not all are decoded.
 
     Raises:
         UserError: the file is unreadable or ends too early.
     """
-    try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-            image.load()
-    except UNREADABLE as error:
-        raise UserError(f"cannot read the image {path}: {error}") from error
-    if image.mode.startswith("I"):  # 16 bits a pixel, whatever the byte order
-        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+    with picture(path) as image:
+        times = 1 if area is None else int((image.width * image.height / area) ** 0.5 / REDUCING_GAP)
+        if times > 1:
+            width = image.width
+            image.draft(None, (width // times, image.height // times))
+            times //= round(width / image.width)
+        ImageOps.exif_transpose(image, in_place=True)
+        image.load()
+        if image.mode.startswith("I"):  # 16 bits a pixel, whatever the byte order
+            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+        if image.mode in ("1", "P", "PA"):
+            image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        if times > 1:
+            image = image.reduce(times)
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image)
+        return image.convert("RGB")
 
 
 def to_tensor(image: Image.Image) -> Tensor:
     """8-bit RGB to (3, H, W) in [-1, 1]."""
-    pixels = torch.from_numpy(np.array(image, dtype=np.float32)) / 255
-    return 2 * pixels.permute(2, 0, 1).contiguous() - 1
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return pixels.float().div_(255).mul_(2).sub_(1)
 
 
 def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:

@@ -54,8 +54,8 @@ class Adapter(ABC):
         """What trains, for the summary."""
 
     @abstractmethod
-    def predict_arguments(self, run: str, model_name: str) -> str:
-        """Of predict.py, to use the last weights of a run's folder."""
+    def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
+        """Settings of predict.py, to use the last weights of a run's folder."""
 
     @abstractmethod
     def loading_code(self, weights: str) -> list[str]:

@@ -19,6 +19,7 @@ from lightning_modules.autocast import cast_inputs_once
 from lightning_modules.checkpointing import read_position, set_checkpointing
 from lightning_modules.execution import check_attention_backend
 from lightning_modules.flops import StepFlops, tokens_of
+from lightning_modules.last_block import unread_parameters
 from lightning_modules.lora import cast_inputs, whole
 from lightning_modules.nonfinite import NonfiniteSteps
 from lightning_modules.prediction import Predictor
@@ -78,6 +79,11 @@ class EditModule(Predictor):
             self._check_precision()
             if self.device_mesh is not None and self.offload["blocks"]:
                 raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
+            if self.device_mesh is not None and self.offload["activations"] and self.gradient_checkpointing != "full":
+                raise UserError(
+                    "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full: else the "
+                    "weights that are gathered for a step would be copied, too"
+                )
             if self.adapter is not None and self.adapter.trains_text_encoders and not data.knows_prompts:
                 raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
             self.caption_dropout_rate = data.caption_dropout_rate
@@ -99,9 +105,9 @@ class EditModule(Predictor):
                 f"use {needed}, which keeps what trains in float32"
             )
 
-    def configure_model(self) -> None:
+    def build(self) -> None:
         if self.adapter is None or self.transformer is not None:
-            super().configure_model()
+            super().build()
             return
         transformer = self.load_transformer()
         self.adapt(transformer)
@@ -122,7 +128,8 @@ class EditModule(Predictor):
             cast_inputs(transformer, True)  # in float32 and without autocast it makes pictures too
         # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        self._ddp_params_and_buffers_to_ignore = frozen
+        unread = [f"transformer.{name}" for name in unread_parameters(transformer)]
+        self._ddp_params_and_buffers_to_ignore = [*frozen, *unread]
 
     def adapt(self, transformer: Any) -> None:
         """Make of a frozen transformer one that trains."""

@@ -56,6 +56,7 @@ def set_checkpointing(
     more: dict[str, Any] = {}
     if position == "selective":
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        more["respect_saved_tensors_hooks"] = True  # by which model.offload.activations works
 
     def run(block: nn.Module, *args: Any) -> Any:
         if block not in chosen:

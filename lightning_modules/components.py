@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from datamodules.batch import ON_HOST, copy_to, stack_padded
 from datamodules.conditions import PromptRequest
 from datamodules.errors import UserError, listing
+from lightning_modules.host_memory import Resting
 from lightning_modules.loading import WITHOUT_WEIGHTS, load_component, read_index, resolve_repository
 from lightning_modules.quantization import Quantization
 
@@ -84,6 +86,7 @@ class Components:
         self.stopwatch = stopwatch
         self._loaded: dict[str, Any] = {}
         self._resting: set[str] = set()
+        self._copies: WeakKeyDictionary[nn.Module, Resting] = WeakKeyDictionary()  # of those that have rested
 
     @property
     def repository(self) -> str:
@@ -103,18 +106,23 @@ class Components:
             with self.stopwatch.stage("load"):
                 self._loaded[name] = self._load(name, self.device(name))
         elif name in self._resting:
-            self._loaded[name].to(self.device(name))
+            part, device = self._loaded[name], self.device(name)
+            if part in self._copies:
+                self._copies[part].wake(device)
+            else:
+                part.to(device)
             self._resting.remove(name)
         return self._loaded[name]
 
     def _load(self, name: str, device: torch.device) -> Any:
         if name not in self.quantized:
             return load_component(self.repository, name, revision=self.revision, dtype=self.dtype, device=device)
-        part = load_component(self.repository, name, revision=self.revision, dtype=self.dtype)
+        # In the files' own dtype, which leaves the weights in the files until each is quantized.
+        part = load_component(self.repository, name, revision=self.revision, dtype="auto")
         assert self.quantization is not None
         log.info(f"quantizing {name} to {self.quantization}")
-        self.quantization.convert(part, device)
-        return part.to(device)
+        self.quantization.convert(part, device, self.dtype)
+        return part
 
     def hold(self, name: str, part: Any) -> None:
         """Use this in place of what would be loaded."""
@@ -154,7 +162,14 @@ class Components:
         """Let the models wait in the host's memory until they are used again."""
         moving = [name for name in self.models() if name not in self._resting and self.device(name).type != "cpu"]
         for name in moving:
-            self._loaded[name].to("cpu")
+            part = self._loaded[name]
+            if not Resting.suits(part):  # nor does a copy from before it trained
+                self._copies.pop(part, None)
+                part.to("cpu")
+                continue
+            if part not in self._copies:
+                self._copies[part] = Resting(part, self.device(name))
+            self._copies[part].rest()
         self._resting.update(moving)
         if moving and torch.cuda.is_available():
             torch.cuda.empty_cache()

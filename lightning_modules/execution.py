@@ -1,12 +1,17 @@
 """How a transformer's blocks run: by which attention kernel, and compiled."""
 
+import logging
 from typing import Any
 
 import torch
 
 from datamodules.errors import UserError
+from lightning_modules.float8 import kernels
 from lightning_modules.last_block import LastBlock
 from lightning_modules.offload import blocks
+from lightning_modules.quantized_linear import Fp8Linear
+
+log = logging.getLogger("retouch")
 
 # Kernels without a backward pass.
 INFERENCE_ONLY = ("sage", "_sage")
@@ -41,6 +46,18 @@ def set_attention_backend(transformer: Any, name: str | None) -> None:
     except (ImportError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model.attention_backend={name} cannot be used here: {first}") from error
+
+
+def say_fp8_kernels(transformer: Any, device: torch.device) -> None:
+    """Log what multiplies its layers in fp8, where there are any: tensor cores that stay idle are seen by nothing else.
+
+    Args:
+        device: that it computes on.
+    """
+    for layer in transformer.modules():
+        if isinstance(layer, Fp8Linear):
+            log.info(f"fp8: {kernels(device, layer.gradient_dtype)}")
+            return
 
 
 def compile_blocks(transformer: Any, dynamic: bool | None) -> None:

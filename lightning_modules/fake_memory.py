@@ -36,14 +36,19 @@ def fake_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 class PeakMemory(TorchDispatchMode):
     """Counts the bytes of all tensors that are made inside and still alive.
 
+    Args:
+        device_type: count those on such a device alone.
+
     Attributes:
+        now: bytes that are alive.
         peak: the most since `restart`, beyond what there was then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str | None = None) -> None:
         super().__init__()
+        self.device_type = device_type
         self._alive: dict[int, int] = {}
-        self._now = self._start = self._most = 0
+        self.now = self._start = self._most = 0
 
     @property
     def peak(self) -> int:
@@ -51,25 +56,25 @@ class PeakMemory(TorchDispatchMode):
 
     def restart(self) -> None:
         """Count from here."""
-        self._start = self._most = self._now
+        self._start = self._most = self.now
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and self.device_type in (None, tensor.device.type):
                 storage = tensor.untyped_storage()
                 key = storage._cdata
                 if key not in self._alive:
                     self._alive[key] = storage.nbytes()
-                    self._now += self._alive[key]
-                    self._most = max(self._most, self._now)
+                    self.now += self._alive[key]
+                    self._most = max(self._most, self.now)
                     weakref.finalize(storage, self._free, key)
         return out
 
     def _free(self, key: int) -> None:
-        self._now -= self._alive.pop(key)
+        self.now -= self._alive.pop(key)
 
 
 @contextmanager

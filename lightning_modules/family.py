@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from datamodules.conditions import ConditionImages
-from datamodules.errors import UserError
 from lightning_modules.lora_files import PREFIXES
 
 if TYPE_CHECKING:
@@ -23,14 +22,6 @@ class Sampling:
     guidance_scale: float | None
     true_cfg_scale: float
     negative_prompt: str | None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.num_inference_steps, int) or self.num_inference_steps < 1:
-            raise UserError(f"num_inference_steps={self.num_inference_steps}: must be a whole number from 1 on")
-        for name in ("guidance_scale", "true_cfg_scale"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) and not (value is None and name == "guidance_scale"):
-                raise UserError(f"{name}={value}: must be a number")
 
     @property
     def negative(self) -> str | None:

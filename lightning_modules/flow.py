@@ -70,8 +70,6 @@ class TimestepLaw:
     def __post_init__(self) -> None:
         if self.law not in ("uniform", "logit_normal", "mode"):
             raise UserError(f"model.timesteps.law={self.law}: choose uniform, logit_normal or mode")
-        if isinstance(self.shift, str) and self.shift != "dynamic":
-            raise UserError(f"model.timesteps.shift={self.shift}: choose null, a number or dynamic")
 
     def draw(self, generator: torch.Generator, dynamic: float) -> Tensor:
         """One timestep, a float32 scalar in [0, 1]; `dynamic` is the shift that `dynamic` stands for."""

@@ -43,6 +43,7 @@ class Footprint:
         batch: samples, size and tokens of the heaviest batch.
         weights: of the transformer.
         waiting: of these, what is in the host's memory at any time.
+        loading: the most that the host has in memory while the transformer is loaded to a GPU, or to the host itself.
         adapter: its weights and gradients.
         optimizer: its state.
         activations: the most that a step has in memory beside these, by what `gradient_checkpointing` may be.
@@ -60,6 +61,7 @@ class Footprint:
     batch: tuple[int, Size, int]
     weights: int
     waiting: int
+    loading: tuple[int, int]
     adapter: int
     optimizer: int
     activations: dict[str, int]
@@ -98,7 +100,9 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert module.optimizer is not None
     transformer = module.meta_transformer()
     parameters = sum(p.numel() for p in transformer.parameters())
-    weights, waiting = module.source.nbytes(), module.source.waiting_bytes()
+    source = module.source
+    weights, waiting = source.nbytes(), source.waiting_bytes()
+    while_loading = source.loading_bytes(on_host=False), source.loading_bytes(on_host=True)
     module.adapt(transformer)
     texts: list[Any] = []
     if module.adapter.trains_text_encoders:
@@ -135,6 +139,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         batch=heaviest,
         weights=weights,
         waiting=waiting,
+        loading=while_loading,
         adapter=sum(tensor.nbytes for part in trained for tensor in module.adapter.tensors(part).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(module.optimizer)),
         # Gradients are made in the step too, and counted with the adapter.
@@ -212,6 +217,7 @@ class FakeStep:
 
     def peak(self, position: str) -> int:
         """The most bytes beside weights that it holds with this `gradient_checkpointing`."""
+        log.info(f"taking a step on tensors without content, with gradient checkpointing {position}")
         module = self.module
         assert module.adapter is not None
         dtype = module.base_dtype
@@ -265,6 +271,7 @@ def free_memory(device: torch.device) -> int:
 
 def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: list[Size]) -> tuple[int, int]:
     """Beside its weights, what encoding the largest picture holds at most, and decoding the largest target."""
+    log.info("encoding and decoding the largest picture in the same way")
 
     def largest(pictures: set[tuple[int, int]]) -> tuple[int, int]:
         return max(pictures, key=lambda size: size[0] * size[1])

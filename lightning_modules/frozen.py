@@ -21,6 +21,7 @@ from lightning_modules.family import Family
 from lightning_modules.offload import BlockStream, streamed_blocks
 from lightning_modules.quantization import Quantization
 from lightning_modules.transformer import TransformerSource
+from lightning_modules.whole_files import check_component
 
 log = logging.getLogger("retouch")
 
@@ -101,6 +102,7 @@ class FrozenPipeline(L.LightningModule, Family):
 
     def setup(self, stage: str) -> None:
         self.preflight()
+        self.check_files()
         if stage == "predict":
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             self.stopwatch.synchronize = self.main_device
@@ -131,6 +133,26 @@ class FrozenPipeline(L.LightningModule, Family):
                 f"{self.repository_name} is made for {made_for}, {type(self).__name__} uses it as "
                 f"{self.pipeline_name} does: is it the right model=?"
             )
+
+    def configure_model(self) -> None:
+        """Lightning makes the trainer's device PyTorch's default here; what goes there says so itself instead."""
+        with torch.device("cpu"):
+            self.build()
+
+    def build(self) -> None:
+        """Load what `configure_model` should; can be called twice."""
+
+    def check_files(self) -> None:
+        """Find what a local repository lacks, without reading weights; those of the hub are looked at when they load.
+
+        Raises:
+            UserError: a component's file is missing or damaged.
+        """
+        index = loading.read_index(self.components.repository, self.revision)
+        for name in (*self.text_components, "vae", "scheduler"):
+            folder = Path(self.components.repository, name)
+            if folder.is_dir():
+                check_component(folder, index[name][1])
 
     def meta_transformer(self) -> Any:
         """The transformer without weights."""

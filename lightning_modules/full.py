@@ -12,6 +12,7 @@ from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapter import Adapter, trainable
 from lightning_modules.loading import local_folder, read_index
+from lightning_modules.lora_files import require_finite
 
 if TYPE_CHECKING:
     from lightning_modules.base import EditModule
@@ -56,6 +57,8 @@ class FullFineTuning(Adapter):
         repository, revision = module.components.repository, module.revision
         index = read_index(repository, revision)
         trained: dict[str, Any] = dict(module.trained_parts())
+        for part in trained.values():
+            require_finite(trainable(part))
 
         def write(folder: Path) -> None:
             others = [name for name in index if not name.startswith("_") and name not in trained]
@@ -77,8 +80,8 @@ class FullFineTuning(Adapter):
         what = "the transformer and the text encoders" if self.trains_text_encoders else "the transformer"
         return f"all of {what}: {sum(tensor.numel() for tensor in trained.values()):,} parameters"
 
-    def predict_arguments(self, run: str, model_name: str) -> str:
-        return f"model={model_name} model.pretrained_model_name_or_path={run}/{self.folder}/last"
+    def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
+        return {"model": model_name, "model.pretrained_model_name_or_path": f"{run}/{self.folder}/last"}
 
     def loading_code(self, weights: str) -> list[str]:
         return []

@@ -36,12 +36,16 @@ class LastBlock:
     Args:
         block: with its own forward.
         compute: the forward for the target; arguments as the block's, and target and control tokens apart.
+        unread: the block's layers that `compute` does without.
     """
 
-    def __init__(self, block: nn.Module, compute: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, block: nn.Module, compute: Callable[..., tuple[Tensor, Tensor]], unread: tuple[str, ...] = ()
+    ) -> None:
         self.whole = block.forward
         self.block = block
         self.compute = compute
+        self.unread = unread
         self.target_tokens: int | None = None
 
     def __call__(self, hidden_states: Tensor, encoder_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +68,17 @@ def target_alone(block: nn.Module, tokens: int) -> Iterator[None]:
         yield
     finally:
         last.target_tokens = None
+
+
+def unread_parameters(transformer: nn.Module) -> list[str]:
+    """The names of those that a last block does without: they may train and get no gradient, and DDP would wait."""
+    return [
+        f"{at}.{name}"
+        for at, block in transformer.named_modules()
+        if isinstance(last := block.forward, LastBlock)
+        for name, _ in block.named_parameters()
+        if name.startswith(tuple(f"{layer}." for layer in last.unread))
+    ]
 
 
 def flux_last_block(
@@ -94,6 +109,10 @@ def flux_last_block(
     attended = dispatch_attention_fn(query, key, value, backend=backend).flatten(2, 3).to(query.dtype)
     update = block.proj_out(torch.cat([attended, block.act_mlp(block.proj_mlp(normed_target))], dim=2))
     return text, target + gate.unsqueeze(1) * update
+
+
+# The text's way out of the block.
+QWEN_UNREAD = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
 
 
 def qwen_last_block(

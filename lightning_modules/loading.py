@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from datamodules.errors import UserError
-from datamodules.files import FileHashes, hash_file
+from datamodules.errors import UserError, listing
+from datamodules.files import FileHashes, hash_file, reading
+from lightning_modules.whole_files import GET_AGAIN, check_component
 
 log = logging.getLogger("retouch")
 
@@ -92,10 +93,24 @@ def _hub_file(repository: str, filename: str, revision: str | None) -> Path | No
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
         if isinstance(error, errors.RemoteEntryNotFoundError):
             return None
+        if isinstance(error, errors.LocalEntryNotFoundError) and _cached_without(repository, filename, revision):
+            log.info(f"{repository} was downloaded without {filename}, and huggingface.co cannot be reached")
+            return None
         raise UserError(
             f"{repository} is no folder here and huggingface.co cannot be reached: check the network (and "
             "HF_HUB_OFFLINE), or pass the path of a downloaded copy"
         ) from error
+
+
+def _cached_without(repository: str, filename: str, revision: str | None) -> bool:
+    """Whether the repository is in the cache, and not known to have this file."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        snapshot_download(repository, revision=revision, allow_patterns=[filename], local_files_only=True)
+    except errors.LocalEntryNotFoundError:
+        return False
+    return True
 
 
 def local_folder(repository: str, revision: str | None, names: Iterable[str]) -> Path:
@@ -120,7 +135,20 @@ def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
     path = repository_file(repository, "model_index.json", revision)
     if path is None:
         raise UserError(f"{repository} has no model_index.json: it must be a whole pipeline in diffusers' layout")
-    return json.loads(path.read_text())
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a repository that holds an object.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    with reading(path, GET_AGAIN):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    return content
 
 
 def component_class(repository: str, name: str, revision: str | None = None) -> type[Any]:
@@ -137,15 +165,20 @@ def load_component(
     name: str,
     *,
     revision: str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
     device: torch.device | None = None,
 ) -> Any:
     """Load one component from its subfolder, models frozen and straight to their dtype and device.
+
+    Args:
+        dtype: `auto` for that of the files, which are then mapped and not copied.
 
     Raises:
         UserError: the repository cannot be used, or the component's files are missing or damaged.
     """
     cls = component_class(repository, name, revision)
+    if Path(repository).is_dir():
+        check_component(Path(repository, name), cls.__name__)
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return _from_pretrained(cls, repository, revision=revision, subfolder=name)
     return load_model(cls, repository, name, revision, dtype, device)
@@ -180,7 +213,7 @@ def component_config(repository: str, name: str, revision: str | None = None) ->
     path = repository_file(repository, f"{name}/config.json", revision)
     if path is None:
         raise UserError(f"{repository} has no {name}/config.json: it must be a whole pipeline in diffusers' layout")
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 def meta_component(repository: str, name: str, revision: str | None = None) -> Any:
@@ -199,7 +232,7 @@ def load_model(
     repository: str,
     subfolder: str | None,
     revision: str | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["auto"],
     device: torch.device | None,
 ) -> Any:
     """A diffusers or transformers model, frozen and straight to its dtype and device."""
@@ -207,14 +240,15 @@ def load_model(
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
     # transformers 5 and diffusers 0.42 name the same argument differently.
     dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"
-    model = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **{dtype_name: dtype}, **place)
+    arguments = {dtype_name: dtype, "output_loading_info": True, **place}
+    model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
+    # Else they would be random numbers.
+    if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
+        raise UserError(f"{subfolder or cls.__name__} of {repository} lacks {listing(lacking)}: {GET_AGAIN}")
     return model.requires_grad_(False).eval()
 
 
 def _from_pretrained(cls: type[Any], repository: str, subfolder: str | None, **arguments: Any) -> Any:
     where = {"subfolder": subfolder} if subfolder else {}
-    try:
+    with reading(f"{subfolder or cls.__name__} of {repository}", GET_AGAIN):
         return cls.from_pretrained(repository, **where, **arguments)
-    except OSError as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load {subfolder or cls.__name__} of {repository}: {first}") from error

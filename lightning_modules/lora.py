@@ -50,10 +50,6 @@ class LoRA(Adapter):
         init_from: str | None,
         seed: int,
     ) -> None:
-        if not isinstance(rank, int) or rank < 1:
-            raise UserError(f"adapter.rank={rank}: must be a whole number from 1 on")
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise UserError(f"adapter.dropout={dropout}: must be a number from 0 to below 1")
         if init_lora_weights not in (True, "gaussian"):
             raise UserError(f"adapter.init_lora_weights={init_lora_weights}: choose true or gaussian")
         self.rank = rank
@@ -67,9 +63,22 @@ class LoRA(Adapter):
     def preflight(self, module: "EditModule") -> None:
         if self.init_from:
             check_fits(self.init_from, module.meta_transformer(), module.repository_name)
-        self.resolve_targets(module.meta_transformer())
+        self._check_rank(module.meta_transformer())
         if module.optimizer is not None:
             self.check_optimizer(module.optimizer)
+
+    def _check_rank(self, transformer: nn.Module) -> None:
+        """Raise a UserError for a rank above every target's own, which would take memory and learn nothing more."""
+        from peft import LoraConfig
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        config = LoraConfig(target_modules=self.resolve_targets(transformer))
+        linears = [(name, one) for name, one in transformer.named_modules() if isinstance(one, nn.Linear)]
+        sides = [min(one.weight.shape) for name, one in linears if check_target_module_exists(config, name)]
+        if self.rank > max(sides):
+            raise UserError(
+                f"adapter.rank={self.rank}: no layer that adapter.target_modules names has a rank above {max(sides)}"
+            )
 
     def inject(self, transformer: nn.Module) -> None:
         """Freeze the transformer and put trainable layers beside its targets.
@@ -174,8 +183,8 @@ class LoRA(Adapter):
         count = sum(tensor.numel() for tensor in trained.values())
         return f"{self}, alpha {self.alpha:g}: {layers} layers, {count:,} parameters"
 
-    def predict_arguments(self, run: str, model_name: str) -> str:
-        return f"lora={run}"
+    def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
+        return {"lora": run}
 
     def loading_code(self, weights: str) -> list[str]:
         return [f"pipe.load_lora_weights({weights!r})"]

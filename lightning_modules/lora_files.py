@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
-from datamodules.files import replacing
+from datamodules.files import reading, replacing
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 # Where Retouch's own facts stand in a file's header. diffusers reads other keys and leaves this one alone.
@@ -29,7 +29,11 @@ def save_lora(
     """Write an adapter's weights, whole or not at all.
 
     Alpha stands beside the weights of each layer, as ComfyUI, kohya's tools and diffusers expect it.
+
+    Raises:
+        UserError: a weight is not finite, or the file cannot be written.
     """
+    require_finite(state)
     state = {prefix + name: tensor.cpu().contiguous() for name, tensor in state.items()}
     layers = {name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")}
     state |= {f"{layer}.alpha": torch.tensor(float(alpha)) for layer in layers}
@@ -37,6 +41,15 @@ def save_lora(
     blob = safetensors.torch.save(state, {HEADER_KEY: json.dumps(header, sort_keys=True)})
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
+
+
+def require_finite(state: Mapping[str, Tensor]) -> None:
+    """Raise a UserError for weights that have diverged: they must not take the place of earlier ones."""
+    if bad := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
+        raise UserError(
+            f"the weights are not finite ({listing(bad)}) and are not saved; what was saved before is untouched. Lower "
+            "optimizer.lr, or go on from an earlier saving by adapter.init_from=RUN/lora/step-N"
+        )
 
 
 def find_weights(lora: str | Path) -> Path:
@@ -54,6 +67,11 @@ def find_weights(lora: str | Path) -> Path:
         raise UserError(f"LoRA weights {path}: no such file or folder")
     if (path / "sweep.csv").is_file():
         raise UserError(f"LoRA weights {path}: this is a sweep; name one of its jobs, such as {path / '0'}")
+    if (path / "model" / "last").is_dir():
+        raise UserError(
+            f"LoRA weights {path}: this run trained all weights: in place of lora= pass model=NAME "
+            f"model.pretrained_model_name_or_path={path / 'model' / 'last'}"
+        )
     others = sorted(path.glob("*.safetensors"))
     if len(others) == 1:
         return others[0]
@@ -66,12 +84,15 @@ def read_header(path: Path) -> dict[str, Any] | None:
     Raises:
         UserError: the file is no safetensors file.
     """
-    try:
+    with reading(path, "name a LoRA's safetensors file, or get it again"):
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{path} is no safetensors file or is damaged: {error}") from error
-    return json.loads(metadata[HEADER_KEY]) if HEADER_KEY in metadata else None
+        if HEADER_KEY not in metadata:
+            return None
+        header = json.loads(metadata[HEADER_KEY])
+        if not all(isinstance(part, dict) for part in (header, header.get("adapter", {}), header.get("model", {}))):
+            raise ValueError(f"its header {HEADER_KEY} is none of ours")
+    return header or None
 
 
 def read_adapter(path: Path) -> dict[str, Any]:
@@ -84,11 +105,12 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
 
     Alpha stands beside the weights, or in the header that diffusers writes.
     """
-    stored = {_without_prefix(key): tensor for key, tensor in safetensors.torch.load_file(path).items()}
-    alphas = {key.removesuffix(".alpha"): float(stored.pop(key)) for key in list(stored) if key.endswith(".alpha")}
-    with safetensors.safe_open(path, framework="pt") as file:
-        header = json.loads((file.metadata() or {}).get(DIFFUSERS_KEY, "{}"))
-    for_all = header.get(f"{PREFIXES[0]}lora_alpha")
+    with reading(path, "get it again"):
+        stored = {_without_prefix(key): tensor for key, tensor in safetensors.torch.load_file(path).items()}
+        alphas = {key.removesuffix(".alpha"): float(stored.pop(key)) for key in list(stored) if key.endswith(".alpha")}
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(DIFFUSERS_KEY, "{}"))
+        for_all = header.get(f"{PREFIXES[0]}lora_alpha")
     if for_all is not None:
         alphas = {key.rpartition(".lora_")[0]: float(for_all) for key in stored} | alphas
     return stored, alphas

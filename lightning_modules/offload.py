@@ -1,21 +1,15 @@
 """Transformer blocks whose frozen weights wait in the host's memory and come to the device for their turn."""
 
-import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.cuda._pin_memory_utils
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
-
-log = logging.getLogger("retouch")
-
-# Bytes; where a weight may begin within a block's buffer.
-ALIGNMENT = 256
+from lightning_modules.host_memory import HostMemory
+from lightning_modules.side_stream import SideStream
 
 
 def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
@@ -46,22 +40,6 @@ def streamed_linears(block: nn.Module) -> list[nn.Linear]:
     ]
 
 
-def _pin(host: Tensor) -> bool:
-    """Pin memory where it is, for PyTorch's own pinned memory comes in powers of two; whether that was possible."""
-    try:
-        torch.cuda._pin_memory_utils.pin_memory(host.data_ptr(), host.nbytes)
-    except RuntimeError as error:
-        log.warning(f"note: offloaded blocks come slower, for memory cannot be pinned: {error}")
-        return False
-    return True
-
-
-def _unpin(side_stream: torch.cuda.Stream, pinned: list[Tensor]) -> None:
-    side_stream.synchronize()  # a copy may be under way
-    for host in pinned:
-        torch.cuda._pin_memory_utils.unpin_memory(host.data_ptr())
-
-
 class BlockStream:
     """Lets blocks compute on weights that are copied to the device one block ahead.
 
@@ -83,66 +61,47 @@ class BlockStream:
         self._layers = [streamed_linears(block) for block in blocks]
         if any(is_traceable_wrapper_subclass(layer.weight) for layers in self._layers for layer in layers):
             raise UserError("model.offload.blocks does not go with model.quantization.backend=quanto or torchao")
-        self._host: list[Tensor] = []
-        self._places: list[list[tuple[int, torch.dtype, torch.Size]]] = []
-        for layers in self._layers:
-            self._take(layers)
-        size, count = max(len(host) for host in self._host), min(2, len(blocks))
+        self._host = [self._take(layers) for layers in self._layers]
+        for host in self._host:
+            host.pin(device)
+        size, count = max(len(host.piece) for host in self._host), min(2, len(blocks))
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
         self._block_in: list[int | None] = [None] * count
         self._slot_in_use = count - 1
         self._copied: list[Any] = [None] * count
-        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._side_stream is not None:
-            for buffer in self._buffers:
-                buffer.record_stream(self._side_stream)
-            with torch.cuda.device(device):
-                pinned = [host for host in self._host if _pin(host)]
-            weakref.finalize(self, _unpin, self._side_stream, pinned)
+        self._side_stream = SideStream(device)
+        for buffer in self._buffers:
+            self._side_stream.uses(buffer)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._before(number))
             # Also where checkpointing leaves a block by an exception, as soon as it has what it wants.
             block.register_forward_hook(self._after(number), always_call=True)
 
-    def _take(self, layers: list[nn.Linear]) -> None:
+    def _take(self, layers: list[nn.Linear]) -> HostMemory:
         """Move a block's weights into one piece of host memory."""
-        places, size = [], 0
-        for layer in layers:
-            places.append((size, layer.weight.dtype, layer.weight.shape))
-            size += -(-layer.weight.nbytes // ALIGNMENT) * ALIGNMENT
-        host = torch.empty(size, dtype=torch.uint8)
-        for layer, (start, _, _) in zip(layers, places, strict=True):
-            weight = layer.weight.data.contiguous().view(torch.uint8).flatten()
-            host[start : start + len(weight)] = weight
+        host = HostMemory(layer.weight for layer in layers)
+        for layer, view in zip(layers, host.views(host.piece), strict=True):
+            view.copy_(layer.weight.data)
             layer._parameters["weight"] = None
-        self._host.append(host)
-        self._places.append(places)
+        return host
 
     def _fetch(self, number: int) -> int:
         """Start copying a block's weights, unless a buffer has or is getting them; gives that buffer's number."""
         if number in self._block_in:
             return self._block_in.index(number)
         slot = (self._slot_in_use + 1) % len(self._buffers)
-        host, buffer = self._host[number], self._buffers[slot]
+        piece = self._host[number].piece
         self._block_in[slot] = None
-        if self._side_stream is None:
-            buffer[: len(host)].copy_(host)
-        else:
-            self._side_stream.wait_stream(torch.cuda.current_stream(buffer.device))
-            with torch.cuda.stream(self._side_stream):
-                buffer[: len(host)].copy_(host, non_blocking=True)
-                self._copied[slot] = self._side_stream.record_event()
+        self._copied[slot] = self._side_stream.copy([piece], [self._buffers[slot][: len(piece)]])
         self._block_in[slot] = number
         return slot
 
     def _before(self, number: int) -> Callable[..., None]:
         def before(block: nn.Module, args: Any) -> None:
             slot = self._slot_in_use = self._fetch(number)
-            buffer = self._buffers[slot]
-            if self._copied[slot] is not None:
-                torch.cuda.current_stream(buffer.device).wait_event(self._copied[slot])
-            for layer, (start, dtype, shape) in zip(self._layers[number], self._places[number], strict=True):
-                weight = buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            self._side_stream.wait(self._copied[slot])
+            weights = self._host[number].views(self._buffers[slot])
+            for layer, weight in zip(self._layers[number], weights, strict=True):
                 layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
             if torch._C._current_graph_task_id() != -1:  # in a backward pass
                 following = number - 1

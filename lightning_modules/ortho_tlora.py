@@ -184,12 +184,12 @@ def random_triples(
 
 def random_frame(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """(rows, columns) with orthonormal columns, uniform: the signs are those that LAPACK takes from Q."""
-    q, r = torch.linalg.qr(torch.randn(rows, columns, generator=generator))
+    q, r = torch.linalg.qr(torch.randn(rows, columns, generator=generator, device=generator.device))
     return (q * r.diagonal().sign()).contiguous()
 
 
 @functools.cache
 def random_singular_values(rows: int, columns: int) -> Tensor:
     """Of a random matrix with independent entries N(0, 1), in descending order."""
-    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns))
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns), device="cpu")
     return torch.linalg.svdvals(matrix)

@@ -15,7 +15,7 @@ from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from lightning_modules import loading
-from lightning_modules.execution import check_attention_backend, compile_blocks, set_attention_backend
+from lightning_modules.execution import check_attention_backend, compile_blocks, say_fp8_kernels, set_attention_backend
 from lightning_modules.family import Sampling
 from lightning_modules.frozen import FrozenPipeline
 from lightning_modules.lora_files import check_fits, read_header
@@ -77,7 +77,7 @@ class Predictor(FrozenPipeline):
             if self.offload["blocks"]:
                 raise UserError("merge_lora=true does not go with model.offload.blocks")
 
-    def configure_model(self) -> None:
+    def build(self) -> None:
         """Load the transformer where pictures are made; encoding needs none."""
         if self.transformer is None and self.sampling is not None:
             if self.offload["encoders"]:
@@ -94,6 +94,7 @@ class Predictor(FrozenPipeline):
             dynamic: of `compile_blocks`.
         """
         set_attention_backend(self.transformer, self.attention_backend)
+        say_fp8_kernels(self.transformer, self.main_device)
         if self.compiles:
             compile_blocks(self.transformer, dynamic)
 
@@ -165,6 +166,8 @@ class Predictor(FrozenPipeline):
         wanted = list(itertools.product(range(len(batch.raw.prompts)), enumerate(batch.seeds)))
         starts = range(0, len(wanted), batch.batch_size)
         for scale, start in itertools.product(batch.lora_scales, starts):
+            if self._trainer is not None and self.trainer.should_stop:
+                return
             together = wanted[start : start + batch.batch_size]
             self.set_lora_scale(scale)
             seconds["denoise"] = seconds["decode"] = 0.0

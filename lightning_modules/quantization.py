@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
+from lightning_modules.freed_memory import return_freed_memory
 
 # By format, the default backend first
 BACKENDS = {
@@ -148,8 +149,11 @@ class Quantization:
             return Int8Linear.quantize(linear)
         return FourBitLinear.quantize(linear, self.format, self.double_quant)
 
-    def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Quantize a loaded model in place, each layer on `device`, where it stays.
+    def convert(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Quantize a loaded model in place, layer by layer, and move it to `device`.
+
+        Args:
+            dtype: of what is not quantized, and of layers before they are.
 
         Raises:
             UserError: nothing is to be quantized, or an adapter is already there: it must see the quantized layers.
@@ -158,10 +162,19 @@ class Quantization:
 
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise UserError("quantize before the adapter is injected: it goes beside quantized layers")
-        for name in self.chosen(model):
-            linear = model.get_submodule(name)
+        chosen = self.chosen(model)
+        for name in chosen:
+            linear = model.get_submodule(name).to(device, dtype)
             assert isinstance(linear, nn.Linear)
-            model.set_submodule(name, self.quantize(linear.to(device)))
+            model.set_submodule(name, self.quantize(linear))
+            del linear
+            return_freed_memory()
+        quantized = {parameter for name in chosen for parameter in model.get_submodule(name).parameters()}
+        for parameter in model.parameters():
+            if parameter not in quantized:
+                parameter.data = parameter.data.to(device, dtype)
+        model.to(device)  # buffers, in their own dtype
+        return_freed_memory()
 
     def nbytes(self, model: nn.Module, dtype: torch.dtype) -> int:
         """What the weights of a model, which may be on the meta device, will take.

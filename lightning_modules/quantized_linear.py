@@ -4,7 +4,6 @@ Their products keep nothing for the backward pass but the quantized weight, and 
 checkpointing and offloading can let go of it. bitsandbytes' own layers keep their inputs as well.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -15,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_modules.autocast import compute_dtype
+from lightning_modules.float8 import E4M3, E5M2, has_tensor_cores, quantize_rows, row_scale, scaled_product, to_float8
 
-log = logging.getLogger("retouch")
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Weights that are quantized at once; a multiple of every block's size.
+PIECE = 2**21
 # Tensor cores take matrices whose sides are multiples of it.
 TILE = 16
 
@@ -116,32 +115,31 @@ class Float8(Storage):
     def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         weight, scale = parts
         out_features, in_features = shape
-        if not _on_tensor_cores(x, weight):
+        if not _on_tensor_cores(x, weight, E4M3):
             return super().product(x, parts, shape)
         rows, row_scales = quantize_rows(x.reshape(-1, in_features), E4M3)
         # Both scaled by rows: the second matrix is weight^T, column by column.
-        y = torch._scaled_mm(
-            rows,
-            weight.t(),
-            scale_a=row_scales,
-            scale_b=scale.expand(out_features, 1).reshape(1, -1).contiguous(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
+        column_scales = scale.expand(out_features, 1).reshape(1, -1).contiguous()
+        y = scaled_product(rows, row_scales, weight.t(), column_scales)
         return y.view(*x.shape[:-1], out_features).to(x.dtype)
 
     def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         weight, scale = parts
         out_features, in_features = shape
-        if self.gradient_dtype != E5M2 or not _on_tensor_cores(grad, weight):
+        if self.gradient_dtype != E5M2 or not _on_tensor_cores(grad, weight, E5M2):
             return super().input_gradient(grad, parts, shape)
         # The weight's scales are along the sum: they go into the gradient.
         rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
         ones = torch.ones(1, in_features, device=grad.device)
         # Hopper's tensor cores want the second matrix column by column: a copy of one layer's bytes.
         columns = weight.t().contiguous().t()
-        x = torch._scaled_mm(rows, columns, scale_a=row_scales, scale_b=ones, out_dtype=torch.bfloat16)
+        x = scaled_product(rows, row_scales, columns, ones)
         return x.view(*grad.shape[:-1], in_features).to(grad.dtype)
+
+
+def _on_tensor_cores(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    whole = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
+    return whole and weight.dtype == E4M3 and has_tensor_cores(x.device, dtype)
 
 
 class Fp8Linear(QuantizedLinear):
@@ -167,78 +165,30 @@ class Fp8Linear(QuantizedLinear):
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.compute_dtype = dtype  # by this name peft knows it
+        self.gradient_dtype = gradient_dtype
         self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
 
     @classmethod
     def quantize(cls, linear: nn.Linear, gradient_dtype: torch.dtype) -> "Fp8Linear":
         """Per-row scales that are powers of two: they cost no precision, and multiplying by them is exact."""
-        mantissa, exponent = torch.frexp(row_scale(linear.weight, E4M3))
-        scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-        weight = to_float8(linear.weight, scale, E4M3)
+
+        def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+            mantissa, exponent = torch.frexp(row_scale(rows, E4M3))
+            scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+            return to_float8(rows, scale, E4M3), scale
+
+        weight, scale = in_pieces(quantize, linear.weight)
         return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
 
     def parts(self) -> list[Tensor]:
         return [self.weight, self.weight_scale]
 
 
-def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
-    whole = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
-    return whole and weight.dtype == E4M3 and has_fp8_tensor_cores(x.device)
-
-
-@cache
-def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """Compute capability 8.9 and later, where PyTorch's kernels run; AMD's fp8 is another."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
-        return False
-    ones, scale = torch.ones(TILE, TILE, device=device), torch.ones(TILE, 1, device=device)
-    try:
-        for dtype in (E4M3, E5M2):
-            second = ones.to(E4M3).t()
-            torch._scaled_mm(ones.to(dtype), second, scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        log.warning(f"note: fp8 saves memory only, for its tensor cores cannot be used here: {first}")
-        return False
-    return True
-
-
-def row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(..., n) -> (..., 1), float32: a row's largest magnitude over the largest number of a float8 dtype."""
-    return (x.abs().amax(-1, keepdim=True).float() / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale; a conversion alone would make NaN of what rounding lifts above the largest number."""
-    largest = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-largest, largest).to(dtype)
-
-
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(n, k) -> float8 (n, k) and scales (n, 1) in float32."""
-    rows, scale = _fused_rows(x.device)(x, dtype)
-    return rows.contiguous(), scale
-
-
-def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale = row_scale(x, dtype)
-    return to_float8(x, scale, dtype), scale
-
-
-@cache
-def _fused_rows(device: torch.device) -> Any:
-    """On a GPU one kernel that reads x once: as separate operations this would eat what tensor cores gain."""
-    if device.type != "cuda":
-        return _quantize_rows
-    fused = torch.compile(_quantize_rows, dynamic=True)
-    try:
-        for dtype in (E4M3, E5M2):
-            fused(torch.ones(TILE, TILE, device=device, dtype=torch.bfloat16), dtype)
-    except (RuntimeError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        log.warning(f"note: fp8 is slower than it could be, for torch.compile does not run here: {first}")
-        return _quantize_rows
-    return fused
+def in_pieces(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
+    """Quantize some rows, or for a flat weight some blocks, at a time: kernels take several copies in float32."""
+    numbers_in_one = max(1, weight[0].numel())
+    pieces = [quantize(piece) for piece in weight.split(max(1, PIECE // numbers_in_one))]
+    return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
 class FourBit(Storage):
@@ -292,11 +242,23 @@ class FourBitLinear(QuantizedLinear):
 
     @classmethod
     def quantize(cls, linear: nn.Linear, quant_type: str, double_quant: bool) -> "FourBitLinear":
-        """By the kernel for the weight's device."""
-        packed, state = bnb.functional.quantize_4bit(
-            linear.weight.data, quant_type=quant_type, compress_statistics=double_quant
-        )
-        return cls(packed, state, linear.bias, linear.weight.dtype)
+        """By the kernel for the weight's device; bit for bit what `bitsandbytes.functional.quantize_4bit` gives."""
+        weight, dtype = linear.weight.data, linear.weight.dtype
+        states: list[bnb.functional.QuantState] = []
+
+        def quantize(piece: Tensor) -> tuple[Tensor, Tensor]:
+            packed, state = bnb.functional.quantize_4bit(piece, quant_type=quant_type)
+            states.append(state)
+            return packed, state.absmax
+
+        packed, absmax = in_pieces(quantize, weight.flatten())
+        settings = {name: getattr(states[0], name) for name in ("code", "blocksize", "quant_type")}
+        if double_quant:
+            offset = absmax.mean()
+            absmax, nested = bnb.functional.quantize_blockwise(absmax - offset, blocksize=256)
+            settings |= {"offset": offset, "state2": nested}
+        state = bnb.functional.QuantState(absmax=absmax, shape=weight.shape, dtype=dtype, **settings)
+        return cls(packed, state, linear.bias, dtype)
 
     def parts(self) -> list[Tensor]:
         state = self.quant_state
@@ -353,7 +315,12 @@ class Int8Linear(QuantizedLinear):
     @classmethod
     def quantize(cls, linear: nn.Linear) -> "Int8Linear":
         """By bitsandbytes' kernel for the weight's device."""
-        weight, maxima, _ = bnb.functional.int8_vectorwise_quant(linear.weight.data.to(torch.float16))
+
+        def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+            weight, maxima, _ = bnb.functional.int8_vectorwise_quant(rows.to(torch.float16))
+            return weight, maxima
+
+        weight, maxima = in_pieces(quantize, linear.weight.data)
         return cls(weight, maxima, linear.bias, linear.weight.dtype)
 
     def parts(self) -> list[Tensor]:
@@ -393,8 +360,12 @@ class QuantoLinear(QuantizedLinear):
         from optimum.quanto import absmax_scale, qfloat8, qint8
 
         kind = qfloat8 if format == "fp8" else qint8
-        scale = absmax_scale(linear.weight.data, kind, axis=0)
-        weight = torch.ops.quanto.quantize_symmetric(linear.weight.data, dtype=kind.dtype, axis=0, scale=scale)
+
+        def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+            scale = absmax_scale(rows, kind, axis=0)
+            return torch.ops.quanto.quantize_symmetric(rows, dtype=kind.dtype, axis=0, scale=scale), scale
+
+        weight, scale = in_pieces(quantize, linear.weight.data)
         return cls(weight, scale, linear.bias)
 
     def parts(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError
 from datamodules.transforms import size_of_area
 from lightning_modules.base import EditModule
-from lightning_modules.last_block import LastBlock, qwen_last_block, target_alone
+from lightning_modules.last_block import QWEN_UNREAD, LastBlock, qwen_last_block, target_alone
 from lightning_modules.patches import pack, unpack
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class QwenImageEdit(EditModule):
 
     def cut_last_block(self, transformer: Any) -> None:
         block = transformer.transformer_blocks[-1]
-        block.forward = LastBlock(block, qwen_last_block)
+        block.forward = LastBlock(block, qwen_last_block, QWEN_UNREAD)
 
 
 class QwenImageEditPlus(QwenImageEdit):

@@ -1,6 +1,5 @@
 """A pipeline's transformer: where it comes from, how it is quantized, and what it takes."""
 
-import json
 import logging
 from collections.abc import Callable
 from functools import cached_property
@@ -8,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.loading import load_model, repository_file, resolve_repository
+from datamodules.files import reading
+from lightning_modules.freed_memory import LOADING_OVERHEAD
+from lightning_modules.loading import load_model, read_json, repository_file, resolve_repository
 from lightning_modules.offload import streamed_blocks
 from lightning_modules.quantization import BITS, Quantization
 from lightning_modules.weights import SafetensorsWeights, assemble, check
+from lightning_modules.whole_files import GET_AGAIN
 
 log = logging.getLogger("retouch")
 
@@ -143,8 +144,23 @@ class TransformerSource:
         _, bits = BITS.get(self.expected_precision, (0, 8 * self.dtype.itemsize))
         return round(sum(parameter.numel() for parameter in self.meta.parameters()) * bits / 8)
 
+    def loading_bytes(self, on_host: bool) -> int:
+        """The most that the host has in memory while it is loaded.
+
+        Args:
+            on_host: whether it stays there; else its streamed blocks do.
+        """
+        kept = self.nbytes() if on_host else sum(self._streamed_bytes())
+        largest = max(parameter.numel() for parameter in self.meta.parameters()) * self.dtype.itemsize
+        return kept + kept // 10 + largest + LOADING_OVERHEAD
+
     def waiting_bytes(self) -> int:
         """What of it is in the host's memory at any time: streamed blocks, but for two that have a buffer each."""
+        sizes = self._streamed_bytes()
+        return sum(sizes) - min(2, len(sizes)) * max(sizes, default=0)
+
+    def _streamed_bytes(self) -> list[int]:
+        """Of each streamed block."""
         plain, wanted = 8 * self.dtype.itemsize, self.quantization
         stored, _ = BITS.get(self.expected_precision, (plain, 0))
 
@@ -158,14 +174,14 @@ class TransformerSource:
             linears = {f"{block}.{name}": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
             bits = (part.weight.numel() * (plain if kept(name, part) else stored) for name, part in linears.items())
             sizes.append(sum(bits) // 8)
-        return sum(sizes) - min(2, len(sizes)) * max(sizes, default=0)
+        return sizes
 
 
 def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
     """The transformer's config.json, from its subfolder or from a repository that holds nothing else."""
     for filename in ("transformer/config.json", "config.json"):
         if path := repository_file(repository, filename, revision):
-            return json.loads(path.read_text()) | {"_subfolder": filename.rpartition("/")[0] or None}
+            return read_json(path) | {"_subfolder": filename.rpartition("/")[0] or None}
     raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
 
 
@@ -182,19 +198,20 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
     folder = transformer_config(repository, revision)["_subfolder"]
     start = f"{folder}/" if folder else ""
     index = repository_file(repository, f"{start}{WEIGHTS_FILE}.index.json", revision)
-    names = [WEIGHTS_FILE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    names = [WEIGHTS_FILE] if index is None else _shards(index)
     files = [repository_file(repository, start + name, revision) for name in names]
     if index is None and files == [None]:
         return None
     for name, file in zip(names, files, strict=True):
         if file is None:
             raise UserError(f"{repository} lacks {start}{name}: the download is not whole; get it again")
-    try:
-        return SafetensorsWeights([file for file in files if file is not None])
-    except SafetensorError as error:
-        raise UserError(
-            f"{repository}: a file of {start or 'its '}weights is damaged; get it again: {error}"
-        ) from error
+    return SafetensorsWeights([file for file in files if file is not None])
+
+
+def _shards(index: Path) -> list[str]:
+    """The names of the files that an index lists."""
+    with reading(index, GET_AGAIN):
+        return sorted(set(read_json(index)["weight_map"].values()))
 
 
 def load_transformer(
@@ -215,13 +232,14 @@ def load_transformer(
         quantization: of weights that are not quantized on disk.
         placement: the device that a parameter or layer of this name ends on; None for `device`.
     """
+    from accelerate import init_empty_weights
+
     config = transformer_config(repository, revision)
     weights = transformer_weights(repository, revision)
+    if weights is None and (quantization is not None or placement is not None):
+        raise UserError(f"{repository}: only safetensors weights can be quantized, offloaded or split")
     if weights is None or (weights.format is None and quantization is None and placement is None):
-        if quantization is not None or placement is not None:
-            raise UserError(f"{repository}: only safetensors weights can be quantized, offloaded or split")
         return load_model(cls, repository, config["_subfolder"], revision, dtype, device)
-    from accelerate import init_empty_weights
 
     asked = None if quantization is None else f"quantizing to {quantization}"
     log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,8 +12,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
+from datamodules.files import reading
 from lightning_modules.components import SECONDS_BETWEEN_LINES
+from lightning_modules.freed_memory import return_freed_memory
 from lightning_modules.quantization import Quantization
+from lightning_modules.whole_files import GET_AGAIN
 
 if TYPE_CHECKING:
     from lightning_modules.quantized_linear import QuantizedLinear
@@ -47,7 +50,7 @@ class SafetensorsWeights:
         self.dtypes: dict[str, str] = {}
         self._file: dict[str, Path] = {}
         for file in files:
-            with safe_open(file, "pt") as opened:
+            with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     self.dtypes[name] = opened.get_slice(name).get_dtype()
                     self._file[name] = file
@@ -122,37 +125,32 @@ def assemble(
     quantization: Quantization | None,
     placement: Callable[[str], torch.device] | None = None,
 ) -> None:
-    """Fill a model whose parameters are on the meta device; at no time are there two copies of more than a layer.
+    """Fill a model whose parameters are on the meta device, layer by layer.
+
+    At no time does it take more memory than what is filled and a few copies of a layer.
 
     Args:
         quantization: of linear layers that are not quantized on disk; None leaves them as they are.
         placement: the device that a parameter or layer of this name ends on; None for `device`.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # Names and no modules: a layer that is replaced must go at once.
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     last = time.monotonic()
-    for number, (name, linear) in enumerate(linears.items(), 1):
-        layer: nn.Module | None = _stored_layer(weights, name, dtype, device, quantization)
-        if layer is not None and (layer.out_features, layer.in_features) != (linear.out_features, linear.in_features):
-            raise UserError(
-                f"{name} is {layer.out_features}x{layer.in_features} on disk, "
-                f"{linear.out_features}x{linear.in_features} in the model"
-            )
-        if layer is None and quantization is not None and quantization.converts(name, linear):
-            tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
-            linear.load_state_dict(tensors, assign=True)
-            layer = quantization.quantize(linear)
+    for number, name in enumerate(names, 1):
+        layer = _quantized_layer(model.get_submodule(name), weights, name, dtype, device, quantization)
         if layer is not None:
             model.set_submodule(name, layer if placement is None else layer.to(placement(name)))
+            return_freed_memory()
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            log.info(f"{number} of {len(linears)} layers")
+            log.info(f"{number} of {len(names)} layers")
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
             value = weights.read(name).to(device if placement is None else placement(name), dtype)
-            if value.shape != parameter.shape:
-                raise UserError(f"{name} is {tuple(value.shape)} on disk, {tuple(parameter.shape)} in the model")
+            _compare(name, value.shape, parameter.shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    return_freed_memory()
 
 
 def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -> None:
@@ -182,6 +180,36 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
     save_torch_state_dict(
         state, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors", max_shard_size="10GB"
     )
+
+
+def _quantized_layer(
+    linear: nn.Module,
+    weights: Weights,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None,
+) -> nn.Module | None:
+    """What takes a layer's place: as it is on disk, or quantized here; None where it stays as it is."""
+    layer = _stored_layer(weights, name, dtype, device, quantization)
+    if layer is not None:
+        _compare(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
+        return layer
+    if quantization is None or not quantization.converts(name, linear):
+        return None
+    tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
+    for part, tensor in tensors.items():
+        _compare(f"{name}.{part}", tensor.shape, linear.get_parameter(part).shape)
+    linear.load_state_dict(tensors, assign=True)
+    del tensors, tensor
+    assert isinstance(linear, nn.Linear)
+    return quantization.quantize(linear)
+
+
+def _compare(name: str, on_disk: Sequence[Any], wanted: Sequence[Any]) -> None:
+    if tuple(on_disk) != tuple(wanted):
+        stored, own = ("x".join(map(str, shape)) for shape in (on_disk, wanted))
+        raise UserError(f"{name} is {stored} on disk, {own} in the model")
 
 
 def _stored_layer(

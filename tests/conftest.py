@@ -163,7 +163,7 @@ def run(monkeypatch, capfd):
     return run
 
 
-def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen:
+def start(script: str, *overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen:
     """Start train.py or predict.py as a process of its own."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / f"{script}.py"), *map(str, overrides)],
@@ -171,7 +171,7 @@ def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, **environment},
-        cwd=ROOT,
+        cwd=cwd,
         start_new_session=True,
     )
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 
@@ -12,11 +13,13 @@ from hydra.utils import instantiate
 from PIL import Image
 
 import train
+from callbacks.console import quote_values
 from datamodules.cache import Cache
 from datamodules.pixels import collate as collate_pixels
 from datamodules.shards import scan
 from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start, wait_until
 from tests.datamodules.test_shards import content
+from tests.datamodules.test_transforms import unreadable
 
 
 def cache_overrides(tiny, root, folder):
@@ -287,7 +290,7 @@ def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
     """A folder of shards needs no pictures, and gives the same weights; sample pictures come from the latents."""
     run("train", *short(tiny, pairs, tmp_path / "first", 4))
     shutil.copytree(only(tmp_path / "cache").folder, tmp_path / "copy")
-    arguments = [a for a in short(tiny, "/nowhere", tmp_path / "second", 4) if "sample_images" not in a]
+    arguments = [a for a in short(tiny, "null", tmp_path / "second", 4) if "sample_images" not in a]
     samples = ["sample_every=0", "callbacks.sample_images.num_inference_steps=1"]
     text = run("train", *arguments, f"data.shards={tmp_path / 'copy'}", *samples).text
     assert f"8 samples of {tmp_path / 'copy'}" in text
@@ -300,7 +303,7 @@ def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
 def test_run_streams_from_a_pipe(run, tiny, pairs, tmp_path):
     run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
     url = f"pipe:cat {only(tmp_path / 'cache').folder}/latents-00000-000000.tar"
-    arguments = [*short(tiny, "/nowhere", tmp_path / "run", 6), "data.batch_size=2", "data.num_workers=2"]
+    arguments = [*short(tiny, "null", tmp_path / "run", 6), "data.batch_size=2", "data.num_workers=2"]
     text = run("train", *arguments, f"data.shards={url}").text
     assert "8 samples in 1 shards, streamed from pipe:cat" in text
     assert "loading text_encoder" not in text
@@ -310,7 +313,7 @@ def test_run_streams_from_a_pipe(run, tiny, pairs, tmp_path):
 def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
     run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
     folder = only(tmp_path / "cache").folder
-    arguments = [*short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=32"]
+    arguments = [*short(tiny, "null", tmp_path / "run", 2), "model.max_sequence_length=32"]
     for url in (folder, f"pipe:cat {folder}/latents-00000-000000.tar"):
         error = run("train", *arguments, f"data.shards={url}", ok=False).error
         assert "does not fit this run: it was encoded with settings max_sequence_length: 16 (here" in error
@@ -330,11 +333,12 @@ def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
     ],
 )
 def test_impossible_setting(run, tiny, pairs, tmp_path, override, words, monkeypatch):
-    monkeypatch.setattr("datamodules.remote.PAUSE", 0.0)
+    monkeypatch.setattr("datamodules.transfer.PAUSE", 0.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     override = override.format(empty=tmp_path / "empty", file=tmp_path / "file")
-    arguments = [*short(tiny, pairs, tmp_path / "run", 2), override]
+    root = "null" if override.startswith("data.shards=") else pairs
+    arguments = [*short(tiny, root, tmp_path / "run", 2), override]
     assert words in run("train", *arguments, ok=False).error
     assert not (tmp_path / "run").exists()
 
@@ -388,7 +392,7 @@ def test_copied_shards_that_are_not_whole_are_refused_at_once(run, tiny, pairs, 
     run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
     tar = next(only(tmp_path / "cache").folder.glob("*.tar"))
     tar.write_bytes(tar.read_bytes()[:-1])
-    arguments = [*short(tiny, pairs, tmp_path / "run", 1), f"data.shards={tar.parent}"]
+    arguments = [*short(tiny, "null", tmp_path / "run", 1), f"data.shards={tar.parent}"]
     assert "latents-00000-000000.tar is not whole: copy it again" in run("train", *arguments, ok=False).error
 
 
@@ -400,6 +404,57 @@ def test_preview_shows_the_samples_without_a_model(run, pairs, tmp_path):
     assert "note: 1 pairs have sides rounded down" in outcome.text
     assert Image.open(tmp_path / "out" / "preview.png").width > 500
     assert "no such folder" in run("predict", "task=preview", "data.root=/nowhere", ok=False).error
+
+
+def test_samples_are_held_out_in_each_task(run, tiny, pairs, tmp_path):
+    """And task=dry_run: tests/test_dry_run.py."""
+    settings = [*cache_overrides(tiny, pairs, tmp_path / "cache")[1:], "data.val_count=3"]
+    run("predict", "task=preview", *settings)
+    assert (tmp_path / "unused" / "preview.png").is_file()
+    assert encoded(run("predict", "task=cache", *settings)) == 8
+    nothing = run("train", *short(tiny, pairs, tmp_path / "run", 1), "data.val_count=8", ok=False).error
+    assert "data.val_count=8 of 8 pairs leaves none to learn from: at most data.val_count=7" in nothing
+
+
+def test_what_is_no_file_stops_the_build_or_is_left_out(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
+    for number, kind in enumerate(("pipe", "dangling")):
+        (root / "control_images" / f"0{number}.png").unlink()
+        unreadable(root / "control_images" / f"0{number}.png", kind)
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    assert "2 unusable: cannot read the image" in run("predict", *command, ok=False).error
+    assert encoded(run("predict", *command, "data.on_bad_image=skip")) == 2
+    text = run("train", *short(tiny, root, tmp_path / "run", 1), "data.on_bad_image=skip").text
+    assert "skipped 2 unusable" in text
+
+
+def test_name_of_any_bytes_is_cached_trained_on_held_out_and_shown(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
+    for path in list(root.rglob("0[01].*")):
+        path.rename(path.with_name(os.fsdecode(b"caf\xe9" + path.name.encode())))
+    samples = ["callbacks.sample_images.num_inference_steps=1", "sample_every=0", "data.val_count=1"]
+    arguments = [a for a in short(tiny, root, tmp_path / "run", 1) if "sample_images" not in a]
+    run("train", *arguments, *samples)
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert (only(tmp_path / "cache").folder / "preview.png").is_file()
+    (root / "control_images" / "02.png").rename(root / "control_images" / f"{'ä' * 120}.png")
+    edit = [f"lora={tmp_path / 'run'}", f"image={root}/control_images", "prompt=x", "num_inference_steps=1"]
+    run("predict", *edit, f"output_dir={tmp_path / 'out'}")
+    assert len(list((tmp_path / "out").glob("*.png"))) == 3
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.jsonl"])
+def test_damaged_list_of_a_cache_is_rebuilt_and_of_given_shards_is_refused(run, tiny, pairs, tmp_path, name):
+    command = cache_overrides(tiny, pairs, tmp_path / "cache")
+    run("predict", *command)
+    path = only(tmp_path / "cache").folder / name
+    path.write_text("{}" if name == "manifest.json" else path.read_text().replace('"offset": ', '"offset": 9'))
+    given = [*short(tiny, "null", tmp_path / "run", 1), f"data.shards={path.parent}"]
+    error = run("train", *given, ok=False).error
+    assert f"{path} is damaged" in error
+    assert "copy it again" in error
+    assert encoded(run("train", *short(tiny, pairs, tmp_path / "run", 1))) == 0
+    run("train", *given, f"output_dir={tmp_path / 'again'}")
 
 
 def test_old_caches_are_named_first_and_deleted_when_told(run, tiny, pairs, tmp_path):
@@ -433,3 +488,13 @@ def test_task_that_does_not_exist(run):
         "task=catch: choose edit, cache, preview, clean, quantize or compare_precision"
         in run("predict", "task=catch", ok=False).error
     )
+
+
+def test_command_that_trains_on_a_cache_is_quoted(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "my pairs, [old]", [(32, 32)] * 2)
+    text = run("predict", *cache_overrides(tiny, root, tmp_path / "a cache")).text
+    [command] = [line.partition("train on it: ")[2] for line in text.splitlines() if "train on it: " in line]
+    python, script, *arguments = shlex.split(command)
+    assert (python, script) == ("python", "train.py")
+    data = compose("train", *quote_values(arguments)).data
+    assert (data.root, data.cache_dir) == (str(root), str(tmp_path / "a cache"))

@@ -14,6 +14,7 @@ from callbacks.validation import read_rows
 from tests.conftest import ROOT, lora_bytes
 from tests.lightning_modules.test_quantized_linear import WAYS
 from tests.test_quantized_training import MODEL, quantized, short
+from tests.tiny_pipelines import MODELS
 
 DDP = ["trainer.devices=2", "trainer.strategy=ddp"]
 FSDP = ["trainer=fsdp", "trainer.devices=2"]
@@ -129,6 +130,44 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs
     assert lora_bytes(tmp_path / "parts" / "fp8") == lora_bytes(tmp_path / "split" / "fp8")
 
 
+@pytest.fixture(scope="module")
+def short_runs(repositories, datasets, tiny, pairs, tmp_path_factory):
+    """A folder of three runs in two processes: every layer of Qwen by LoRA, all of it, and one that is told to stop."""
+    folder = tmp_path_factory.mktemp("short_runs")
+    model = "qwen_image_edit"
+    qwen = [f"model={model}", *MODELS[model].settings, *SETTINGS, *DDP]
+    runs = []
+    for name in ("lora", "full"):
+        common = short(repositories[model], datasets[model], folder / name, 3)
+        common = [part for part in common if not part.startswith("adapter.")]
+        every = ["adapter.target_modules=all-linear"] if name == "lora" else []
+        runs.append([*qwen, *common, f"adapter={name}", *every])
+    watch = f"+callbacks.watch={{_target_: tests.watch_and_stop.WatchAndStop, folder: {folder}, stop_at: 3}}"
+    stopped = short(tiny, pairs, folder / "stopped", 8)
+    runs.append([*stopped, *SETTINGS, *DDP, "save_every=0", "trainer.log_every_n_steps=8", watch])
+    _, text = in_two_processes(runs, timeout=200)
+    return folder, text
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_what_qwens_last_block_leaves_out_is_not_waited_for(short_runs, adapter):
+    folder, text = short_runs
+    assert (folder / adapter / "metrics.csv").is_file(), text
+    assert column(folder / adapter, "step") == ["1", "2", "3"], text
+
+
+def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(short_runs):
+    """The second is told in step 3. Nor does it give up while the first is busy for longer than a step may take."""
+    folder, text = short_runs
+    ranks = [folder / f"rank{rank}.json" for rank in range(2)]
+    assert all(rank.is_file() for rank in ranks), text
+    left = [json.loads(rank.read_text()) for rank in ranks]
+    assert [rank["last"] for rank in left] == [3, 3]
+    assert [rank["found"]["3"] for rank in left] == [[], []]
+    assert torch.load(folder / "stopped/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
+    assert "stopped by SIGTERM after step 3" in text
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -136,8 +175,12 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs
         ("optimizer=adamw_8bit", "trainer=fsdp does not go with AdamW8bit, which wants whole weights"),
         ("optimizer=prodigy", "trainer=fsdp does not go with Prodigy"),
         ("model.offload.blocks=2", "model.offload.blocks does not go with trainer=fsdp"),
+        (
+            "model.offload.activations=true model.gradient_checkpointing=every_2",
+            "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_one_line(run, tiny, pairs, tmp_path, setting, message):
-    one = ["trainer=fsdp", "trainer.devices=1", setting]
+    one = ["trainer=fsdp", "trainer.devices=1", *setting.split()]
     assert message in run("train", *MODEL, *short(tiny, pairs, tmp_path / "run", 1), *one, ok=False).error

@@ -40,12 +40,16 @@ def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
     """Of each kind of transformer."""
     captions = model in MODELS and MODELS[model].data == "captions"
     data = ["data=captions", f"data.root={pairs}/training_images"] if captions else [f"data.root={pairs}"]
-    outcome = run("train", "task=dry_run", f"model={model}", f"output_dir={tmp_path / 'out'}", *data)
+    more = [f"output_dir={tmp_path / 'out'}", "data.val_count=3"]
+    outcome = run("train", "task=dry_run", f"model={model}", *more, *data)
+    assert "5 samples of" in outcome.text
     if model in PARAMETERS:
         assert f"{PARAMETERS[model]:,} parameters" in outcome.text
-    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "on disk"):
+    phases = [f"with gradient checkpointing {position}\n" for position in ("none", "selective", "every_2", "full")]
+    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "on disk", *phases):
         assert part in outcome.text
-    assert "loading" not in outcome.text
+    assert not re.search(r"^loading", outcome.text, re.MULTILINE)
+    assert "while the transformer goes to a GPU" in outcome.text
     assert not (tmp_path / "out").exists()
 
 

@@ -1,13 +1,19 @@
 """Bad input: one line that says what, where and what to do, exit status 1, and nothing lost."""
 
 import resource
+import zipfile
 
 import pytest
 import torch
 import torch._dynamo
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from PIL import Image
 
-from tests.conftest import lora_bytes, make_pairs, photograph, short, start
+from datamodules.errors import UserError
+from lightning_modules.lora_files import find_weights
+from tasks.resuming import check_resumable, find_checkpoint, start_anew
+from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start
 
 
 @pytest.fixture
@@ -169,10 +175,10 @@ def test_unknown_override_and_group_give_hydras_own_message(run):
         ("adapter.rank=abc", "adapter.rank=abc: must be a whole number from 1 on"),
         ("adapter.target_modules='*.to_q'", "is no regular expression"),
         ("adapter.target_modules=[to_q,to_kk]", "to_kk matches no linear layer"),
-        ("optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
+        ("optimizer.lr=-1", "optimizer.lr=-1: must be a number from 0 on"),
         ("trainer.max_steps=0", "trainer.max_steps=0: must be a whole number from 1 on"),
         ("trainer.max_steps=1.5", "trainer.max_steps=1.5: must be a whole number from 1 on"),
-        ("save_every=-1", "save_every=-1: must be a number of steps"),
+        ("save_every=-1", "save_every=-1: must be a whole number from 0 on"),
         ("model.devices.transformer=cpu trainer.devices=2", "choose one"),
         ("callbacks.metrics=null", "callbacks.progress shows what callbacks.metrics measures"),
         ("data.batch_size=0", "data.batch_size=0: must be a whole number from 1 on"),
@@ -196,8 +202,83 @@ def test_run_is_not_overwritten(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 1))
     before = lora_bytes(tmp_path / "run")
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), ok=False)
-    assert "holds a run: go on by ckpt_path=last" in outcome.error
+    assert "already contains a run: resume it with ckpt_path=last" in outcome.error
     assert lora_bytes(tmp_path / "run") == before
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-1000])
+    error = run("train", *short(tiny, pairs, tmp_path / "run", 2), "ckpt_path=last", ok=False).error
+    assert (
+        f"{last} is damaged (its end is missing, or it is no checkpoint); name another ckpt_path, or start from"
+        in error
+    )
+    assert f"adapter.init_from={tmp_path / 'run' / 'lora' / 'last'}" in error
+    last.unlink()
+    for more in ([], ["ckpt_path=last"]):  # the weights were written, and the process killed
+        error = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more, ok=False).error
+        assert f"adapter.init_from={tmp_path / 'run' / 'lora' / 'last'}" in error
+    assert lora_bytes(tmp_path / "run") == before
+
+
+class Trap:
+    """What a pickle may do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda path: path.write_bytes(b""), "its end is missing, or it is no checkpoint"),
+        (lambda path: zipfile.ZipFile(path, "w").close(), "is damaged ("),
+        (lambda path: torch.save({"global_step": Trap(path.with_name("trap"))}, path), "which is not run"),
+        (lambda path: torch.save({"to_q.lora_A.weight": torch.zeros(2)}, path), "is damaged ('state_dict')"),
+        (lambda path: torch.save(torch.zeros(2), path), "is damaged ("),
+    ],
+)
+def test_file_that_is_no_checkpoint(tmp_path, write, words):
+    path = tmp_path / "run" / "checkpoints" / "x.ckpt"
+    path.parent.mkdir(parents=True)
+    write(path)
+    with pytest.raises(UserError) as raised:
+        find_checkpoint(str(path), tmp_path / "new")
+    assert words in str(raised.value)
+    assert str(raised.value).endswith("name another ckpt_path, or start anew")
+    assert "\n" not in str(raised.value)
+    assert not path.with_name("trap").exists()
+
+
+@pytest.mark.parametrize("text", ["", "5", "[", "adapter: {}", "adapter: ${nothing}", "\0", "\ud800"])
+def test_damaged_settings_of_a_run_that_goes_on(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text, errors="surrogatepass")
+    groups = {group: {"x": 1} for group in ("adapter", "optimizer", "scheduler", "model", "data")}
+    with pytest.raises(UserError) as raised:
+        check_resumable(groups, tmp_path / "checkpoints" / "last.ckpt")
+    assert str(tmp_path / "config.yaml") in str(raised.value)
+    assert "remove the file, to go on without comparing the settings" in str(raised.value)
+
+
+def test_settings_of_something_else_are_not_taken_away(tmp_path):
+    (tmp_path / "config.yaml").write_text("mine: true")
+    (tmp_path / "samples").mkdir()
+    with pytest.raises(UserError, match=r"config.yaml is not a run's: choose another output_dir"):
+        start_anew(tmp_path)
+    assert (tmp_path / "samples").is_dir()
+
+
+def test_weights_of_a_full_run_are_no_lora(tmp_path):
+    (tmp_path / "model" / "last").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"pretrained_model_name_or_path={tmp_path}/model/last"):
+        find_weights(tmp_path)
+
+
+def test_shards_beside_a_root(tmp_path):
+    cfg = compose("train", "data.root=pairs", f"data.shards={tmp_path}", f"output_dir={tmp_path}")
+    with pytest.raises(InstantiationException, match="train on one, leave the other out"):
+        instantiate(cfg.data)
 
 
 def test_checkpoint_of_another_adapter(run, tiny, pairs, tmp_path):

@@ -188,11 +188,17 @@ def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp
         (["width=32", "height=32"], "say what to do: prompt="),
         (["prompt=x"], "starts from; for a picture from the prompt alone give width= and height="),
         (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
-        (["prompt=x", "seed=abc"], "seed=abc: must be a number"),
-        (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a number of pixels from 256 on"),
+        (["prompt=x", "seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295 or a list of them"),
+        (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a whole number from 256 on"),
+        (["prompt=[]"], "prompt=[]: the list is empty"),
+        (["lora=[]"], "lora=[]: the list is empty"),
+        (["prompt=x", "image=[a.png,b.png]"], "give one; several images are a folder or a glob"),
         (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
         (["prompt=x", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number from 1 on"),
-        (["prompt=x", "height=100", "width=32"], "height=100: must be a multiple of 16"),
+        (
+            ["prompt=x", "height=100", "width=32"],
+            "height=100: must be a whole number, a multiple of 16, from 16 on or null",
+        ),
         (["prompt=x", "lora_scale=0.5"], "lora_scale needs lora="),
         (["width=32", "height=32", "prompts_file=/nowhere.txt"], "prompts_file=/nowhere.txt: No such file"),
         (["prompt=x", "width=32", "height=32", "model.devices.vae=cuda:3"], "this machine has cpu"),
@@ -336,3 +342,17 @@ def test_compiled_prediction_is_the_same(run, trained, photo, tmp_path, monkeypa
     [eager], [compiled] = ((tmp_path / name).glob("*.png") for name in ("eager", "compiled"))
     assert np.abs(pixels(eager) - pixels(compiled)).max() <= 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+
+
+def test_pictures_of_long_names_are_written(run, trained, tmp_path):
+    """Their marks do not fit any more: each has a name of its own all the same, and the same one each time."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for end in "ab":
+        photograph("rocket", 32, 32).save(folder / f"{'x' * 244}{end}.png")
+    common = [f"lora={trained}", f"image={folder}", "prompt=x", "num_inference_steps=1"]
+    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'one'}")
+    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'two'}")
+    names = [{path.name for path in (tmp_path / out).glob("*.png")} for out in ("one", "two")]
+    assert names[0] == names[1] == {record["file"] for record in records(tmp_path / "one")}
+    assert len(names[0]) == 4

@@ -1,5 +1,6 @@
 """Training, going on and predicting on quantized bases."""
 
+import logging
 from unittest import mock
 
 import pytest
@@ -250,7 +251,7 @@ def test_quantized_encoders_stay_near(repositories, model, format, backend):
         assert error < (0.4 if format in ("fp4", "nf4") else 0.1)
 
 
-def test_precisions_are_compared(run, repositories, pairs, tmp_path):
+def test_precisions_are_compared(run, repositories, pairs, tmp_path, caplog):
     tiny = repositories["flux_kontext"]
     where = [
         f"model.pretrained_model_name_or_path={tiny}",
@@ -258,7 +259,12 @@ def test_precisions_are_compared(run, repositories, pairs, tmp_path):
         f"data.cache_dir={tmp_path / 'cache'}",
     ]
     compare = ["task=compare_precision", "model=flux_kontext", *FLUX["settings"], *where]
+    library = logging.getLogger("lightning.pytorch")
+    library.setLevel(logging.INFO)  # as in a new process
+    library.addHandler(caplog.handler)
     outcome = run("predict", *compare, f"output_dir={tmp_path / 'compared'}")
+    library.removeHandler(caplog.handler)
+    assert caplog.messages == []
     [mean] = [line for line in outcome.text.splitlines() if "mean" in line]
     fp8, fp4, nf4, int8 = (float(part) for part in mean.replace("│", " ").replace("%", " ").split()[1:])
     assert 0 < int8 < fp8 < nf4 < fp4 < 30

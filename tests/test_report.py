@@ -1,9 +1,9 @@
 """The report of a run and of a sweep: whole in one file, and nothing in it that is not for others to see."""
 
 import base64
+import csv
 import io
 import re
-import shlex
 from html.parser import HTMLParser
 
 import numpy as np
@@ -11,7 +11,8 @@ import pytest
 from PIL import Image, ImageChops
 
 from callbacks.page import data_url, read_strip, shareable, without_secrets
-from tests.conftest import short
+from tests.conftest import lora_bytes, make_pairs, short
+from tests.test_shown import pasted
 
 
 class Page(HTMLParser):
@@ -65,7 +66,7 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
     run("train", *settings, "+secret=hf_abcdefghijklmnopqrstuvwxyz")
     page = Page(tmp_path / "run/report.html")
     assert page.links == []
-    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import|url\(", page.text)
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import|url\((?!#)", page.text)
     known = [decode(url) for url in page.pictures]
     for path in sorted((tmp_path / "run/samples/step-000004").glob("*.png")):
         strip = read_strip(path)
@@ -98,18 +99,28 @@ def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_
     run("train", *settings)
     assert ["setTimeout" in page for page in pages] == [True, True, True, False]
     assert "step 0 of 4" in pages[0]
+    # Killed behind the last saving.
+    (tmp_path / "run/report.html").write_text(pages[2])
+    grid = (tmp_path / "run/grid.png").read_bytes()
+    (tmp_path / "run/grid.png").unlink()
+    outcome = run("train", *settings, "ckpt_path=last")
+    assert "nothing to do" in outcome.text
+    assert pages[-1] == pages[3]
+    assert (tmp_path / "run/grid.png").read_bytes() == grid
 
 
 def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, settings, monkeypatch):
     """Both blocks of the page, as they stand."""
     monkeypatch.chdir(tmp_path)
     relative = [one for one in settings if not one.startswith("output_dir")]
-    run("train", *relative, "output_dir=run", "optimizer.lr=3e-2", "scheduler=constant")
-    here, there = Page(tmp_path / "run/report.html").blocks[:2]
+    outcome = run("train", *relative, "output_dir=it's a run", "optimizer.lr=3e-2", "scheduler=constant")
+    here, there = Page(tmp_path / "it's a run/report.html").blocks[:2]
     photo = pairs / "control_images/03.png"
     Image.open(photo).save("PHOTO.png")
-    python, script, *overrides = shlex.split(here)
-    assert (python, script) == ("python", "predict.py")
+    script, *overrides = pasted(here)
+    assert script == "predict.py"
+    printed = re.search("try it: (.*)", outcome.text)[1]
+    assert pasted(printed) == ["predict.py", "lora=it's a run", "image=PHOTO.png", "prompt=..."]
     run("predict", *overrides, "output_dir=out")
     [picture] = (tmp_path / "out").glob("*.png")
     base = re.search(r"from_pretrained\('([^']+)'", there)[1]
@@ -121,14 +132,53 @@ def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, s
 def test_sweep_is_one_page_with_the_best_first(run, tmp_path, settings):
     relative = [one for one in settings if not one.startswith("output_dir")]
     more = [f"output_dir={tmp_path / 'sweep'}", "monitor=psnr", "scheduler=constant"]
-    run("train", "-m", *relative, *more, "optimizer.lr=1e-6,1e-1,-1", ok=False)
+    outcome = run("train", "-m", *relative, *more, "optimizer.lr=1e-6,1e-1,-1", ok=False)
     page = Page(tmp_path / "sweep/report.html")
-    *measured, last = re.findall(r"<td>(failed|\d+\.\d+)</td>", page.text)
+    *measured, last = re.findall(r"<td[^>]*>(failed|\d+\.\d+)</td>", page.text)
     assert len(measured) == 2
     assert measured == sorted(measured, key=float, reverse=True)
     assert last == "failed"
     assert [url for url in page.pictures if url.startswith("data:image/")] == page.pictures != []
     assert str(tmp_path) not in page.text
+    assert sorted(page.links) == ["0/report.html", "1/report.html"]
+    assert all((tmp_path / "sweep" / link).is_file() for link in page.links)
+    best = page.links[0].partition("/")[0]
+    said = r"best of 3 jobs so far: psnr (\S+) with optimizer.lr=(\S+) in (\S+); all of them: (\S+)"
+    lines = re.findall(said, outcome.text)
+    folder = tmp_path / "sweep"
+    assert lines == [(measured[0], ["1e-06", "0.1"][int(best)], str(folder / best), str(folder / "report.html"))]
+    rows = list(csv.DictReader((folder / "sweep.csv").open()))
+    for job in ("0", "1"):
+        losses = [float(row["val_loss"]) for row in csv.DictReader((folder / job / "validation.csv").open())]
+        assert float(rows[int(job)]["best_loss"]) == min(losses[1:])
+
+
+def test_pictures_of_any_shape_and_name_and_damaged_ones_cost_no_run(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
+    for number, size in enumerate([(20000, 16), (16, 20000)]):
+        Image.effect_noise(size, 50).convert("RGB").save(root / f"control_images/{number:02d}.png")
+    for kind in ("control_images/02.png", "training_images/02.png", "training_images/02.txt"):
+        (root / kind).rename((root / kind).with_stem("x" * 245))
+    common = [one for one in short(tiny, root, tmp_path / "run", 1) if "sample_images" not in one]
+    common += ["model.sampling.num_inference_steps=1", "data.cache_dir=null"]
+    outcome = run("train", *common)
+    assert "note: no" not in outcome.text
+    page = Page(tmp_path / "run/report.html")
+    assert all(1 <= min(decode(url).size) <= max(decode(url).size) <= 512 for url in page.pictures)
+    grid = Image.open(tmp_path / "run/grid.png")
+    assert max(grid.size) < 3000
+    # In both folders: of the wide control, the tall one, the long name and the last.
+    assert len(strips := list((tmp_path / "run/samples").glob("*/*.png"))) == 8
+    assert all(32 <= min(Image.open(path).size) <= max(Image.open(path).size) <= 256 for path in strips)
+
+    before = lora_bytes(tmp_path / "run")
+    broken = tmp_path / "again/samples/step-000000/a.png"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"no picture")
+    outcome = run("train", *common, f"output_dir={tmp_path / 'again'}")
+    assert "note: no report: cannot identify image file" in outcome.text
+    assert "note: no grid.png: cannot identify image file" in outcome.text
+    assert lora_bytes(tmp_path / "again") == before
 
 
 @pytest.mark.parametrize(

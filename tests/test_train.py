@@ -4,12 +4,17 @@ import csv
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import safetensors.torch
 import torch
+from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 import train
@@ -89,23 +94,109 @@ def test_prodigy_and_schedule_free_bring_a_constant_schedule():
 def test_signal_saves_and_the_run_goes_on_exactly(run, tiny, pairs, tmp_path, number):
     """To the whole process group, data workers included, as a terminal and a cluster send it; within a window."""
     settings = ["trainer.accumulate_grad_batches=3", "save_every=0", "scheduler=constant", "data.num_workers=2"]
-    stopped = [*short(tiny, pairs, tmp_path / "stopped", 400), *settings]
+    folder = tmp_path / "a stopped run"
+    stopped = [*short(tiny, pairs, folder, 400), *settings]
     process = start("train", *stopped)
-    wait_until((tmp_path / "stopped" / "metrics.csv").exists, process)
-    while len((tmp_path / "stopped" / "metrics.csv").read_text().splitlines()) < 4:
+    wait_until((folder / "metrics.csv").exists, process)
+    while len((folder / "metrics.csv").read_text().splitlines()) < 4:
         time.sleep(0.01)
     os.killpg(process.pid, number)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, text
     assert "Traceback" not in text
     assert f"stopped by {number.name} after step" in text
-    assert "ckpt_path=last" in text
-    step = torch.load(tmp_path / "stopped" / "checkpoints" / "last.ckpt", weights_only=False)["global_step"]
-    assert (tmp_path / "stopped" / "lora" / f"step-{step:06d}").is_dir()
+    [line] = [line for line in text.splitlines() if "go on with the same command and" in line]
+    goes_on = shlex.split(line.partition("same command and ")[2])
+    assert goes_on == [f"output_dir={folder}", "ckpt_path=last"]
+    step = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["global_step"]
+    assert (folder / "lora" / f"step-{step:06d}").is_dir()
 
-    run("train", *stopped, "ckpt_path=last", f"trainer.max_steps={step + 3}")
+    run("train", *stopped, *goes_on, f"trainer.max_steps={step + 3}")
     run("train", *short(tiny, pairs, tmp_path / "whole", step + 3), *settings)
-    assert lora_bytes(tmp_path / "stopped") == lora_bytes(tmp_path / "whole")
+    assert lora_bytes(folder) == lora_bytes(tmp_path / "whole")
+
+
+def test_run_that_was_killed_behind_its_last_saving_gets_its_end(run, tiny, pairs, tmp_path):
+    """Its last pictures, what they measure, and its report; so does one that was killed so in the middle."""
+    folder = tmp_path / "run"
+
+    def arguments(steps):
+        common = [one for one in short(tiny, pairs, folder, steps) if "sample_images" not in one]
+        settings = ["callbacks.sample_images.num_inference_steps=1", "callbacks.sample_images.count=2"]
+        return [*common, *settings, "data.val_count=2", "save_every=2", "sample_every=2", "scheduler=constant"]
+
+    run("train", *arguments(4))
+    pictures = sorted((folder / "samples" / "step-000004").glob("*.png"))
+    before = {path: path.read_bytes() for path in (folder / "validation.csv", folder / "grid.png", *pictures)}
+    assert len(pictures) == 2
+    weights_before = lora_bytes(folder)
+
+    def kill_behind_last_saving():
+        rows = (folder / "validation.csv").read_text().splitlines()
+        (folder / "validation.csv").write_text("\n".join(rows[:-1]) + "\n")
+        shutil.rmtree(folder / "samples" / "step-000004")
+        (folder / "grid.png").unlink()
+        (folder / "report.html").unlink()
+
+    for measured_only in (False, True):
+        kill_behind_last_saving()
+        if measured_only:
+            (folder / "samples" / "step-000004").mkdir()
+            for path in pictures:
+                path.write_bytes(before[path])
+        outcome = run("train", *arguments(4), "ckpt_path=last")
+        assert "nothing to do" in outcome.text
+        assert {path: path.read_bytes() for path in before} == before
+        assert "http-equiv" not in (folder / "report.html").read_text(), "a finished report waits for nothing"
+        assert lora_bytes(folder) == weights_before
+    kill_behind_last_saving()
+    run("train", *arguments(6), "ckpt_path=last")
+    steps = [line.split(",")[0] for line in (folder / "validation.csv").read_text().splitlines()[1:]]
+    assert steps == ["0", "2", "4", "6"]
+
+
+def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monkeypatch):
+    """It was ended at once, by a second signal, before its first saving."""
+    monkeypatch.setattr("callbacks.signals.ECHO", 0.0)
+    folder = tmp_path / "run"
+    arguments = [*short(tiny, pairs, folder, 400), "save_every=0", "trainer.log_every_n_steps=1"]
+    with told(lambda: (folder / "metrics.csv").exists() and "2," in (folder / "metrics.csv").read_text()):
+        outcome = run("train", *arguments, ok=False)
+    assert outcome.status == 128 + signal.SIGINT
+    assert "stopped by SIGINT; nothing to save" in outcome.text
+    assert "Traceback" not in outcome.text
+    assert (folder / "config.yaml").is_file()
+
+    error = run("train", *arguments, "ckpt_path=last", ok=False).error
+    assert "there is no checkpoint" in error
+    assert "leave ckpt_path out to start it anew" in error
+    (folder / "samples" / "step-000001").mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    assert "it is started anew" in run("train", *arguments, "trainer.max_steps=2").text
+    assert [row["step"] for row in metrics(folder)] == ["1", "2"]
+    assert not (folder / "samples").exists()
+    assert (folder / "notes.txt").exists()
+
+
+@contextmanager
+def told(when):
+    """Tell this process twice to stop, as soon as something has happened."""
+    over = threading.Event()
+
+    def tell():
+        while not over.is_set() and not when():
+            time.sleep(0.002)
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_accumulating_two_equals_batch_of_two(run, tiny, pairs, tmp_path):
@@ -239,24 +330,39 @@ def test_help_explains_itself_quickly(run):
     for word in ("adapter.rank", "ckpt_path=last", "optimizer: adafactor, adamw, adamw_8bit", "Examples", "embedded"):
         assert word in text
     assert "lora_scale" in run("predict", "--help").text
+    assert "  root: null" in run("train", "--cfg", "job").text
 
 
 @pytest.mark.parametrize(
     ("arguments", "added"),
     [
         ([], "experiment=shapes"),
+        (["-m"], "experiment=shapes"),
         (["-m", "optimizer.lr=1e-3,2e-3"], "experiment=shapes"),
+        (["optimizer.lr=1e-3,2e-3", "-m"], "experiment=shapes"),
+        (["adapter=tlora", "--info", "searchpath"], "experiment=shapes"),
+        (["--cfg", "job"], "experiment=embedded"),  # shows what own data would get
+        (["adapter=tlora", "--cfg", "job"], "experiment=embedded"),
+        (["-c", "job", "adapter=tlora"], "experiment=embedded"),
+        (["-c", "job", "model=flux_kontext"], None),
         (["model=embedded", "adapter=tlora"], "experiment=shapes"),
         (["optimizer=prodigy"], "data=shapes"),  # which finds a learning rate of its own
-        (["data.root=pairs"], None),
+        (["adapter=full"], "data=shapes"),
+        (["data.root=pairs"], "experiment=embedded"),
+        (["data.root=pairs", "model=embedded"], "experiment=embedded"),
+        (["data.root=pairs", "optimizer=prodigy"], None),
+        (["data.root=pairs", "--cfg", "job"], "experiment=embedded"),
+        (["data.root=pairs", "model=flux_kontext"], None),
         (["model=flux_kontext"], None),
         (["experiment=quick"], None),
-        (["data.shards=s3://bucket/folder"], None),
+        (["data.shards=s3://bucket/folder"], "experiment=embedded"),
         (["-cp", "outputs/RUN", "-cn", "config"], None),
     ],
 )
-def test_drawn_examples_are_for_those_who_name_neither_data_nor_model(arguments, added):
-    assert train.with_examples(arguments) == arguments + ([added] if added else [])
+def test_settings_of_the_embedded_model_are_for_those_who_name_none(arguments, added):
+    before, after = (get_args_parser().parse_args(one) for one in (arguments, train.with_examples(arguments)))
+    assert set(after.overrides) == {*before.overrides, *([added] if added else [])}
+    assert after.multirun == before.multirun
 
 
 def test_model_without_data_is_one_line(run, tiny, tmp_path):
@@ -268,7 +374,7 @@ def test_model_without_data_is_one_line(run, tiny, tmp_path):
 
 def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
     arguments = short(tiny, pairs, tmp_path / "sweep", 3)
-    run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3")
+    run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", "callbacks.metrics.window=2")
     with (tmp_path / "sweep" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["overrides"] for row in rows] == ["optimizer.lr=0.0001", "optimizer.lr=0.001"]
@@ -276,6 +382,8 @@ def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
         assert (tmp_path / "sweep" / str(number) / "lora" / "last").samefile(row["lora"])
         assert float(row["final_loss"]) == float(metrics(tmp_path / "sweep" / str(number))[-1]["loss_avg"])
         assert float(row["seconds"]) > 0
+        means = [float(line["loss_avg"]) for line in metrics(tmp_path / "sweep" / str(number))]
+        assert float(row["best_loss"]) == min(means[1:])
     assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 5000
 
 
@@ -300,10 +408,13 @@ def test_newest_run_goes_on_without_naming_it(run, tiny, pairs, tmp_path, monkey
     arguments = [a for a in short(tiny, pairs, tmp_path, 2) if "output_dir" not in a]
     run("train", *arguments)
     (folder,) = (tmp_path / "outputs").iterdir()
-    time.sleep(1.1)
+    monkeypatch.setattr(time, "strftime", lambda *_: folder.name)  # of the same second
     run("train", *arguments, "ckpt_path=last", "trainer.max_steps=3")
     assert list((tmp_path / "outputs").iterdir()) == [folder]
     assert [row["step"] for row in metrics(folder)] == ["1", "2", "3"]
+    run("train", "-m", *arguments, "trainer.max_steps=1,2")
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {folder.name, f"{folder.name}-2"}
+    assert {path.name for path in (tmp_path / "outputs" / f"{folder.name}-2").iterdir()} >= {"0", "1", "sweep.csv"}
 
 
 def test_lora_header_tells_what_the_weights_are(run, tiny, pairs, tmp_path):

@@ -55,7 +55,7 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tiny, 
 
 def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
     """Each drawn pair comes with its way back."""
-    settings = ["data=shapes", f"data.root={tmp_path}", "data.source.edits=[recolor]", "data.source.count=20"]
+    settings = ["data=shapes", f"data.source.folder={tmp_path}", "data.source.edits=[recolor]", "data.source.count=20"]
     data = instantiate(compose("train", *settings, "data.val_count=4", "data.cache_dir=null").data)
     data.scan()
     files = [
@@ -181,7 +181,7 @@ def test_training_is_the_same_with_and_without_validation(run, tiny, tmp_path, s
     ("more", "message"),
     [
         (["monitor=beauty"], "monitor=beauty is none of val_loss, "),
-        (["data.val_count=8"], "nothing of 8 pairs is left to learn from"),
+        (["data.val_count=8"], "data.val_count=8 of 8 pairs leaves none to learn from: at most data.val_count=7"),
         (["data.val_count=-1"], "data.val_count=-1: must be a whole number from 0 on"),
         (["data.val_root=nowhere"], "choose one"),
         (["data.val_root=nowhere", "data.val_count=0"], "nowhere: no such folder"),

@@ -1,6 +1,7 @@
 """Nothing waits: neither a step for the device, nor the trainer for data without saying so."""
 
 import csv
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from callbacks import metrics
 from datamodules.feed import Feed
 from lightning_modules.base import EditModule
 from tests.conftest import short
@@ -88,11 +90,14 @@ class Watch(Callback):
         self.found = {}
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.step = trainer.global_step + 1
-        found = self.found[self.step] = []
-        marks = _Marks()
-        marks.add(*pl_module.parameters(), *batch.tensors())
-        self._modes = [_Operators(marks, found), _Methods(marks, found)]
+        self.begin(trainer.global_step + 1, *pl_module.parameters(), *batch.tensors())
+
+    def begin(self, step, *tensors):
+        self.step = step
+        found = self.found[step] = []
+        self.marks = _Marks()
+        self.marks.add(*tensors)
+        self._modes = [_Operators(self.marks, found), _Methods(self.marks, found)]
         for mode in self._modes:
             mode.__enter__()
 
@@ -167,6 +172,44 @@ def test_the_watch_sees_what_waits(run, tiny, pairs, tmp_path, watch, monkeypatc
     monkeypatch.setattr(EditModule, "losses", waits)
     run("train", *short(tiny, pairs, tmp_path / "run", 3), "data=cached", f"data.cache_dir={tmp_path}", *SETTINGS)
     assert watch.found[2]
+
+
+class _Allocator:
+    """A double for the counters of CUDA's: what is there, and the most since the last reset."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def take(self, size):
+        """And give it back."""
+        self.peak = max(self.peak, self.now + size)
+
+    def reset(self, device):
+        self.peak = self.now
+
+
+def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
+    """Not of what was before them, nor of pictures and savings between them."""
+    allocator = _Allocator()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocator.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.reset)
+    monkeypatch.setattr(metrics, "matrix_peak", lambda device, dtype: allocator.take(9e10) or 1e12)
+    module = mock.Mock(spec=EditModule, device=torch.device("cuda"), base_dtype=torch.bfloat16, rank_gates=[])
+    module.grad_norm = module.batch_loss = torch.ones(())
+    module.batch_tokens, module.batch_flops, module.batch_rank, module.stopwatch = 1, 1, None, mock.Mock(seconds={})
+    trainer = mock.Mock(global_step=0, world_size=1, is_global_zero=True, log_every_n_steps=1, loggers=[])
+    trainer.train_dataloader.waited = 0.0
+    callback, peaks = metrics.Metrics(str(tmp_path), 50), []
+    callback.on_train_start(trainer, module)
+    for size in (1e9, 3e9, 2e9):
+        allocator.take(7e10)
+        callback.on_train_batch_start(trainer, module, None, 0)
+        allocator.take(size)
+        trainer.global_step += 1
+        callback.on_train_batch_end(trainer, module, None, mock.Mock(keys=["a"]), 0)
+        peaks.append(callback.latest["peak_memory_gb"])
+    callback.teardown(trainer, module, "fit")
+    assert peaks == [1, 3, 3]
 
 
 def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):

@@ -44,7 +44,8 @@ def test_text_of_a_picture_in_another_format_is_said_and_other_text_is_not(folde
     (folder / "d.txt").write_text("a cup")
     (folder / "d.heic").write_bytes(b"")
     [line] = find_captioned([folder], None).incomplete
-    assert line.startswith(f"{folder / 'd.heic'} has a caption, but is none of .bmp, .jpeg")
+    assert line.startswith(f"{folder / 'd.heic'} is none of .bmp, .jpeg")
+    assert line.endswith("but has a caption")
 
 
 def test_pictures_below_belong_to_it_but_not_hidden_ones(folder):
@@ -55,6 +56,14 @@ def test_pictures_below_belong_to_it_but_not_hidden_ones(folder):
     found = find_captioned([folder], None).samples
     assert [(s.key, s.prompt) for s in found if "/" in s.key] == [("more/deep/a", "another cup")]
     assert len(found) == 4
+
+
+def test_folders_that_are_links_are_read_once(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    photograph("rocket", 32, 32).save(other / "d.png")
+    (other / "back").symlink_to(folder)
+    (folder / "linked").symlink_to(other)
+    assert [sample.key for sample in find_captioned([folder], None).samples] == ["a", "b", "c", "linked/d"]
 
 
 def test_keys_of_several_roots_differ(folder):

@@ -1,8 +1,12 @@
 """Batches of raw pairs."""
 
+import os
+
 import pytest
 import torch
+from PIL import Image
 
+from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
 from datamodules.pixels import collate
 from datamodules.sources import find_samples
@@ -64,9 +68,59 @@ def test_several_roots(tmp_path):
     assert len(data.samples) == 4
 
 
-@pytest.mark.parametrize("setting", [{"on_missing": "ignore"}, {"on_bad_image": "ignore"}, {"batch_size": 0}])
+@pytest.mark.parametrize("setting", [{"on_missing": "ignore"}, {"on_bad_image": "ignore"}])
 def test_wrong_settings(pairs, setting):
-    from datamodules.errors import UserError
-
     with pytest.raises(UserError, match=f"data.{next(iter(setting))}="):
         data_module(str(pairs), **setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"val_count": 3}, "data.val_count=3 of 3 pairs leaves none to learn from: at most data.val_count=2"),
+        ({"val_root": "{root}"}, "data.val_root={root} has all 3 pairs of data.root: none is left to learn from"),
+        ({"val_root": "/nowhere"}, "data.val_root=/nowhere: no such folder"),
+        ({"root": ""}, "nothing to learn from: give data.root"),
+        ({"root": os.fsdecode(b"caf\xe9")}, r"data.root=caf\\udce9: the name is not UTF-8: rename it"),
+        ({"root": [None]}, "nothing to learn from: give data.root"),
+    ],
+)
+def test_nothing_to_learn_from_says_why(tmp_path, setting, message):
+    root = str(make_pairs(tmp_path, [(32, 32)] * 3))
+    settings = {name: value.format(root=root) if isinstance(value, str) else value for name, value in setting.items()}
+    with pytest.raises(UserError, match=message.format(root=root)):
+        data_module(**{"root": root, **settings})
+    if "val_count" in setting:
+        assert len(data_module(root, val_count=2).samples) == 1
+
+
+def test_val_count_says_where_all_pairs_are_of_the_same_pictures(tmp_path):
+    make_pairs(tmp_path, [(32, 32)])
+    row = '{"file_name": "training_images/00.png", "control_file_name": "control_images/00.png", "prompt": "%d"}\n'
+    (tmp_path / "metadata.jsonl").write_text(row % 1 + row % 2)
+    with pytest.raises(UserError, match="leave it out: all of them are of the same pictures"):
+        data_module(str(tmp_path), val_count=1)
+
+
+def test_picture_beyond_reason_is_refused_by_its_header_or_skipped_and_a_large_one_is_said(tmp_path):
+    """Its file is not even whole: no pixel is decoded to refuse it."""
+    root = make_pairs(tmp_path, [(32, 32)] * 4)
+    bad = root / "control_images" / "01.png"
+    Image.new("RGB", (5000, 4000)).save(bad)
+    bad.write_bytes(bad.read_bytes()[:1000])
+    Image.new("RGB", (2064, 2064)).save(root / "control_images" / "02.png")
+    Image.new("RGB", (512, 16)).save(root / "control_images" / "03.png")
+    with pytest.raises(UserError, match=r"01\.png is 5000x4000, 20\.0 megapixels: at most 16\.8"):
+        data_module(str(root))
+    data = data_module(str(root), on_bad_image="skip")
+    assert data.keys == ["00", "02", "03"]
+    assert "1 pairs have more than 4 megapixels: task=dry_run says" in data.notes[1]
+    assert data.notes[2] == "1 pairs are more than 8 times as long as wide"
+
+
+def test_line_about_a_file_ends_with_one_full_stop(tmp_path):
+    root = make_pairs(tmp_path, [(32, 32)])
+    Image.new("1", (15_000, 14_000)).save(root / "control_images" / "00.png")
+    with pytest.raises(UserError, match=r"megapixels, shrink it\. Mend") as caught:
+        data_module(str(root))
+    assert ".." not in str(caught.value)

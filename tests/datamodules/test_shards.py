@@ -110,7 +110,7 @@ def test_shard_that_vanishes_or_shrinks_while_it_is_read_is_one_line(cache):
     with pytest.raises(UserError, match="ends too early"):
         list(map(LatentReader(cache.folder, index, range(10), index.keys, False), [[(n, 0)] for n in range(10)]))
     last.unlink()
-    with pytest.raises(UserError, match="cannot read the shard"):
+    with pytest.raises(UserError, match=f"cannot read {last}: No such file.*; delete it and start again"):
         list(map(LatentReader(cache.folder, index, range(10), index.keys, False), [[(n, 0)] for n in range(10)]))
 
 
@@ -231,6 +231,66 @@ def test_lost_index_is_rebuilt_from_the_tars(cache, name, damage):
     assert sorted((cache.folder / "index.jsonl").read_text().splitlines()) == index
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", "5", "null", '{"shards": [], "parts": {}}', "no bytes", "no parts"])
+def test_manifest_of_another_kind_is_rebuilt_from_the_tars_and_refused_where_it_is_given(cache, text):
+    before, path = content(cache), cache.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    if text == "no bytes":
+        del next(iter(manifest["shards"].values()))["bytes"]
+    del manifest["parts"]
+    path.write_text(text if text[0] in "[{5" or text == "null" else json.dumps({**manifest, "parts": {}}))
+    if text == "no parts":
+        path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"manifest.json is damaged \(.*\); copy it again"):
+        cache.given_manifest()
+    cache.recover()
+    cache.merge()
+    assert content(cache) == before
+    assert cache.given_manifest()["samples"] == 10
+
+
+@pytest.mark.parametrize(
+    "change", [{"offset": 10**15}, {"offset": 512}, {"prompt": "prompt-none"}, {"sizes": None}, {"id": ["x"]}]
+)
+def test_index_that_was_changed_is_rebuilt_from_the_tars_and_refused_where_it_is_given(cache, change):
+    before, path = content(cache), cache.folder / "index.jsonl"
+    lines = path.read_text().splitlines()
+    lines[-1] = json.dumps({**json.loads(lines[-1]), **change})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=r"index.jsonl is damaged \(it is not the one that manifest.json knows\); copy"):
+        cache.given_manifest()
+    cache.recover()
+    cache.merge()
+    assert content(cache) == before
+
+
+@pytest.mark.parametrize("offset", [10**15, 512, 0, 1000])
+def test_wrong_offset_never_gives_other_tensors(cache, offset):
+    """As in an index of before its checksum was kept."""
+    index = ShardIndex(cache.rows())
+    row = index.samples[0]
+    shard = cache.folder / index.shards[index.spans[3 * row]]
+    index.spans[3 * row + 1] = offset
+    with pytest.raises(UserError, match=f"{shard} is damaged .*; delete it and start again"):
+        LatentReader(cache.folder, index, range(10), index.keys, False)([(0, 0)])
+
+
+def test_rows_beside_a_tar_that_cannot_be_read_are_found_in_the_tar(tmp_path):
+    cache = Cache(tmp_path / "cache", {})
+    fill(cache, 6).seal()
+    for text in ("garbage\n", "5\n", ""):
+        cache.unmerged()[0].with_suffix(".jsonl").write_text(text)
+        cache.recover()
+        assert cache.sample_ids() == {f"id{n}" for n in range(6)}
+
+
+def test_damaged_list_of_checksums_is_passed_over(tmp_path):
+    file, memo = tmp_path / "a.png", tmp_path / "memo.jsonl"
+    file.write_bytes(b"one")
+    memo.write_bytes(b"5\nnull\n[[], 1, 2, 3, 4]\n\xff\xfe\n" + FileHashes.line(hash_file(file)).encode())
+    assert FileHashes([memo]).get(file) == hash_file(file)[4]
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 4] ^= 1
@@ -263,7 +323,9 @@ def test_copied_cache_is_read_once_to_be_checked_and_then_trusted(cache, tmp_pat
     shutil.copytree(cache.folder, tmp_path / "copy", copy_function=shutil.copyfile)
     copy, read = Cache(tmp_path / "copy", {}), []
     checksum = cache_module.sha256
-    monkeypatch.setattr(cache_module, "sha256", lambda path: read.append(path) or checksum(path))
+    monkeypatch.setattr(
+        cache_module, "sha256", lambda path: (path.suffix == ".tar" and read.append(path)) or checksum(path)
+    )
     copy.recover()
     assert len(read) == len(copy.manifest()["shards"])
     copy.recover()

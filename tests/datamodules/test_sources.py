@@ -1,6 +1,7 @@
 """Which samples a root holds."""
 
 import json
+import os
 
 import pytest
 
@@ -104,6 +105,108 @@ def test_csv_prompt_may_have_several_lines(tmp_path):
     table_rows(tmp_path)
     (tmp_path / "metadata.csv").write_text('file_name,control_file_name,prompt\nt/1.png,c/1.png,"two\nlines"\n')
     assert find_samples([tmp_path]).samples[0].prompt == "two\nlines"
+
+
+HEADER = "file_name,control_file_name,prompt\n"
+FIRST = "t/1.png,c/1.png,make it red\n"
+LAST = "t/1.png,c/2.png,make it blue\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("t/1.png,c/1.png,make it snow, please\n", "line 3: 4 values for 3 columns .* comma stands in quotes"),
+        ("t/1.png,c/1.png\n", "line 3: 2 values for 3 columns"),
+        ('t/1.png,c/1.png,"make it snow\n', "line 3: a quote is left open"),
+        (f't/1.png,c/1.png,"make it snow\n{LAST}t/1.png,c/1.png,"rain"\n', "line 3: a quote is left open"),
+        ('t/1.png,c/1.png,"make it snow\nt/1.png,c/2.png,rain"\n', "line 3: a quote is left open.* row of t/1.png"),
+        ('t/1.png,c/1.png,"make it "snow" now"\n', "line 3: a quote is left open, or not doubled"),
+    ],
+)
+def test_csv_row_whose_values_are_in_doubt_is_named(tmp_path, rows, message):
+    table_rows(tmp_path)
+    (tmp_path / "metadata.csv").write_text(HEADER + FIRST + rows + LAST)
+    with pytest.raises(UserError, match=f"metadata.csv {message}"):
+        find_samples([tmp_path])
+
+
+def test_csv_of_a_spreadsheet_may_have_empty_rows_and_spaces_behind_commas(tmp_path):
+    table_rows(tmp_path)
+    (tmp_path / "metadata.csv").write_text(HEADER + FIRST + ',,\n\nt/1.png, c/2.png, "snow, please"\n')
+    assert [sample.prompt for sample in find_samples([tmp_path]).samples] == ["make it red", "snow, please"]
+
+
+@pytest.mark.parametrize("value", [{"prompt": "\ud83d"}, {"prompt": float("nan")}, {"control_file_name": {"a": 1}}])
+def test_value_that_is_no_text_is_named(tmp_path, value):
+    rows = [table_rows(tmp_path)[0], {"file_name": "t/1.png", "control_file_name": "c/1.png", "prompt": "x", **value}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=f"row 2: .*{next(iter(value))}"):
+        find_samples([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("metadata.csv", "prompt,prompt,file_name\n1,2,3\n"), ("metadata.jsonl", '{"prompt": "a", "prompt": "b"}')],
+)
+def test_column_that_is_there_twice_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match="has the column prompt twice"):
+        find_samples([tmp_path])
+
+
+def test_two_tables_are_refused(tmp_path):
+    for name in ("metadata.csv", "metadata.jsonl"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"two tables, metadata\.jsonl and metadata\.csv"):
+        find_samples([tmp_path])
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "training_images/00.txt"])
+@pytest.mark.parametrize("kind", ["pipe", "dangling"])
+def test_text_that_is_no_file_is_said_at_once(tmp_path, name, kind):
+    make_pairs(tmp_path, [(32, 32)])
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/nowhere")
+    expected = f"cannot read {tmp_path / name}: it is a {'pipe' if kind == 'pipe' else 'link to /nowhere'}"
+    if name.endswith(".csv"):
+        with pytest.raises(UserError, match=expected):
+            find_samples([tmp_path])
+    else:
+        [line] = find_samples([tmp_path]).incomplete
+        assert line.startswith(expected)
+
+
+def test_root_that_is_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises(UserError, match=r"neither a folder nor a \.csv or \.jsonl table"):
+        find_samples([tmp_path / "x"])
+
+
+def test_picture_in_a_format_that_is_not_read_is_named(tmp_path):
+    make_pairs(tmp_path, [(32, 32)] * 4)
+    for name in ("control_images/01", "training_images/02", "training_images/03", "control_images/03"):
+        (tmp_path / f"{name}.png").rename(tmp_path / f"{name}.gif")
+    found = find_samples([tmp_path])
+    assert [sample.key for sample in found.samples] == ["00"]
+    assert [line.replace(f"{tmp_path}/", "").partition(" is none of .bmp")[0] for line in found.incomplete] == [
+        "training_images/01.png has no control image control_images/01.*: control_images/01.gif",
+        "target training_images/02.gif",
+        "target training_images/03.gif",
+    ]
+
+
+def test_names_of_any_bytes_and_roots_named_twice_give_keys_of_their_own(tmp_path):
+    make_pairs(tmp_path, [(32, 32)] * 3)
+    names = {"00": "photo.", "01": os.fsdecode(b"caf\xe9"), "02": "a\nb"}
+    for path in list(tmp_path.rglob("0?.*")):
+        path.rename(path.with_name(names[path.stem] + path.suffix))
+    keys = [sample.key for sample in find_samples([tmp_path]).samples]
+    assert keys == [r"a\nb", r"caf\udce9", "photo."]
+    twice = [sample.key for sample in find_samples([tmp_path, tmp_path]).samples]
+    assert len(set(twice)) == 6
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,24 @@
 """However a step is executed, its loss and gradients are the same: checkpointed, compiled, offloaded, cut."""
 
+import logging
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from hydra.utils import instantiate
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map
 
 from datamodules.errors import UserError
-from lightning_modules import execution
-from lightning_modules.activation_offload import ActivationOffload
+from lightning_modules import execution, float8, quantized_linear
 from lightning_modules.adapter import trainable
 from lightning_modules.checkpointing import POSITIONS, read_position
+from lightning_modules.fake_memory import as_on_cuda
 from lightning_modules.last_block import LastBlock
 from lightning_modules.offload import blocks
-from lightning_modules.quantization import all_weights
 from tests.conftest import compose, make_pairs
 from tests.tiny_adapters import batch, build, gradients, learn, velocity
 from tests.tiny_pipelines import MODELS
@@ -148,6 +151,30 @@ def test_one_graph_serves_all_sizes_where_there_are_several(tiny, pairs, tmp_pat
         assert data.is_uniform(module) == expected
 
 
+def test_rounding_to_fp8_has_few_graphs_in_training_and_pictures(tiny, monkeypatch):
+    """By the compiled rounding of a GPU, on all layers: with its graphs used up it would be slow, and say nothing."""
+    monkeypatch.setattr(quantized_linear, "has_tensor_cores", lambda *_: True)
+    monkeypatch.setattr(float8, "FUSES", ("cpu",))
+    monkeypatch.setattr(float8.torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    float8._fused_rows.cache_clear()
+    module = made(tiny, "lora", "fp8", "model.quantization.modules_to_not_convert=[]")
+    for position in ("none", "full"):
+        module.set_gradient_checkpointing(module.transformer, position)
+        for t in ([0.2, 0.7], [0.5], [0.1, 0.2, 0.3]):
+            step(module, t)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), module.adapter.in_dtype(module.transformer.eval(), torch.bfloat16):
+            for samples in (1, 2):
+                x_t, controls, prompt = tree_map(torch.Tensor.bfloat16, batch(samples))
+                module.velocity(x_t, torch.full((samples,), 0.5), controls, prompt)
+    float8._fused_rows.cache_clear()
+    torch._dynamo.reset()
+    # For products and for gradients; in inference mode tensors are of another kind.
+    assert counters["stats"]["unique_graphs"] == 3
+
+
 def inputs(module, samples=2):
     """x_t, t, controls and prompt of any family; where the text has a mask, one sample's ends early."""
     generator = torch.Generator().manual_seed(1)
@@ -194,6 +221,43 @@ def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repos
     assert all(not gradient.any() for name, gradient in results[1].items() if name not in results[0])
 
 
+@pytest.fixture(params=[(model, adapter) for model in MODELS for adapter in ("lora", "full")], ids="-".join)
+def in_bf16(repositories, request):
+    """A family's module as it trains, every layer of it."""
+    model, adapter = request.param
+    every = ["adapter.target_modules=all-linear"] if adapter == "lora" else []
+    path = f"model.pretrained_model_name_or_path={repositories[model]}"
+    settings = [f"model={model}", path, "model.dtype=bfloat16", f"adapter={adapter}", *every]
+    module = instantiate(compose("train", *settings).model, _convert_="all")
+    module.configure_model()
+    return module
+
+
+def test_all_that_ddp_waits_for_has_a_gradient(in_bf16):
+    with torch.autocast("cpu", torch.bfloat16):
+        in_bf16.velocity(*inputs(in_bf16)).square().mean().backward()
+    waited_for = {name: p for name, p in in_bf16.named_parameters() if p.requires_grad}
+    for name in in_bf16._ddp_params_and_buffers_to_ignore:
+        waited_for.pop(name, None)
+    assert len(waited_for) > 20
+    assert not [name for name, parameter in waited_for.items() if parameter.grad is None]
+
+
+def test_kernels_of_attention_get_one_dtype(in_bf16):
+    """Where norms are in float32, as under CUDA's autocast: of all families, in every block."""
+    seen = []
+    with as_on_cuda(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        fused = F.scaled_dot_product_attention
+
+        def observed(query, key, value, **_):
+            seen.append({query.dtype, key.dtype, value.dtype})
+            return fused(query, key, value)
+
+        with mock.patch.object(F, "scaled_dot_product_attention", observed):  # undone before what it is within
+            in_bf16.velocity(*inputs(in_bf16))
+    assert seen == [{torch.bfloat16}] * len(blocks(in_bf16.transformer))
+
+
 def test_casting_inputs_once_changes_no_bit(tiny):
     module = made(tiny, "lora", "bf16")
     once = step(module)
@@ -201,25 +265,6 @@ def test_casting_inputs_once_changes_no_bit(tiny):
         assert len(block.attn._forward_pre_hooks) == 1
         block.attn._forward_pre_hooks.clear()
     assert_same(once, step(module))
-
-
-@pytest.mark.parametrize("position", ["none", "every_2", "full"])
-def test_offloaded_activations_come_back_the_same(tiny, position):
-    module = made(tiny, "tlora", "fp8", f"model.gradient_checkpointing={position}")
-    plain = step(module)
-    offload = ActivationOffload(torch.device("cpu"), all_weights(module.transformer), least=0)
-    velocity_of = module.velocity
-
-    def offloaded(*args):
-        with offload:
-            return velocity_of(*args)
-
-    module.velocity = offloaded
-    for _ in range(2):
-        assert_same(step(module), plain)
-    assert len(offload._host) > 10
-    pointers = {host.data_ptr() for host in offload._host}
-    assert not pointers & {weight.data_ptr() for weight in all_weights(module.transformer)}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +294,16 @@ def test_kernel_that_is_not_there_is_named(tiny):
 def test_what_is_no_position_of_the_dial_is_named(setting):
     with pytest.raises(UserError, match="choose none, selective, every_2"):
         read_position(setting)
+
+
+def test_what_multiplies_fp8_layers_is_said(tiny, caplog):
+    caplog.set_level(logging.INFO, "retouch")
+    said = {}
+    for base in ("fp8", "bf16"):
+        caplog.clear()
+        made(tiny, "lora", base)
+        said[base] = {line for line in caplog.messages if "fp8:" in line}  # once or, by several handlers, more often
+    assert said == {"fp8": {"fp8: weights only: its tensor cores are not used here"}, "bf16": set()}
 
 
 def test_attention_backend_is_the_dispatcher_s(tiny):

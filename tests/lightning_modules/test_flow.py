@@ -79,8 +79,6 @@ def test_shift_of_a_law_is_applied_after_it():
 def test_unknown_law_is_refused_in_a_line():
     with pytest.raises(UserError, match=r"model\.timesteps\.law=cosmap: choose uniform"):
         timestep_law("cosmap")
-    with pytest.raises(UserError, match=r"model\.timesteps\.shift=auto"):
-        timestep_law(shift="auto")
 
 
 def test_draw_depends_on_seed_and_number_alone():

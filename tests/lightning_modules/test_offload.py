@@ -6,8 +6,12 @@ from hydra.utils import instantiate
 from torch.nn import Linear
 
 from datamodules.errors import UserError
+from lightning_modules import host_memory
 from lightning_modules.adapter import trainable
+from lightning_modules.components import Components, Stopwatch
+from lightning_modules.host_memory import pin
 from lightning_modules.offload import BlockStream, blocks, streamed_blocks, streamed_linears
+from lightning_modules.quantization import all_weights
 from lightning_modules.rank_schedule import mask_forwards
 from tests.conftest import compose, lora_bytes, short
 from tests.tiny_adapters import batch, learn
@@ -147,3 +151,80 @@ def test_components_rest_beside_the_transformer_only(tiny):
     module.transformer = None
     module.rest_components()
     assert moved == [True]
+
+
+def test_failed_pinning_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
+    """CUDA reports a failed call twice: to its caller, and to whoever starts a kernel next."""
+    left = []
+
+    def register(memory, device):
+        if len(memory) > 2:
+            left.append("operation not supported")
+            raise RuntimeError(f"Registering memory failed with cudaError: {left[0]}")
+
+    def launch_kernel(device):
+        if left:
+            raise RuntimeError(left.pop())
+
+    monkeypatch.setattr(host_memory, "_register", register)
+    monkeypatch.setattr(host_memory, "_launch_kernel", launch_kernel)
+    device = torch.device("cuda", 0)
+    assert [pin(torch.empty(size), device) for size in (2, 3, 4, 1)] == [True, False, False, True]
+    launch_kernel(device)
+    [note] = [record.message for record in caplog.records]
+    assert "memory cannot be pinned: Registering memory failed" in note
+
+
+class Elsewhere(str):
+    """The CPU, under another name."""
+
+    type = "elsewhere"
+
+
+QUANTIZED = {
+    "float32": None,
+    "fp8": ["model/quantization=fp8"],
+    "int8": ["model/quantization=fp8", "model.quantization.format=int8"],
+    "nf4": ["model/quantization=fp4", "model.quantization.bnb_4bit_use_double_quant=true"],
+    "torchao": ["model/quantization=fp8", "model.quantization.backend=torchao"],
+}
+
+
+@pytest.mark.parametrize("base", QUANTIZED)
+def test_components_that_rest_are_copied_to_the_device_alone(tiny, base):
+    """What they had become there is lost; what trains is kept."""
+    device = torch.device("cpu")
+    quantization = None
+    if QUANTIZED[base] is not None:
+        chosen = "model.quantization.components_to_quantize=[text_encoder_2]"
+        cfg = compose("train", "model=flux_kontext", *QUANTIZED[base], chosen)
+        quantization = instantiate(cfg.model.quantization, _convert_="all")
+    places = {"vae": None, "text_encoder": None}
+    parts = Components(str(tiny), None, torch.float32, places, lambda: device, Stopwatch(), quantization)
+    names = ("vae", "text_encoder_2")
+    vae, encoder = models = [parts[name] for name in names]
+
+    def encode():
+        with torch.no_grad():
+            mean = vae.encode(torch.ones(1, 3, 16, 16)).latent_dist.mean
+            return mean, encoder(torch.arange(8)[None]).last_hidden_state
+
+    def memory():
+        return [part.data_ptr() for model in models for part in all_weights(model)] if base != "torchao" else []
+
+    expected, device, rested = encode(), Elsewhere("cpu"), []
+    for _ in range(3):
+        parts.rest()
+        rested.append(memory())
+        assert all(map(torch.equal, expected, encode()))
+        assert [parts[name] for name in names] == models
+        assert all(map(torch.equal, expected, encode()))
+        assert not set(memory()) & set(rested[0])
+        for part in (part for model in models for part in all_weights(model) if base != "torchao"):
+            part.data.zero_()
+    assert rested[0] == rested[1] == rested[2]
+    parts.rest()
+    parts["vae"].requires_grad_(True).encoder.conv_in.bias.data.fill_(7)
+    for _ in range(2):
+        parts.rest()
+        assert (parts["vae"].encoder.conv_in.bias == 7).all()

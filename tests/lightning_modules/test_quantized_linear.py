@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules import quantized_linear
+from lightning_modules import float8, quantized_linear
+from lightning_modules.float8 import E4M3, E5M2
 from lightning_modules.quantization import BACKENDS, Quantization
-from lightning_modules.quantized_linear import E4M3, E5M2, Fp8Linear, QuantizedLinear
+from lightning_modules.quantized_linear import Fp8Linear, QuantizedLinear
 
 WAYS = [(format, backend) for format, backends in BACKENDS.items() for backend in backends]
 
@@ -93,10 +95,47 @@ def test_fp8_scales_are_powers_of_two_and_bf16_dequantizes_exactly():
     assert torch.equal(layer.dequantize(torch.bfloat16).double(), exact)
 
 
+@pytest.mark.parametrize(
+    ("refused", "gradient_dtype", "line"),
+    [
+        ([], E5M2, "tensor cores for products and gradients"),
+        ([], torch.bfloat16, "tensor cores for products only"),
+        ([E5M2], E5M2, "tensor cores for products only"),
+        ([E4M3], E5M2, "tensor cores for gradients only"),
+        ([E4M3, E5M2], E5M2, "weights only: its tensor cores are not used here"),
+    ],
+)
+def test_kernels_are_tried_apart_at_a_model_s_size(monkeypatch, refused, gradient_dtype, line):
+    """On tensors without content, and with a double of the product: as a GPU does that has no kernel for some."""
+    tried = []
+
+    def scaled_mm(a, b, *, use_fast_accum, **_):
+        tried.append((a.dtype, use_fast_accum, *a.shape, *b.shape))
+        if a.dtype in refused or a.shape[1] < 1024:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    float8.has_tensor_cores.cache_clear()
+    with FakeTensorMode():
+        assert float8.kernels(torch.device("cuda"), gradient_dtype) == line
+    float8.has_tensor_cores.cache_clear()
+    asked = [E4M3, E5M2][: 1 + (gradient_dtype == E5M2)]
+    assert tried == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in asked]
+
+
+def test_gradients_stay_in_bf16_where_only_products_have_a_kernel(monkeypatch):
+    monkeypatch.setattr(quantized_linear, "has_tensor_cores", lambda device, dtype: dtype == E4M3)
+    layer = quantization("fp8").quantize(linear())
+    x, y, grad, x_grad = forward_and_backward(layer, torch.float32)
+    assert error(y, x @ dequantized(layer).T + layer.bias) > 1e-3
+    assert error(x_grad, grad @ dequantized(layer)) < 1e-6
+
+
 @pytest.fixture
 def tensor_cores(monkeypatch):
     """PyTorch's own _scaled_mm, which a CPU has too."""
-    monkeypatch.setattr(quantized_linear, "has_fp8_tensor_cores", lambda device: True)
+    monkeypatch.setattr(quantized_linear, "has_tensor_cores", lambda *_: True)
 
 
 @pytest.mark.parametrize("gradient_dtype", ["float8_e5m2", "bfloat16"])
@@ -137,7 +176,7 @@ def test_what_is_not_finite_stays_so_on_tensor_cores(tensor_cores, value):
 
 
 def test_rows_of_zeros_stay_zero():
-    rows, scales = quantized_linear.quantize_rows(torch.zeros(2, 16), E4M3)
+    rows, scales = float8.quantize_rows(torch.zeros(2, 16), E4M3)
     assert torch.equal(rows.float() * scales, torch.zeros(2, 16))
 
 

@@ -1,0 +1,250 @@
+"""The host's memory while weights are loaded, against its bound: 1.1 times what stays + the largest tensor + 0.15 GB.
+
+    python benchmarks/loading_memory.py                     # 1 GB of bf16, every way to load it
+    python benchmarks/loading_memory.py --depth 12 --ways fp4
+
+Each way is a process of its own, whose anonymous memory (not its pages of files, which the system takes back when it
+likes) is read a thousand times a second, beyond what it had before. Weights are made up, of the real widths; --depth
+blocks of each kind.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from benchmarks.memory import compose, empty_batch, write_shallow
+from lightning_modules.freed_memory import LOADING_OVERHEAD
+
+ROOT = Path(__file__).parent.parent
+QUANTIZED = ("fp8", "nf4", "fp4", "int8")
+ON_DISK = ("fp8", "nf4", "int8")
+WAYS = (
+    "bf16",
+    "bf16 from float32",
+    *QUANTIZED,
+    *(f"{name} on disk" for name in ON_DISK),
+    "encoder nf4",
+    "encoder nf4 from float32",
+    "task=quantize",
+    "task=compare_precision",
+)
+SHARD = 10**9
+
+
+def write_weights(model: nn.Module, folder: Path, start: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Small made-up numbers for a model on the meta device, in files of about a gigabyte, and their index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    sizes, places = [0], {}
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * dtype.itemsize
+        if sizes[-1] + size > SHARD and sizes[-1]:
+            save_file(shards[-1], folder / f"{start}-{len(sizes):05d}.safetensors")
+            shards[-1] = {}
+            sizes.append(0)
+            shards.append({})
+        sizes[-1] += size
+        bits = torch.empty(parameter.shape, dtype=torch.int16).random_(0x3C00, 0x3D00)
+        shards[-1][name] = bits.view(torch.bfloat16).to(dtype)
+        places[name] = f"{start}-{len(sizes):05d}.safetensors"
+    save_file(shards[-1], folder / f"{start}-{len(sizes):05d}.safetensors", {"format": "pt"})
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
+    (folder / f"{start}.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_transformer(folder: Path, depth: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """FLUX.1 Kontext of the real widths."""
+    from diffusers import FluxTransformer2DModel
+
+    write_shallow("flux_kontext", depth, str(folder))
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    with torch.device("meta"):
+        model: Any = FluxTransformer2DModel.from_config(config)
+    write_weights(model, folder / "transformer", "diffusion_pytorch_model", dtype)
+
+
+def write_encoder(folder: Path, dtype: torch.dtype, layers: int = 2) -> None:
+    """T5-XXL with few of its layers, beside an index that names it."""
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_heads": 64, "vocab_size": 32128}
+    config = T5Config(**sizes, num_layers=layers, feed_forward_proj="gated-gelu", dtype=dtype)
+    (folder / "text_encoder_2").mkdir(parents=True)
+    config.save_pretrained(folder / "text_encoder_2")
+    (folder / "model_index.json").write_text(json.dumps({"text_encoder_2": ["transformers", "T5EncoderModel"]}))
+    with torch.device("meta"):
+        model = T5EncoderModel(config)
+    write_weights(model, folder / "text_encoder_2", "model", dtype)
+
+
+def load(way: str, folder: str) -> Any:
+    """What the child process does; gives what stays."""
+    from callbacks.precision import compare_precision
+    from lightning_modules.components import Components, Stopwatch
+    from lightning_modules.weights import save_quantized
+
+    host, name = torch.device("cpu"), way.split()[0]
+    if name == "encoder":
+        quantization = instantiate(quantization_settings("nf4"), components_to_quantize=["text_encoder_2"])
+        places = {"text_encoder": None, "vae": None}
+        parts = Components(folder, None, torch.bfloat16, places, lambda: host, Stopwatch(), quantization)
+        return parts["text_encoder_2"]
+    module = flux(folder, {"task=quantize": "nf4", "task=compare_precision": None}.get(name, name))
+    if name == "task=compare_precision":
+        batch = empty_batch(module, 64, 1)
+        filled = batch.map(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+        with tempfile.TemporaryDirectory() as pictures:
+            quantizations = [instantiate(quantization_settings(one)) for one in QUANTIZED]
+            compare_precision(module, quantizations, [filled], Path(pictures, "precision.png"))
+        return None
+    transformer = module.source.load(host)
+    if name == "task=quantize":
+        with tempfile.TemporaryDirectory(dir=folder) as written:
+            save_quantized(transformer, module.source.quantization, Path(written))
+    return transformer
+
+
+def flux(folder: str, format: str | None) -> Any:
+    """The family's module for this folder."""
+    quantized = format in QUANTIZED
+    more = ["model/quantization=fp8", f"model.quantization.format={format}"] if quantized else []
+    cfg = compose("flux_kontext", folder, "bfloat16", *more)
+    return instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _convert_="all")
+
+
+def quantization_settings(format: str) -> Any:
+    """Of a YAML."""
+    from omegaconf import OmegaConf
+
+    settings = OmegaConf.load(ROOT / "conf" / "model" / "quantization" / "fp8.yaml")
+    settings.merge_with({"format": format})
+    return settings
+
+
+def child(way: str, folder: str) -> None:
+    """Everything imported and warm; then on a line from the parent the loading."""
+    from callbacks.console import configure_logging, silence_libraries
+    from lightning_modules.quantization import nbytes
+
+    configure_logging()
+    silence_libraries()
+    for format in QUANTIZED:
+        instantiate(quantization_settings(format)).quantize(nn.Linear(64, 64, dtype=torch.bfloat16))
+    flux(folder, None) if "encoder" not in way else None
+    print("ready", flush=True)
+    sys.stdin.readline()
+    kept = load(way, folder)
+    # What stays in the files is not anonymous memory.
+    print(json.dumps({"result": 0 if kept is None else nbytes(kept)}), flush=True)
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of a process that are no file's."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measure(way: str, folder: Path) -> tuple[int, int]:
+    """The most anonymous memory that loading took beyond what there was, and what stays."""
+    command = [sys.executable, "-m", "benchmarks.loading_memory", "--child", way, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    while (line := process.stdout.readline()) and line.strip() != "ready":
+        pass
+    before = peak = anonymous(process.pid)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
+    reader.start()
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    while process.poll() is None:
+        peak = max(peak, anonymous(process.pid))
+        time.sleep(0.001)
+    reader.join()
+    if process.returncode:
+        raise RuntimeError(f"{way}: the child process failed")
+    return peak - before, json.loads(lines[-1])["result"]
+
+
+def bound(result: int, largest: int) -> float:
+    """What loading may take."""
+    return 1.1 * result + largest + LOADING_OVERHEAD
+
+
+def largest_tensor(folder: Path) -> int:
+    """Bytes of the largest in a folder's files."""
+    from safetensors import safe_open
+
+    sizes = []
+    for file in folder.rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118 (not a dict)
+        width = {"F32": 4, "BF16": 2, "F16": 2}
+        sizes += [math.prod(one.get_shape()) * width.get(one.get_dtype(), 1) for one in slices]
+    return max(sizes)
+
+
+def prepare(way: str, folder: Path, depth: int) -> Path:
+    """The repository that this way reads, made once."""
+    from lightning_modules.weights import save_quantized
+
+    dtype = torch.float32 if way.endswith("float32") else torch.bfloat16
+    if way.startswith("encoder"):
+        place = folder / f"encoder-{dtype}"
+        if not place.is_dir():
+            write_encoder(place, dtype)
+        return place
+    plain = folder / f"transformer-{dtype}"
+    if not plain.is_dir():
+        write_transformer(plain, depth, dtype)
+    if not way.endswith("on disk"):
+        return plain
+    place = folder / way.split()[0]
+    write_shallow("flux_kontext", depth, str(place))
+    module = flux(str(plain), way.split()[0])
+    save_quantized(module.source.load(torch.device("cpu")), module.source.quantization, place / "transformer")
+    return place
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child)
+        return 0
+    above = 0
+    with tempfile.TemporaryDirectory(dir=".") as temporary:
+        print("GB                          stays   largest   bound   peak   seconds")
+        for way in options.ways:
+            repository = prepare(way, Path(temporary).absolute(), options.depth)
+            start = time.monotonic()
+            peak, result = measure(way, repository)
+            largest = largest_tensor(repository)
+            if way == "task=compare_precision":  # one after another, the largest in bf16
+                result = sum(file.stat().st_size for file in repository.rglob("*.safetensors"))
+            allowed = bound(result, largest)
+            above += peak > allowed
+            figures = "".join(f"{value / 1e9:9.3f}" for value in (result, largest, allowed, peak))
+            print(f"{way:24}{figures}{time.monotonic() - start:9.0f}{'' if peak <= allowed else '  ABOVE'}", flush=True)
+    return int(above > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Tables of samples: metadata.csv and metadata.jsonl."""
+
+import csv
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import UserError, listing
+from datamodules.files import read_text
+
+
+def read_table(table: Path) -> list[dict[str, Any]]:
+    """The rows by column, each column a text in CSV and anything in JSON.
+
+    Raises:
+        UserError: it cannot be read without doubt about where a value ends.
+    """
+    text = read_text(table)
+    return list(_csv_rows(table, text) if table.suffix == ".csv" else _json_rows(table, text))
+
+
+def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    columns: list[str] = []
+    line = 1
+    try:
+        for values in reader:
+            first, line = line, reader.line_num + 1
+            if not any(values):  # spreadsheets write such rows
+                continue
+            if not columns:
+                columns = values
+                _once(table, columns)
+                continue
+            if len(values) != len(columns):
+                raise UserError(
+                    f"{table} line {first}: {len(values)} values for {len(columns)} columns ({', '.join(columns)}); a "
+                    "prompt with a comma stands in quotes"
+                )
+            if swallowed := _swallowed_row(table, values):
+                raise UserError(
+                    f"{table} line {first}: a quote is left open, its prompt takes in the row of {swallowed}"
+                )
+            yield dict(zip(columns, values, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{table} line {line}: a quote is left open, or not doubled, in this row ({error})") from error
+
+
+def _swallowed_row(table: Path, values: list[str]) -> str | None:
+    """The file that a later line of a value begins with, as rows do."""
+    names = [line.partition(",")[0] for value in values for line in value.splitlines()[1:] if "," in line]
+    return next((name for name in names if name and os.path.isfile(table.parent / name)), None)
+
+
+def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            pairs = json.loads(line, object_pairs_hook=list)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{table} line {number} is not JSON: {getattr(error, 'msg', error)}") from error
+        if not line.lstrip().startswith("{"):
+            raise UserError(f"{table} line {number} is not an object of columns")
+        _once(table, [name for name, _ in pairs])
+        yield dict(pairs)
+
+
+def _once(table: Path, columns: list[str]) -> None:
+    if repeated := [name for name, count in Counter(columns).items() if count > 1]:
+        raise UserError(f"{table} has the column {listing(repeated)} twice")

@@ -1,0 +1,152 @@
+"""The folder that a command writes to: a new one for each that names none, and never two commands in one."""
+
+import errno
+import fcntl
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from callbacks.console import is_first_process, log, one_line_errors
+from datamodules.errors import UserError
+
+# How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
+INHERITED = "RETOUCH_OUTPUT_DIR"
+LOCK = ".lock"
+# Whether a command begins; else its config is only shown (--cfg), and no folder is made.
+BEGINS = ContextVar("begins", default=False)
+
+
+def run_folder(ckpt_path: str | None) -> str:
+    """Where a run without output_dir= goes: a new folder, or with ckpt_path=last the newest that can go on."""
+    if ckpt_path == "last" and is_first_process():
+        checkpoints = Path("outputs").glob("**/checkpoints/last.ckpt")
+        newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
+        if newest is not None:
+            os.environ[INHERITED] = str(newest.parent.parent)
+            return os.environ[INHERITED]
+    return new_folder("%Y-%m-%d_%H-%M-%S")
+
+
+def prediction_folder() -> str:
+    """Where a prediction without output_dir= goes."""
+    return new_folder("prediction_%Y-%m-%d_%H-%M-%S")
+
+
+# Once in a command: the value is kept, also for a sweep's jobs.
+for _resolver in (run_folder, prediction_folder):
+    OmegaConf.register_new_resolver(_resolver.__name__, _resolver, use_cache=True, replace=True)
+
+
+def new_folder(pattern: str) -> str:
+    """A folder under outputs/ named by the time, or beside one of that name NAME-2, NAME-3, ...; it is made here."""
+    name = os.path.join("outputs", time.strftime(pattern))
+    if not is_first_process():
+        return os.environ.get(INHERITED, name)
+    if not BEGINS.get():
+        return name
+    for folder in itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2))):
+        try:
+            Path(folder).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # `MakeFolder` comes next, and says it
+            pass
+        os.environ[INHERITED] = folder
+        return folder
+    raise AssertionError
+
+
+def shorten(folder: str) -> Path:
+    """Hydra's absolute path, relative where it is below the working directory."""
+    path = Path(folder)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Keep other commands out of a folder; the lock goes with the process, however it ends.
+
+    Raises:
+        UserError: another command holds it.
+    """
+    if not is_first_process():
+        yield
+        return
+    path = folder / LOCK
+    with ExitStack() as stack:
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                file = stack.enter_context(path.open("w"))
+            except FileNotFoundError:  # who held it has just removed the folder
+                continue
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    raise UserError(
+                        f"output_dir={folder} is in use by another command: choose another folder, or wait for it"
+                    ) from error
+                log.warning(f"note: no locks in {folder} ({error.strerror}): write there by one command at a time")
+                break
+            try:
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    break
+            except FileNotFoundError:  # who held it has just removed it
+                continue
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+class MakeFolder(Callback):
+    """A Hydra callback: makes the folder before Hydra does, whose errors are tracebacks.
+
+    A sweep's is in use until its last job has ended.
+    """
+
+    def __init__(self) -> None:
+        self._sweep = ExitStack()
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        with one_line_errors():
+            make_folder(config, "hydra.run.dir")
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        with one_line_errors():
+            self._sweep.enter_context(in_use(make_folder(config, "hydra.sweep.dir")))
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        self._sweep.close()
+
+
+def make_folder(config: DictConfig, key: str) -> Path:
+    """Make the folder that this setting names.
+
+    Raises:
+        UserError: it cannot be made, or processes that do not know of each other would choose one each.
+    """
+    alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    if OmegaConf.is_interpolation(config, "output_dir") and not alone and INHERITED not in os.environ:
+        raise UserError("several processes that the command has not started itself need output_dir=FOLDER")
+    BEGINS.set(True)
+    name = config.output_dir
+    BEGINS.set(False)
+    if not isinstance(name, str):
+        raise UserError(f"output_dir={name}: name a folder, or leave it out")
+    folder = Path(OmegaConf.select(config, key))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise UserError(f"output_dir={folder} cannot be made ({reason}): choose another folder") from error
+    return folder

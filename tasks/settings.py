@@ -1,0 +1,209 @@
+"""What every number and switch among the settings may be: one table, looked through when the config is composed."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from datamodules.errors import UserError
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number from `least` to `most`.
+
+    Attributes:
+        whole: of no fraction.
+        above: whether `least` itself is too small.
+        multiple: of what a whole number must be one.
+        null: whether it may be left out by null.
+        words: that may stand in its place.
+        several: whether a list of them may.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    whole: bool = False
+    above: bool = False
+    multiple: int = 1
+    null: bool = False
+    words: tuple[str, ...] = ()
+    several: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Whether a setting may be this."""
+        if self.several and isinstance(value, list):
+            return bool(value) and all(self._is_one(one) for one in value)
+        return (self.null and value is None) or value in self.words or self._is_one(value)
+
+    def _is_one(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        in_range = self.least < value <= self.most if self.above else self.least <= value <= self.most
+        return math.isfinite(value) and in_range and (self.multiple == 1 or value % self.multiple == 0)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        if self.multiple > 1:
+            kind += f", a multiple of {self.multiple},"
+        start, end = f"{self.least:g}", f"{self.most:.10g}"
+        if self.least > -math.inf:
+            kind += f" above {start}" if self.above else f" from {start}"
+            kind += f" to {end}" if self.most < math.inf else "" if self.above else " on"
+        others = [*self.words, *(["null"] if self.null else []), *(["a list of them"] if self.several else [])]
+        return " or ".join([kind, *others])
+
+
+@dataclass(frozen=True)
+class Switch:
+    """True or false."""
+
+    def allows(self, value: Any) -> bool:
+        """Whether a setting may be this."""
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+COUNT = Number(1, whole=True)
+COUNT_OR_NONE = Number(0, whole=True)
+SEED = Number(0, 2**32 - 1, whole=True)
+POSITIVE = Number(0, above=True)
+PIXELS = Number(1024, whole=True, null=True)
+SIDE = Number(16, whole=True, multiple=16, null=True)
+SCALE = Number(0)
+
+# By key, a * at a part's end standing for anything. What is given twice by interpolation stands here once.
+SHARED: dict[str, Number | Switch] = {
+    "seed": SEED,
+    "trainer.devices": Number(-1, whole=True, words=("auto",), several=True),
+    "trainer.num_nodes": COUNT,
+    "trainer.enable_*": Switch(),
+    "trainer.use_distributed_sampler": Switch(),
+    "model.seed": SEED,
+    "model.max_nonfinite_steps": COUNT,
+    "model.max_sequence_length": Number(1, 512, whole=True),
+    "model.training_guidance_scale": SCALE,
+    "model.vae_image_size": PIXELS,
+    "model.condition_image_size": PIXELS,
+    "model.compile": Switch(),
+    "model.offload.encoders": Switch(),
+    "model.offload.activations": Switch(),
+    "model.offload.blocks": COUNT_OR_NONE,
+    "model.quantization.bnb_4bit_use_double_quant": Switch(),
+    "model.timesteps.logit_mean": Number(-10, 10),
+    "model.timesteps.logit_std": Number(0, 10),
+    # Beyond these timesteps would leave [0, 1] (arXiv 2403.03206, section 3.1).
+    "model.timesteps.mode_scale": Number(-1, 2 / (math.pi - 2)),
+    "model.timesteps.shift": Number(0, 1000, above=True, null=True, words=("dynamic",)),
+    "model.sampling.num_inference_steps": COUNT,
+    "model.sampling.guidance_scale": Number(0, null=True),
+    "model.sampling.true_cfg_scale": SCALE,
+    "data.batch_size": COUNT,
+    "data.num_workers": COUNT_OR_NONE,
+    "data.val_count": COUNT_OR_NONE,
+    "data.preview_count": COUNT,
+    "data.seed": SEED,
+    "data.caption_dropout_rate": Number(0, 1),
+    "data.max_tokens_per_batch": Number(1, whole=True, null=True),
+    "data.shard_size": COUNT,
+    "data.shuffle_buffer": COUNT_OR_NONE,
+    "data.source.count": COUNT,
+    "data.source.seed": SEED,
+    "data.source.change_weight": POSITIVE,
+}
+TRAINING: dict[str, Number | Switch] = {
+    **SHARED,
+    "trainer.max_steps": COUNT,
+    "trainer.accumulate_grad_batches": COUNT,
+    "trainer.log_every_n_steps": COUNT,
+    "trainer.gradient_clip_val": Number(0, null=True),
+    "trainer.max_epochs": Number(-1, whole=True, null=True),
+    "trainer.num_sanity_val_steps": COUNT_OR_NONE,
+    "save_every": COUNT_OR_NONE,
+    "sample_every": COUNT_OR_NONE,
+    "adapter.rank": COUNT,
+    "adapter.alpha": Number(0, above=True, null=True),
+    "adapter.dropout": Number(0, 0.999),
+    "adapter.seed": SEED,
+    "adapter.min_rank": COUNT_OR_NONE,
+    "adapter.alpha_rank_scale": Number(0.01, 10),
+    "adapter.update_masked": Switch(),
+    "adapter.text_encoders": Switch(),
+    "optimizer.lr": Number(0),
+    "optimizer.betas": Number(0, 0.99999, several=True),
+    "optimizer.eps": POSITIVE,
+    "optimizer.momentum": Number(0, 0.99999),
+    "optimizer.weight_decay": Number(0),
+    "optimizer.fallback_lr_scale": POSITIVE,
+    "optimizer.fused": Switch(),
+    "optimizer.nesterov": Switch(),
+    "optimizer.decouple": Switch(),
+    "optimizer.use_bias_correction": Switch(),
+    "optimizer.safeguard_warmup": Switch(),
+    "optimizer.scale_parameter": Switch(),
+    "optimizer.relative_step": Switch(),
+    "optimizer.warmup_init": Switch(),
+    "scheduler.num_warmup_steps": COUNT_OR_NONE,
+    "scheduler.num_training_steps": COUNT,
+    "callbacks.metrics.window": COUNT,
+    "callbacks.progress.line_every": POSITIVE,
+    "callbacks.lora_checkpoint.save_every": COUNT_OR_NONE,
+    "callbacks.report.preview_count": COUNT,
+    "callbacks.rank_histogram.num_inference_steps": COUNT,
+    "callbacks.sample_images.sample_every": COUNT_OR_NONE,
+    "callbacks.sample_images.count": COUNT_OR_NONE,
+    "callbacks.sample_images.num_inference_steps": COUNT,
+    "callbacks.sample_images.guidance_scale": Number(0, null=True),
+    "callbacks.sample_images.true_cfg_scale": SCALE,
+    "callbacks.sample_images.seed": SEED,
+}
+PREDICTION: dict[str, Number | Switch] = {
+    **SHARED,
+    **dict.fromkeys(("seed", "model.seed", "data.seed"), replace(SEED, several=True)),
+    "num_images_per_prompt": COUNT,
+    "num_inference_steps": COUNT,
+    "guidance_scale": Number(0, null=True),
+    "true_cfg_scale": SCALE,
+    "lora_scale": Number(several=True),
+    "height": SIDE,
+    "width": SIDE,
+    "max_area": Number(256, whole=True),
+    "batch_size": COUNT,
+    "merge_lora": Switch(),
+    "delete": Switch(),
+}
+
+
+def check_settings(cfg: DictConfig, rules: Mapping[str, Number | Switch]) -> None:
+    """Compare a composed config with `TRAINING` or `PREDICTION`, before anything is made of it.
+
+    Raises:
+        UserError: a setting that is of another kind, not finite, or out of its range; its name is in the message.
+    """
+    for pattern, rule in rules.items():
+        for key, value in _select(cfg, pattern.split(".")):
+            if not rule.allows(value):
+                raise UserError(f"{key}={value}: must be {rule}")
+    steps, warmup = (OmegaConf.select(cfg, key) for key in ("trainer.max_steps", "scheduler.num_warmup_steps"))
+    if steps is not None and warmup is not None and warmup > steps:
+        raise UserError(f"scheduler.num_warmup_steps={warmup}: must not be above trainer.max_steps={steps}")
+
+
+def _select(cfg: Any, parts: list[str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings that a pattern stands for, by their names; what is not there is left out."""
+    if not isinstance(cfg, DictConfig):
+        return
+    first, *rest = parts
+    names = [name for name in cfg if str(name).startswith(first[:-1])] if first.endswith("*") else [first]
+    for name in names:
+        if name not in cfg:
+            continue
+        key, value = f"{path}{name!s}", cfg[name]
+        if rest:
+            yield from _select(value, rest, f"{key}.")
+        else:
+            yield key, list(value) if isinstance(value, ListConfig) else value

@@ -1,0 +1,179 @@
+"""Parts of what a run shows: pictures of any proportions, curves, commands to paste, time left."""
+
+import json
+import logging
+import math
+import subprocess
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from PIL import Image
+
+from callbacks import never_costing_the_run, progress
+from callbacks.commands import override, to_be_found
+from callbacks.console import quote_values
+from callbacks.contact_sheet import contact_sheet
+from callbacks.figures import POINTS, curves
+from callbacks.image_writer import LONGEST, in_a_row, save_png, to_image
+from callbacks.sample_images import file_names
+from datamodules.errors import UserError
+from datamodules.files import replacing, replacing_folder, short_name
+from tests.conftest import compose, make_pairs
+
+
+def pasted(command: str) -> list[str]:
+    """The arguments that a shell gives to `python`."""
+    shell = subprocess.run(
+        ["bash", "-c", f"python() {{ printf '%s\\0' \"$@\"; }}; {command}"], capture_output=True, check=True
+    )
+    return shell.stdout.decode().split("\0")[:-1]
+
+
+NASTY = [
+    "make it snow", "it's", 'say "hi"', "a, b", "null", "", "[x]", "'quoted'", '"both"', "$HOME `id` $(id)", "a=b",
+    "${x}", "back\\slash", "two\nlines", "雪", "!x", "# no", "*", "~", "true", "1", "{a: 1}", "a\\", "'", "; ls", "-x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["prompt", "lora"])
+def test_printed_settings_arrive_through_a_shell_as_they_are(key):
+    arrived = quote_values(pasted("python " + " ".join(override(key, value) for value in NASTY)))
+    assert len(arrived) == len(NASTY)
+    for value, argument in zip(NASTY, arrived, strict=True):
+        [parsed] = OverridesParser.create().parse_overrides([argument])
+        assert OmegaConf.create({"value": parsed.value()}).value == value
+        assert parsed.is_sweep_override() is False
+
+
+def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert to_be_found("outputs/run") == "outputs/run"
+    assert to_be_found(str(tmp_path / "my runs" / "one")) == "my runs/one"
+    assert to_be_found("/home/ann/one") == "PATH_TO/one"
+    assert to_be_found("~/one") == "PATH_TO/one"
+    assert to_be_found("black-forest-labs/FLUX.1-Kontext-dev") == "black-forest-labs/FLUX.1-Kontext-dev"
+
+
+@pytest.mark.parametrize("size", [(20000, 16), (16, 20000), (1, 1), (64, 48), (3000, 3000)])
+@pytest.mark.parametrize("last", [(64, 48), (20000, 16), (16, 20000), (1, 1), (640, 64)])
+def test_pictures_in_a_row_are_neither_empty_nor_endless(size, last):
+    one, other = in_a_row([Image.new("RGB", size), Image.new("RGB", last)])
+    assert one.height == other.height
+    assert min(*one.size, *other.size) >= 1
+    assert max(*one.size, *other.size) <= LONGEST * 4
+    if size == last == (64, 48):
+        assert one.size == size
+
+
+def test_what_is_not_a_number_is_black_without_a_warning():
+    pixels = torch.full((1, 3, 1, 4), math.nan)
+    pixels[..., 1:] = torch.tensor([math.inf, -math.inf, 0.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        image = np.asarray(to_image(pixels))
+    assert image[0, :, 0].tolist() == [0, 255, 0, 128]
+
+
+@pytest.mark.parametrize("name", ["x" * 251, "雪" * 83, "e\u0301" * 83])
+def test_names_of_any_length_can_be_written(tmp_path, name):
+    save_png(Image.new("RGB", (2, 2)), tmp_path / f"{name}.png")
+    with replacing_folder(tmp_path / f"{name[:240]}") as folder:
+        (folder / "x").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"{name}.png", name[:240]])
+    short, other = short_name(f"{name}{name}a", 251), short_name(f"{name}{name}b", 251)
+    assert len(short.encode()) <= 251
+    assert short != other
+    with replacing(tmp_path / f"{short}.png") as temporary:
+        temporary.touch()
+    assert short_name("photo", 251) == "photo"
+    with (
+        pytest.raises(UserError, match="File name too long"),
+        replacing(tmp_path / (300 * "x")) as file,
+    ):
+        file.touch()
+
+
+def test_each_sample_has_a_file_of_its_own():
+    keys = ["a/b", "a_b", "c", "x" * 250, "x" * 249 + "y"]
+    names = file_names(keys)
+    assert list(names) == keys
+    assert list(names.values())[:3] == ["a_b", "a_b-1", "c"]
+    assert len(set(names.values())) == 5
+
+
+def rows(losses):
+    return [{"step": str(n), "loss": str(loss), "loss_avg": "1"} for n, loss in enumerate(losses, 1)]
+
+
+def test_spikes_do_not_set_the_scale_and_are_told(caplog):
+    losses = [1 + math.sin(n) / 4 for n in range(2000)]
+    for n in (3, 777, 1503):
+        losses[n] = 1e4
+    losses[9] = math.nan
+    [chart] = curves(rows(losses), [])
+    assert 0.7 < chart["range"][0] < chart["range"][1] < 1.3
+    assert chart["note"] == "3 of 1999 points outside, 1 not finite"
+    points = chart["lines"][0]["points"]
+    assert len(points) <= POINTS + 2
+    assert [step for step, value in points if value > 2] == [4, 778, 1504]  # thinned out, but none of these
+    json.dumps(chart, allow_nan=False)
+
+
+def test_curve_without_spikes_is_whole():
+    [chart] = curves(rows(math.exp(-n / 60) for n in range(300)), [])
+    assert chart["range"] == [pytest.approx(math.exp(-299 / 60)), 1.0]
+    assert chart["note"] == ""
+    assert curves(rows([math.nan] * 3), [])[0]["lines"][0]["name"] == "training loss"
+    assert curves([], []) == []
+
+
+def test_time_left_is_judged_by_steps_after_the_first(monkeypatch, caplog):
+    times = iter([0.0, 500.0, 502.0, 504.0, 518.0])  # pictures and warming up took 500 s
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    shown = progress.TerminalProgress("step", line_every=0)
+    with caplog.at_level(logging.INFO, "retouch"):
+        shown.begin(10, 20)
+        for done in (11, 12, 13, 20):
+            shown.advance(done, "loss 1")
+    assert caplog.messages == [
+        "step 11/20  loss 1", "step 12/20  loss 1  left 0:00:16", "step 13/20  loss 1  left 0:00:14",
+        "step 20/20  loss 1  left 0:00:00",
+    ]  # fmt: skip
+
+
+def test_whatever_fails_in_showing_is_a_note(caplog):
+    for error in (ValueError("height and width must be > 0"), MemoryError(), RecursionError("deep\nmore")):
+        with never_costing_the_run("report"):
+            raise error
+    assert caplog.messages == [
+        "note: no report: height and width must be > 0", "note: no report: MemoryError", "note: no report: deep",
+    ]  # fmt: skip
+    with pytest.raises(KeyboardInterrupt), never_costing_the_run("report"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_contact_sheet_has_room_for_its_words(tmp_path, count):
+    root = make_pairs(tmp_path, [(64, 48)] * count)
+    for caption in root.glob("training_images/*.txt"):
+        caption.write_text("make it snow for $5 and _more_ " * 20)
+    Image.new("RGB", (2000, 16)).save(root / "control_images" / "00.png")
+    cfg = compose("train", f"data.root={root}")
+    module, data = instantiate(cfg.model), instantiate(cfg.data)
+    data.serve(module)
+    data.scan()
+    data.notes += [f"a long note about what stands out in these pairs, number {n}" for n in range(4)]
+    figure = contact_sheet(data)
+    figure.canvas.draw()
+    words = [figure._suptitle, *(text for axis in figure.axes for text in (axis.title, *axis.texts) if text.get_text())]
+    boxes = [text.get_window_extent() for text in words]
+    boxes += [axis.get_window_extent() for axis in figure.axes[:count]]
+    for number, box in enumerate(boxes):
+        assert figure.bbox.y0 <= box.y0
+        assert box.y1 <= figure.bbox.y1
+        assert not any(box.padded(-1).overlaps(other) for other in boxes[:number])
