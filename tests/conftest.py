@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
@@ -153,7 +154,9 @@ def run(monkeypatch, capfd):
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         status = 0
         try:
-            {"train": train, "predict": predict}[script].main()
+            # What Lightning tells its processes (MASTER_PORT) is not for those of a later test.
+            with mock.patch.dict(os.environ):
+                {"train": train, "predict": predict}[script].main()
         except SystemExit as stop:
             status = stop.code
         text = "".join(capfd.readouterr())
