@@ -44,7 +44,7 @@ def override(key: str, value: Any) -> str:
     has_a_meaning = (
         text in ("", "null")
         or text[0] + text[-1] in ("''", '""', "[]")
-        or (key in PATHS and "," in text and not Path(text).exists())
+        or (key in PATHS and (text[0] == "~" or ("," in text and not Path(text).exists())))
     )
     if isinstance(value, str) and has_a_meaning:
         text = QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()

@@ -131,10 +131,9 @@ def silence_libraries() -> None:
 def quote_values(arguments: list[str]) -> list[str]:
     """Protect prompts and paths from Hydra, to which commas, brackets, quotes and letters beyond ASCII mean something.
 
-    `prompt=snow, please` becomes `prompt="snow, please"`. What is quoted, a list or null stays as it is; so does a
-    path with a comma that does not exist, which may be a sweep over two.
+    `prompt=snow, please` becomes `prompt="snow, please"`, and a path's ~ the home folder. What is quoted, a list or
+    null stays as it is; so does a path with a comma that does not exist, which may be a sweep over two.
     """
-
     from hydra.core.override_parser.types import Quote, QuotedString
 
     def quote(argument: str) -> str:
@@ -143,6 +142,7 @@ def quote_values(arguments: list[str]) -> list[str]:
         quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
         if not (path or key in TEXTS) or value in ("", "null") or quoted:
             return argument
+        value = os.path.expanduser(value) if path else value  # a shell does it for the first word only
         return f"{key}=" + QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
 
     return [quote(argument) for argument in arguments]

@@ -50,6 +50,14 @@ def test_printed_settings_arrive_through_a_shell_as_they_are(key):
         assert parsed.is_sweep_override() is False
 
 
+def test_home_is_where_the_shell_says(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/you")
+    arguments = ["output_dir=~/run", "data.root=~/photos", "prompt=~/as it is"]
+    assert quote_values(arguments) == [
+        'output_dir="/home/you/run"', 'data.root="/home/you/photos"', 'prompt="~/as it is"'
+    ]  # fmt: skip
+
+
 def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert to_be_found("outputs/run") == "outputs/run"
