@@ -68,14 +68,13 @@ class SweepSummary(Callback):
         """A sweep of which a job failed has no other end."""
         best = min(self.rows, key=self._order)
         here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        if len(self.rows) > 1:
+        if len(self.rows) < 2:
+            return
+        what = f"{self.monitor} of no job is known"
+        if _known(best):
             found = f"{self.monitor} {best['value']:.4g} with {best['overrides']} in {here / best['job']}"
-            what = (
-                f"best of {len(self.rows)} jobs so far: {found}"
-                if _known(best)
-                else f"{self.monitor} of no job is known"
-            )
-            log.info(f"{what}; all of them: {here / 'report.html'}")
+            what = f"best of {len(self.rows)} jobs so far: {found}"
+        log.info(f"{what}; all of them: {here / 'report.html'}")
 
     def _order(self, row: Mapping[str, Any]) -> tuple[bool, float]:
         """The best first, then those that have no value."""

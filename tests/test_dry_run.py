@@ -73,6 +73,7 @@ def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):
     assert line.startswith("error: black-forest-labs/FLUX.1-dev has no processor, which QwenImageEdit needs")
     outcome = run("train", "-m", "adapter.rank=4,8", *arguments, ok=False)
     assert "task=dry_run plans one run" in outcome.text
+    assert "Callback" not in outcome.text  # one that raised
 
 
 def test_configurations_name_their_source():
