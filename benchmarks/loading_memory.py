@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ WAYS = (
     "task=compare_precision",
 )
 SHARD = 10**9
+LOADING, LOADED = "loading", "loaded"
 
 
 def write_weights(model: nn.Module, folder: Path, start: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -88,10 +90,11 @@ def write_encoder(folder: Path, dtype: torch.dtype, layers: int = 2) -> None:
     write_weights(model, folder / "text_encoder_2", "model", dtype)
 
 
-def load(way: str, folder: str) -> Any:
-    """What the child process does; gives what stays."""
+def load(way: str, folder: str) -> int:
+    """What the child process does; gives the bytes of what stays."""
     from callbacks.precision import compare_precision
     from lightning_modules.components import Components, Stopwatch
+    from lightning_modules.quantization import nbytes
     from lightning_modules.weights import save_quantized
 
     host, name = torch.device("cpu"), way.split()[0]
@@ -99,20 +102,36 @@ def load(way: str, folder: str) -> Any:
         quantization = instantiate(quantization_settings("nf4"), components_to_quantize=["text_encoder_2"])
         places = {"text_encoder": None, "vae": None}
         parts = Components(folder, None, torch.bfloat16, places, lambda: host, Stopwatch(), quantization)
-        return parts["text_encoder_2"]
+        return nbytes(parts["text_encoder_2"])
     module = flux(folder, {"task=quantize": "nf4", "task=compare_precision": None}.get(name, name))
     if name == "task=compare_precision":
         batch = empty_batch(module, 64, 1)
         filled = batch.map(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
         with tempfile.TemporaryDirectory() as pictures:
             quantizations = [instantiate(quantization_settings(one)) for one in QUANTIZED]
+            sizes: list[int] = []
+            module.load_transformer = told(module.load_transformer, sizes)
             compare_precision(module, quantizations, [filled], Path(pictures, "precision.png"))
-        return None
+        return max(sizes[1:])  # the first one, in bf16, stays in its files
     transformer = module.source.load(host)
     if name == "task=quantize":
         with tempfile.TemporaryDirectory(dir=folder) as written:
             save_quantized(transformer, module.source.quantization, Path(written))
-    return transformer
+    return nbytes(transformer)
+
+
+def told(load: Callable[[], nn.Module], sizes: list[int]) -> Callable[[], nn.Module]:
+    """Loading that tells the parent when it begins and ends: what is computed in between is not measured."""
+    from lightning_modules.quantization import nbytes
+
+    def loading() -> nn.Module:
+        print(LOADING, flush=True)
+        transformer = load()
+        print(LOADED, flush=True)
+        sizes.append(nbytes(transformer))
+        return transformer
+
+    return loading
 
 
 def flux(folder: str, format: str | None) -> Any:
@@ -135,7 +154,6 @@ def quantization_settings(format: str) -> Any:
 def child(way: str, folder: str) -> None:
     """Everything imported and warm; then on a line from the parent the loading."""
     from callbacks.console import configure_logging, silence_libraries
-    from lightning_modules.quantization import nbytes
 
     configure_logging()
     silence_libraries()
@@ -144,9 +162,7 @@ def child(way: str, folder: str) -> None:
     flux(folder, None) if "encoder" not in way else None
     print("ready", flush=True)
     sys.stdin.readline()
-    kept = load(way, folder)
-    # What stays in the files is not anonymous memory.
-    print(json.dumps({"result": 0 if kept is None else nbytes(kept)}), flush=True)
+    print(json.dumps({"result": load(way, folder)}), flush=True)
 
 
 def anonymous(pid: int) -> int:
@@ -167,12 +183,13 @@ def measure(way: str, folder: Path) -> tuple[int, int]:
         pass
     before = peak = anonymous(process.pid)
     lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
+    reader = threading.Thread(target=lambda: lines.extend(line.strip() for line in process.stdout or ()))
     reader.start()
     process.stdin.write("go\n")
     process.stdin.flush()
     while process.poll() is None:
-        peak = max(peak, anonymous(process.pid))
+        if not lines or lines[-1] != LOADED:
+            peak = max(peak, anonymous(process.pid))
         time.sleep(0.001)
     reader.join()
     if process.returncode:
@@ -237,8 +254,6 @@ def main() -> int:
             start = time.monotonic()
             peak, result = measure(way, repository)
             largest = largest_tensor(repository)
-            if way == "task=compare_precision":  # one after another, the largest in bf16
-                result = sum(file.stat().st_size for file in repository.rglob("*.safetensors"))
             allowed = bound(result, largest)
             above += peak > allowed
             figures = "".join(f"{value / 1e9:9.3f}" for value in (result, largest, allowed, peak))
