@@ -15,7 +15,6 @@ from rich.filesize import decimal
 
 from callbacks.console import (
     command_line,
-    configure_logging,
     end_workers,
     log,
     one_line_errors,
@@ -296,7 +295,6 @@ def compute_device(cfg: DictConfig) -> "torch.device":
 def run(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    configure_logging()
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     overrides = list(HydraConfig.get().overrides.task)
     # The others write elsewhere: into the cache.

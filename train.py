@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks import find_callback, never_costing_the_run
 from callbacks.console import (
     command_line,
-    configure_logging,
     end_workers,
     is_first_process,
     log,
@@ -209,7 +208,6 @@ def run(cfg: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    configure_logging()
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml

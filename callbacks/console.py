@@ -58,8 +58,9 @@ def is_first_process() -> bool:
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Around a whole command: output may be cut off, and Ctrl-C may come before anything has begun."""
+    """Around a whole command: lines go to stderr, output may be cut off, Ctrl-C may come before anything has begun."""
     sys.stdout, sys.stderr = _or_nowhere(sys.stdout), _or_nowhere(sys.stderr)
+    configure_logging()
     try:
         yield
         sys.stdout.flush()
@@ -193,9 +194,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 
 def _one_line(error: BaseException) -> str | None:
     """What to tell the person; None where it is no mistake of theirs but of ours."""
-    import torch
     from hydra.errors import InstantiationException
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     where = ""
     while isinstance(error, InstantiationException):
@@ -203,6 +202,14 @@ def _one_line(error: BaseException) -> str | None:
         if error.__cause__ is None:
             return str(error).splitlines()[0]
         error = error.__cause__
+    # A data worker's error arrives with the worker's traceback before it.
+    line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
+    if isinstance(error, UserError):
+        return line
+    # Not above: a mistake in the settings is said before these are imported, which takes seconds.
+    import torch
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "out of GPU memory: lower data.batch_size (and raise trainer.accumulate_grad_batches), set "
@@ -213,8 +220,6 @@ def _one_line(error: BaseException) -> str | None:
         return f"model.compile=true does not run here: {lines[0] if lines else type(error).__name__}; leave it out"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}"
-    # A data worker's error arrives with the worker's traceback before it.
-    line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
-    if isinstance(error, UserError | MisconfigurationException):
+    if isinstance(error, MisconfigurationException):
         return line
     return f"{where}: {line}" if where else None

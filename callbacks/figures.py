@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from callbacks.validation import ENDS
-
+# What a metric compares beside result and target, by their places in (source, result, target).
+ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 400  # of a curve, about
 FEWEST = 20  # from so many points on, those that are far from all others are left outside
 COLORS = "abcd"
@@ -22,6 +22,14 @@ class Line(NamedTuple):
     color: str
     faint: bool = False
     dashed: bool = False
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """A run's validation.csv; nothing where it has none."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:

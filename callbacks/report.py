@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from callbacks import find_callback, never_costing_the_run
 from callbacks.commands import commands
-from callbacks.figures import curves, headline, read_metrics
+from callbacks.figures import curves, headline, read_metrics, read_rows
 from callbacks.image_writer import to_image
 from callbacks.page import (
     THUMBNAIL,
@@ -21,7 +21,6 @@ from callbacks.page import (
     write_grid,
 )
 from callbacks.sample_images import SampleImages
-from callbacks.validation import read_rows
 from datamodules.pairs import PairsDataModule
 from datamodules.pixels import pictures
 from lightning_modules.base import EditModule

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from callbacks import find_callback
+from callbacks.figures import ENDS, read_rows
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import SampleImages
 from datamodules.batch import RawBatch
@@ -25,10 +26,6 @@ from lightning_modules.components import ASIDE
 
 # Equal parts of t, from little noise to much.
 BANDS = 4
-
-
-# What a metric compares beside result and target, by their places in (source, result, target).
-ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 
 
 class Validation(L.Callback):
@@ -188,11 +185,3 @@ def _in_unit_range(pictures: list[Tensor], result: Tensor) -> tuple[Any, Tensor,
         source = torch.nn.functional.interpolate(controls[0], target.shape[-2:], mode="bilinear", antialias=True)
     in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in (source, result.cpu().float(), target)]
     return tuple(in_range)  # type: ignore[return-value]
-
-
-def read_rows(path: Path) -> list[dict[str, float]]:
-    """A run's validation.csv; nothing where it has none."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]

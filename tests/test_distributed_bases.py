@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from callbacks.validation import read_rows
+from callbacks.figures import read_rows
 from tests.conftest import ROOT, lora_bytes
 from tests.lightning_modules.test_quantized_linear import WAYS
 from tests.test_quantized_training import MODEL, quantized, short

@@ -1,6 +1,8 @@
 """Every number and switch in conf/ has a kind and a range, which are looked at before anything is made."""
 
 import math
+import subprocess
+import sys
 from copy import deepcopy
 
 import pytest
@@ -145,3 +147,16 @@ def test_a_short_run_on_four_bits_comes_to_its_learning_rate():
     warmup = {n: compose("train", "model=flux_kontext_fp4", f"trainer.max_steps={n}").scheduler for n in (20, 3000)}
     assert warmup[20].num_warmup_steps == 2
     assert warmup[3000].num_warmup_steps == 100
+
+
+@pytest.mark.parametrize("script", ["train", "predict"])
+def test_mistakes_are_said_before_what_takes_seconds_to_import(script):
+    code = (
+        f"import sys, {script}\n"
+        f"sys.argv = ['{script}.py', 'data.batch_size=-1']\n"
+        f"try: {script}.main()\n"
+        "except SystemExit: print({'torch', 'lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "data.batch_size=-1" in done.stderr
+    assert done.stdout == "set()\n"
