@@ -1,6 +1,6 @@
 """What must survive: killed runs and cache builds, two at once, a full disk. Results are compared to the bit.
 
-    python benchmarks/interruptions.py                 # 14 kills of a run, 9 of a cache build, about ten minutes
+    python benchmarks/interruptions.py                 # 14 kills of a run, 9 of a cache build, about five minutes
     python benchmarks/interruptions.py --kills 3 --parts run
 
 Real processes of train.py and predict.py on drawn pairs, killed (SIGKILL) at random moments and started again by the

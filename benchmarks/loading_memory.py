@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.memory import compose, empty_batch, write_shallow
-from lightning_modules.freed_memory import LOADING_OVERHEAD
+from lightning_modules.freed_memory import loading_bound
 
 ROOT = Path(__file__).parent.parent
 QUANTIZED = ("fp8", "nf4", "fp4", "int8")
@@ -197,11 +197,6 @@ def measure(way: str, folder: Path) -> tuple[int, int]:
     return peak - before, json.loads(lines[-1])["result"]
 
 
-def bound(result: int, largest: int) -> float:
-    """What loading may take."""
-    return 1.1 * result + largest + LOADING_OVERHEAD
-
-
 def largest_tensor(folder: Path) -> int:
     """Bytes of the largest in a folder's files."""
     from safetensors import safe_open
@@ -254,7 +249,7 @@ def main() -> int:
             start = time.monotonic()
             peak, result = measure(way, repository)
             largest = largest_tensor(repository)
-            allowed = bound(result, largest)
+            allowed = loading_bound(result, largest)
             above += peak > allowed
             figures = "".join(f"{value / 1e9:9.3f}" for value in (result, largest, allowed, peak))
             print(f"{way:24}{figures}{time.monotonic() - start:9.0f}{'' if peak <= allowed else '  ABOVE'}", flush=True)

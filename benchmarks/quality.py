@@ -16,8 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from callbacks.figures import read_metrics
-from callbacks.validation import read_rows
+from callbacks.figures import read_metrics, read_rows
 from datamodules.shapes import write_pairs
 from datamodules.sources import TABLES
 

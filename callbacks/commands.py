@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from callbacks.console import PATHS
+from callbacks.console import PATHS, has_a_meaning
 from callbacks.page import Strip, without_secrets
 from callbacks.sample_images import SampleImages
 from lightning_modules.base import EditModule
@@ -41,12 +41,7 @@ def to_be_found(path: str) -> str:
 def override(key: str, value: Any) -> str:
     """KEY=VALUE for a shell; the value arrives as it is, through `callbacks.console.quote_values` and Hydra."""
     text = str(value)
-    has_a_meaning = (
-        text in ("", "null")
-        or text[0] + text[-1] in ("''", '""', "[]")
-        or (key in PATHS and (text[0] == "~" or ("," in text and not Path(text).exists())))
-    )
-    if isinstance(value, str) and has_a_meaning:
+    if isinstance(value, str) and (has_a_meaning(key, text) or (key in PATHS and text.startswith("~"))):
         text = QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
     return f"{key}={shlex.quote(text)}"
 

@@ -129,6 +129,13 @@ def silence_libraries() -> None:
         library.set_verbosity_error()
 
 
+def has_a_meaning(key: str, value: str) -> bool:
+    """Whether a value is more than its letters: quoted text, a list, null, or a path that may be a sweep over two."""
+    quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
+    several = key in PATHS and "," in value and not Path(value).exists()
+    return quoted or several or value in ("", "null")
+
+
 def quote_values(arguments: list[str]) -> list[str]:
     """Protect prompts and paths from Hydra, to which commas, brackets, quotes and letters beyond ASCII mean something.
 
@@ -139,11 +146,9 @@ def quote_values(arguments: list[str]) -> list[str]:
 
     def quote(argument: str) -> str:
         key, _, value = argument.partition("=")
-        path = key in PATHS and ("," not in value or Path(value).exists())
-        quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
-        if not (path or key in TEXTS) or value in ("", "null") or quoted:
+        if key not in PATHS | TEXTS or has_a_meaning(key, value):
             return argument
-        value = os.path.expanduser(value) if path else value  # a shell does it for the first word only
+        value = os.path.expanduser(value) if key in PATHS else value  # a shell does it for the first word only
         return f"{key}=" + QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
 
     return [quote(argument) for argument in arguments]

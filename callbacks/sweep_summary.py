@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks import never_costing_the_run
 from callbacks.figures import read_metrics, read_rows
 from datamodules.files import replacing
+from tasks.folders import shorten
 
 log = logging.getLogger("retouch")
 
@@ -64,10 +65,9 @@ class SweepSummary(Callback):
 
     def _say_best(self, folder: Path) -> None:
         """A sweep of which a job failed has no other end."""
-        best = min(self.rows, key=self._order)
-        here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         if len(self.rows) < 2:
             return
+        best, here = min(self.rows, key=self._order), shorten(str(folder))
         what = f"{self.monitor} of no job is known"
         if _known(best):
             found = f"{self.monitor} {best['value']:.4g} with {best['overrides']} in {here / best['job']}"

@@ -38,14 +38,14 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}; {remedy}") from error
+        raise UserError(f"cannot read {path}: {reason(error)}; {remedy}") from error
     except (*DAMAGED, SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError, YAMLError) as error:
         if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a GPU
             raise
-        raise UserError(f"{path} is damaged ({_reason(error)}); {remedy}") from error
+        raise UserError(f"{path} is damaged ({reason(error)}); {remedy}") from error
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What the system or a library says, in one line."""
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
@@ -107,7 +107,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except WRITE_ERRORS as error:
         kept = "; the file that was there before is untouched" if os.path.exists(path) else ""
-        raise UserError(f"cannot write {path}: {_reason(error)}{kept}") from error
+        raise UserError(f"cannot write {path}: {reason(error)}{kept}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -132,7 +132,7 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
             folder.rename(old)
         temporary.rename(folder)
     except WRITE_ERRORS as error:
-        raise UserError(f"cannot write {folder}: {_reason(error)}") from error
+        raise UserError(f"cannot write {folder}: {reason(error)}") from error
     finally:
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)

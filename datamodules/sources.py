@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.files import read_text, require_file
+from datamodules.files import read_text, reason, require_file
 from datamodules.tables import read_table
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
@@ -220,8 +220,8 @@ def _from_table(table: Path) -> Found:
         mask = table.parent / row["mask_file_name"] if row.get("mask_file_name") else None
         absent = [path for path in (*paths, mask) if path is not None and not os.path.isfile(path)]
         if absent or len(paths) < 2:
-            reason = _why_absent(absent[0]) if absent else "control_file_name is empty"
-            incomplete.append(f"{table} row {number}: {reason}")
+            why = _why_absent(absent[0]) if absent else "control_file_name is empty"
+            incomplete.append(f"{table} row {number}: {why}")
         else:
             key = str(Path(row["file_name"]).with_suffix(""))
             samples.append(Sample(key, paths[0], tuple(paths[1:]), row["prompt"].strip(), mask))
@@ -237,7 +237,7 @@ def _why_absent(path: Path) -> str:
     except FileNotFoundError as error:
         return f"{path} does not exist" if not path.is_symlink() else f"{path}: {error.strerror}"
     except (OSError, ValueError) as error:
-        return f"{path}: {getattr(error, 'strerror', None) or error}"
+        return f"{path}: {reason(error)}"
     return f"{path} does not exist"
 
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.files import DAMAGED, require_file
+from datamodules.files import DAMAGED, reason, require_file
 
 # Counts up when the same file would give other pixels: what is cached from them is then encoded again.
 PREPROCESSING = 1
@@ -57,8 +57,7 @@ def picture(path: Path) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         raise UserError(f"cannot read the image {path}: it is empty or no picture") from error
     except UNREADABLE as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"cannot read the image {path}: {reason.splitlines()[0].rstrip('.')}") from error
+        raise UserError(f"cannot read the image {path}: {reason(error).rstrip('.')}") from error
 
 
 def floor_size(width: int, height: int, multiple: int = SIDE_MULTIPLE) -> tuple[int, int]:

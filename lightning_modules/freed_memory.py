@@ -4,8 +4,15 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 
-# Bytes that loading a model takes on the host at most beside what it keeps there and its largest tensor.
-LOADING_OVERHEAD = 150_000_000
+
+def loading_bound(kept: int, largest: int) -> int:
+    """The most bytes that loading a model takes on the host.
+
+    Args:
+        kept: what it keeps there.
+        largest: of its tensors.
+    """
+    return kept + kept // 10 + largest + 150_000_000
 
 
 def return_freed_memory() -> None:

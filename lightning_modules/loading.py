@@ -1,7 +1,6 @@
 """One component of a diffusers repository (a folder or a hub id): its dtype, its device, errors worth reading."""
 
 import importlib
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -12,7 +11,7 @@ import torch
 
 from datamodules.errors import UserError, listing
 from datamodules.files import FileHashes, hash_file, reading
-from lightning_modules.whole_files import GET_AGAIN, check_component
+from lightning_modules.whole_files import GET_AGAIN, check_component, read_json
 
 log = logging.getLogger("retouch")
 
@@ -136,19 +135,6 @@ def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
     if path is None:
         raise UserError(f"{repository} has no model_index.json: it must be a whole pipeline in diffusers' layout")
     return read_json(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file of a repository that holds an object.
-
-    Raises:
-        UserError: it holds something else.
-    """
-    with reading(path, GET_AGAIN):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no JSON object")
-    return content
 
 
 def component_class(repository: str, name: str, revision: str | None = None) -> type[Any]:

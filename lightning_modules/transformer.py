@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from datamodules.errors import UserError
-from datamodules.files import reading
-from lightning_modules.freed_memory import LOADING_OVERHEAD
-from lightning_modules.loading import load_model, read_json, repository_file, resolve_repository
+from lightning_modules.freed_memory import loading_bound
+from lightning_modules.loading import load_model, repository_file, resolve_repository
 from lightning_modules.offload import streamed_blocks
 from lightning_modules.quantization import BITS, Quantization
 from lightning_modules.weights import SafetensorsWeights, assemble, check
-from lightning_modules.whole_files import GET_AGAIN
+from lightning_modules.whole_files import indexed_files, read_json
 
 log = logging.getLogger("retouch")
 
@@ -152,7 +151,7 @@ class TransformerSource:
         """
         kept = self.nbytes() if on_host else sum(self._streamed_bytes())
         largest = max(parameter.numel() for parameter in self.meta.parameters()) * self.dtype.itemsize
-        return kept + kept // 10 + largest + LOADING_OVERHEAD
+        return loading_bound(kept, largest)
 
     def waiting_bytes(self) -> int:
         """What of it is in the host's memory at any time: streamed blocks, but for two that have a buffer each."""
@@ -198,7 +197,7 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
     folder = transformer_config(repository, revision)["_subfolder"]
     start = f"{folder}/" if folder else ""
     index = repository_file(repository, f"{start}{WEIGHTS_FILE}.index.json", revision)
-    names = [WEIGHTS_FILE] if index is None else _shards(index)
+    names = [WEIGHTS_FILE] if index is None else indexed_files(index)
     files = [repository_file(repository, start + name, revision) for name in names]
     if index is None and files == [None]:
         return None
@@ -206,12 +205,6 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
         if file is None:
             raise UserError(f"{repository} lacks {start}{name}: the download is not whole; get it again")
     return SafetensorsWeights([file for file in files if file is not None])
-
-
-def _shards(index: Path) -> list[str]:
-    """The names of the files that an index lists."""
-    with reading(index, GET_AGAIN):
-        return sorted(set(read_json(index)["weight_map"].values()))
 
 
 def load_transformer(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -14,6 +15,25 @@ GET_AGAIN = "get it again"
 VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("vocab.json", "merges.txt"))
 PREPROCESSORS = (("preprocessor_config.json",), ("processor_config.json",))
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a repository that holds an object.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    with reading(path, GET_AGAIN):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    return content
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The names of the weights files that an index lists; raises UserError where it is damaged."""
+    with reading(index, GET_AGAIN):
+        return sorted(set(read_json(index)["weight_map"].values()))
 
 
 def check_component(folder: Path, class_name: str) -> None:
@@ -53,9 +73,7 @@ def _check_weights(folder: Path) -> None:
     # Of those that a download may have left, what is loaded is looked at.
     kind = "safetensors" if any(folder.glob("*.safetensors")) else "bin"
     for index in [path for path in folder.glob(f"*.{kind}.index.json") if path.name.count(".") == 3]:
-        with reading(index, GET_AGAIN):
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if missing := sorted(name for name in names if not (folder / name).is_file()):
+        if missing := [name for name in indexed_files(index) if not (folder / name).is_file()]:
             raise UserError(f"{folder} lacks {listing(missing)}: the download is not whole; {GET_AGAIN}")
     for path in folder.glob("*.safetensors"):
         with reading(path, GET_AGAIN), safe_open(path, "pt"):

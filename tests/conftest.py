@@ -179,6 +179,14 @@ def start(script: str, *overrides: str, cwd: Path = ROOT, **environment: str) ->
     )
 
 
+def run_code(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code that must end well in a process of its own."""
+    command, text = [sys.executable, "-c", code, *arguments], {"capture_output": True, "text": True}
+    done = subprocess.run(command, env={**os.environ, **environment}, cwd=cwd, check=False, **text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 90) -> None:
     """Wait for what a running process does."""
     end = time.monotonic() + seconds

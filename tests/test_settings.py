@@ -1,8 +1,6 @@
 """Every number and switch in conf/ has a kind and a range, which are looked at before anything is made."""
 
 import math
-import subprocess
-import sys
 from copy import deepcopy
 
 import pytest
@@ -11,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from datamodules.errors import UserError
 from tasks.settings import PREDICTION, TRAINING, Number, _select, check_settings
-from tests.conftest import ROOT, compose
+from tests.conftest import ROOT, compose, run_code
 
 RULES = {"train": TRAINING, "predict": PREDICTION}
 GROUPS = ("model", "data", "adapter", "optimizer", "scheduler", "trainer", "experiment")
@@ -157,6 +155,6 @@ def test_mistakes_are_said_before_what_takes_seconds_to_import(script):
         f"try: {script}.main()\n"
         "except SystemExit: print({'torch', 'lightning'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = run_code(code)
     assert "data.batch_size=-1" in done.stderr
     assert done.stdout == "set()\n"

@@ -1,10 +1,7 @@
 """Each component alone, and what is said of a repository that cannot be used."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +18,7 @@ from lightning_modules.loading import (
     resolve_device,
 )
 from lightning_modules.transformer import TransformerSource, load_transformer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_code
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODELS = ["text_encoder", "text_encoder_2", "vae", "transformer"]
@@ -121,20 +118,9 @@ def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pai
         "train.main()\n"
     )
     model = ["model.pretrained_model_name_or_path=owner/pipeline", "model/quantization=fp8"]
-    result = subprocess.run(
-        [sys.executable, "-c", code, "model=flux_kontext", *model, f"data.root={pairs}", "task=dry_run"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_CACHE": str(tmp_path),
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    arguments = ["model=flux_kontext", *model, f"data.root={pairs}", "task=dry_run"]
+    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    result = run_code(code, *arguments, cwd=tmp_path, **environment)
     assert "FluxTransformer2DModel" in result.stdout
     assert "fp8" in result.stdout + result.stderr
 
@@ -187,19 +173,12 @@ def test_gated_and_missing_repositories_are_told_apart_and_the_token_never_shown
         "    except UserError as error: lines.append(str(error))\n"
         "print(json.dumps(lines))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **os.environ,
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": "hf_averysecrettoken",
-            "HF_HOME": str(tmp_path),
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+    result = run_code(
+        code,
+        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
+        HF_HUB_OFFLINE="0",
+        HF_TOKEN="hf_averysecrettoken",
+        HF_HOME=str(tmp_path),
     )
     server.shutdown()
     gated, missing = json.loads(result.stdout)

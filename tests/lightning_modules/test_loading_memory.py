@@ -33,7 +33,7 @@ def encoder(tmp_path_factory):
 def test_a_process_takes_little_more_than_what_stays(way, repository, encoder):
     folder = encoder if way.startswith("encoder") else repository
     peak, result = loading_memory.measure(way, folder)
-    allowed = loading_memory.bound(result, loading_memory.largest_tensor(folder))
+    allowed = 1.1 * result + loading_memory.largest_tensor(folder) + 150_000_000
     print(f"peak {peak / 1e9:.3f} GB, allowed {allowed / 1e9:.3f} GB, result {result / 1e9:.3f} GB")
     assert peak > 0.5 * result, "what stays is anonymous memory: it was not measured"
     assert peak < allowed

@@ -1,8 +1,6 @@
 """How many components work at which timestep, and what a forward without an answer does."""
 
 import math
-import subprocess
-import sys
 from decimal import Decimal, getcontext
 from fractions import Fraction
 
@@ -12,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from datamodules.errors import UserError
 from lightning_modules.rank_schedule import RankSchedule
-from tests.conftest import ROOT
+from tests.conftest import run_code
 
 EVERY_TIMESTEP = range(1001)
 # Float32 arithmetic is wrong for the second to fourth: at t = 160, 410 and 100.
@@ -160,5 +158,4 @@ def test_bad_settings_are_named(settings, words):
 
 def test_attaching_to_a_pipeline_needs_no_lightning():
     code = "import sys, lightning_modules.rank_schedule; print([m for m in sys.modules if m.startswith('lightning.')])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_code(code).stdout.strip() == "[]"
