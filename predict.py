@@ -13,7 +13,12 @@ import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.filesize import decimal
 
-from callbacks.console import (
+from callbacks.signals import stop
+from datamodules.errors import UserError, listing
+from datamodules.files import replacing_folder
+from tasks.folders import LOCK, in_use, shorten
+from tasks.settings import PREDICTION, check_settings
+from tasks.terminal import (
     command_line,
     end_workers,
     log,
@@ -21,11 +26,6 @@ from callbacks.console import (
     quote_values,
     silence_libraries,
 )
-from callbacks.signals import stop
-from datamodules.errors import UserError, listing
-from datamodules.files import replacing_folder
-from tasks.folders import LOCK, in_use, shorten
-from tasks.settings import PREDICTION, check_settings
 from train import CONF, build_cache, place_trainer
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def edit(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     from callbacks.image_writer import ImageWriter
     from callbacks.rank_schedule import RankMasks
     from datamodules.edits import EditsDataModule
+    from lightning_modules.adapters.formats.diffusers import find_weights, read_header
     from lightning_modules.family import Sampling
-    from lightning_modules.lora_files import find_weights, read_header
 
     if (output_dir / "predictions.jsonl").exists():
         raise UserError(f"output_dir={output_dir} holds predictions: choose another folder")
@@ -171,7 +171,7 @@ def cached_data(cfg: DictConfig) -> "CachedDataModule":
 
 def cache(cfg: DictConfig, overrides: list[str]) -> None:
     """Encode data.root, as train.py does before it trains."""
-    from datamodules.cache import Cache
+    from datamodules.shards.cache import Cache
 
     place_trainer(cfg)
     folder = build_cache(cfg, data := cached_data(cfg))
@@ -187,7 +187,7 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
     """Show what would be trained on, without any model."""
     from hydra.utils import instantiate
 
-    from callbacks.contact_sheet import write_contact_sheet
+    from tasks.contact_sheet import write_contact_sheet
 
     data = cached_data(cfg)
     data.serve(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None))
@@ -202,7 +202,7 @@ def clean(cfg: DictConfig) -> None:
     """Name the caches that the present settings do not use, and delete them if told to."""
     from hydra.utils import instantiate
 
-    from datamodules.cache import Cache
+    from datamodules.shards.cache import Cache
 
     data = cached_data(cfg)
     used = data.cache(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)).folder
@@ -232,7 +232,7 @@ def quantize(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     """Write the transformer as its settings quantize it."""
     from hydra.utils import instantiate
 
-    from lightning_modules.weights import WRITTEN_BACKENDS, save_quantized
+    from lightning_modules.pretrained.weights import WRITTEN_BACKENDS, save_quantized
 
     silence_libraries()
     device = compute_device(cfg)
@@ -263,9 +263,9 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     """Show what each way to quantize does to the velocity."""
     from hydra.utils import instantiate
 
-    from callbacks.precision import compare_precision
     from datamodules.batch import LatentBatch
-    from lightning_modules.quantization import BACKENDS
+    from lightning_modules.quantization.quantization import BACKENDS
+    from tasks.compare_precision import compare_precision
 
     silence_libraries()  # before a trainer is made
     device = compute_device(cfg)

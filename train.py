@@ -13,7 +13,13 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks import find_callback, never_costing_the_run
-from callbacks.console import (
+from callbacks.signals import Stopped, stop
+from datamodules.errors import UserError
+from datamodules.files import replacing
+from tasks.folders import LOCK, in_use, shorten
+from tasks.resuming import check_resumable, find_checkpoint, start_anew
+from tasks.settings import TRAINING, check_settings
+from tasks.terminal import (
     command_line,
     end_workers,
     is_first_process,
@@ -22,12 +28,6 @@ from callbacks.console import (
     quote_values,
     silence_libraries,
 )
-from callbacks.signals import Stopped, stop
-from datamodules.errors import UserError
-from datamodules.files import replacing
-from tasks.folders import LOCK, in_use, shorten
-from tasks.resuming import check_resumable, find_checkpoint, start_anew
-from tasks.settings import TRAINING, check_settings
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -54,7 +54,7 @@ OmegaConf.register_new_resolver("warmup_steps", lambda most, max_steps: min(most
 
 def place_trainer(cfg: DictConfig) -> None:
     """model.devices.transformer decides where the trainer computes."""
-    from lightning_modules.loading import resolve_device
+    from lightning_modules.pretrained.repository import resolve_device
 
     device = cfg.model.devices.transformer
     if resolve_device(device, "model.devices.transformer") is None:
@@ -84,11 +84,11 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     """Encode what the cache lacks of data.root; gives its folder."""
     from hydra.utils import instantiate
 
-    from callbacks.contact_sheet import write_contact_sheet
     from callbacks.graceful_stop import GracefulStop
     from callbacks.progress import EncodingProgress
     from callbacks.shard_writer import ShardWriter
     from datamodules.encoding import EncodingDataModule, lacking
+    from tasks.contact_sheet import write_contact_sheet
 
     module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None, _convert_="all")
     data.serve(module)
@@ -173,8 +173,8 @@ def fit(cfg: DictConfig, output_dir: Path) -> "L.Trainer":
 
 def report(trainer: "L.Trainer", output_dir: Path, monitor: str | None, model_name: str) -> float:
     """Say how good it is and where things are; gives what a sweep compares."""
-    from callbacks.commands import predict_command
     from callbacks.metrics import Metrics
+    from callbacks.report.commands import predict_command
     from callbacks.validation import Validation
 
     if (output_dir / "checkpoints" / "last.ckpt").is_file():
@@ -216,7 +216,7 @@ def run(cfg: DictConfig) -> float | None:
         with one_line_errors(in_sweep), stop.listening():
             check_settings(cfg, TRAINING)
             if cfg.task == "dry_run":
-                from callbacks.dry_run import dry_run
+                from tasks.dry_run import dry_run
 
                 if in_sweep:
                     raise UserError("task=dry_run plans one run: leave -m and the lists out")

@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.profiler import profile
 
 from benchmarks.memory import compose, empty_batch, write_shallow
-from callbacks.console import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
-from lightning_modules.adapter import trainable
-from lightning_modules.flops import matrix_peak, median_seconds
-from lightning_modules.quantization import nbytes
-from lightning_modules.rank_schedule import mask_forwards
-from lightning_modules.weights import assemble
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.estimation.flops import matrix_peak, median_seconds
+from lightning_modules.pretrained.weights import assemble
+from lightning_modules.quantization.quantization import nbytes
+from tasks.terminal import silence_libraries
 
 PRECISIONS = {
     "bf16": [],

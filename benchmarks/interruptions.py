@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from datamodules.shards import read_rows
+from datamodules.shards.tar import read_rows
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [

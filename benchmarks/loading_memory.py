@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.memory import compose, empty_batch, write_shallow
-from lightning_modules.freed_memory import loading_bound
+from lightning_modules.pretrained.freed_memory import loading_bound
 
 ROOT = Path(__file__).parent.parent
 QUANTIZED = ("fp8", "nf4", "fp4", "int8")
@@ -92,10 +92,10 @@ def write_encoder(folder: Path, dtype: torch.dtype, layers: int = 2) -> None:
 
 def load(way: str, folder: str) -> int:
     """What the child process does; gives the bytes of what stays."""
-    from callbacks.precision import compare_precision
-    from lightning_modules.components import Components, Stopwatch
-    from lightning_modules.quantization import nbytes
-    from lightning_modules.weights import save_quantized
+    from lightning_modules.pretrained.components import Components, Stopwatch
+    from lightning_modules.pretrained.weights import save_quantized
+    from lightning_modules.quantization.quantization import nbytes
+    from tasks.compare_precision import compare_precision
 
     host, name = torch.device("cpu"), way.split()[0]
     if name == "encoder":
@@ -122,7 +122,7 @@ def load(way: str, folder: str) -> int:
 
 def told(load: Callable[[], nn.Module], sizes: list[int]) -> Callable[[], nn.Module]:
     """Loading that tells the parent when it begins and ends: what is computed in between is not measured."""
-    from lightning_modules.quantization import nbytes
+    from lightning_modules.quantization.quantization import nbytes
 
     def loading() -> nn.Module:
         print(LOADING, flush=True)
@@ -153,7 +153,7 @@ def quantization_settings(format: str) -> Any:
 
 def child(way: str, folder: str) -> None:
     """Everything imported and warm; then on a line from the parent the loading."""
-    from callbacks.console import configure_logging, silence_libraries
+    from tasks.terminal import configure_logging, silence_libraries
 
     configure_logging()
     silence_libraries()
@@ -212,7 +212,7 @@ def largest_tensor(folder: Path) -> int:
 
 def prepare(way: str, folder: Path, depth: int) -> Path:
     """The repository that this way reads, made once."""
-    from lightning_modules.weights import save_quantized
+    from lightning_modules.pretrained.weights import save_quantized
 
     dtype = torch.float32 if way.endswith("float32") else torch.bfloat16
     if way.startswith("encoder"):

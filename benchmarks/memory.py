@@ -19,9 +19,10 @@ from hydra.utils import instantiate
 from omegaconf import open_dict
 
 from datamodules.batch import LatentBatch
-from lightning_modules import flow, footprint
-from lightning_modules.adapter import trainable
-from lightning_modules.checkpointing import POSITIONS
+from lightning_modules import flow
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.execution.checkpointing import POSITIONS
+from tasks import footprint
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from callbacks.figures import read_metrics, read_rows
-from datamodules.shapes import write_pairs
-from datamodules.sources import TABLES
+from callbacks.report.figures import read_metrics, read_rows
+from datamodules.images.shapes import write_pairs
+from datamodules.images.sources import TABLES
 
 ROOT = Path(__file__).parent.parent
 COMMON = [

@@ -14,9 +14,9 @@ import tempfile
 from hydra.utils import instantiate
 
 from benchmarks.memory import compose, empty_batch, write_shallow
-from callbacks.console import silence_libraries
-from lightning_modules.flops import Product, StepFlops, Tokens, tokens_of
-from lightning_modules.quantization import BITS
+from lightning_modules.estimation.flops import Product, StepFlops, Tokens, tokens_of
+from lightning_modules.quantization.quantization import BITS
+from tasks.terminal import silence_libraries
 
 WIDTH = 2  # bytes of an activation
 

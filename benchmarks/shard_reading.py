@@ -17,9 +17,9 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from datamodules.cache import Cache
-from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
 from datamodules.sampler import SizeBatchSampler
+from datamodules.shards.cache import Cache
+from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
 
 WORKERS = 2
 

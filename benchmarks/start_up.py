@@ -23,7 +23,7 @@ import torch
 from hydra.utils import instantiate
 
 from benchmarks.memory import compose, empty_batch, step, write_shallow
-from callbacks.console import silence_libraries
+from tasks.terminal import silence_libraries
 
 PRECISIONS = {
     "bf16": [],
@@ -79,7 +79,7 @@ def main() -> None:
     device = torch.device(options.device)
     taken: dict[str, float] = {}
     with timed(taken, "imports"):
-        subprocess.run([sys.executable, "-c", "import train, lightning_modules.flux"], check=True)
+        subprocess.run([sys.executable, "-c", "import train, lightning_modules.families.flux.module"], check=True)
     with tempfile.TemporaryDirectory(dir=".") as temporary:
         folder = options.folder or temporary
         if folder == temporary:

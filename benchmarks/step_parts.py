@@ -23,7 +23,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 import train
 from benchmarks.training_speed import make_data
-from lightning_modules.base import EditModule
+from lightning_modules.edit_module import EditModule
 
 WARM_UP = 30
 

@@ -18,7 +18,7 @@ from hydra.utils import instantiate
 
 from benchmarks.memory import compose, empty_batch, write_shallow
 from datamodules.batch import LatentBatch
-from lightning_modules.rank_schedule import mask_forwards
+from lightning_modules.adapters.rank_mask import mask_forwards
 
 ADAPTERS = ("lora", "tlora", "ortho_tlora")
 

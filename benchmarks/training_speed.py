@@ -29,7 +29,7 @@ KINDS = {"pairs": ("pairs", []), "cached": ("cached", []), "compiled": ("cached"
 
 def make_data(folder: Path, size: int) -> Path:
     """Eight drawn pairs at size x size."""
-    from datamodules.shapes import draw, random_scene, segment
+    from datamodules.images.shapes import draw, random_scene, segment
 
     for name in ("control_images", "training_images"):
         (folder / name).mkdir(parents=True)
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="more overrides for train.py")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from lightning_modules.loading import SHAPES
+    from lightning_modules.pretrained.repository import SHAPES
 
     print(f"batch {arguments.batch}, rank {arguments.rank}, {arguments.steps} steps, {os.cpu_count()} cores")
     print(f"{'size':>5} {'':14} {'steps/s':>8} {'ratio':>6} {'first step':>11} {'memory':>9}")

@@ -10,8 +10,8 @@ import torch
 
 from datamodules.errors import UserError
 from datamodules.files import replacing
-from lightning_modules.base import EditModule
-from lightning_modules.components import ASIDE
+from lightning_modules.edit_module import EditModule
+from lightning_modules.pretrained.components import ASIDE
 
 # Settings of a run, and of the machine that it ran on.
 NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend")

@@ -13,9 +13,9 @@ import lightning.pytorch as L
 import psutil
 import torch
 
-from lightning_modules.base import EditModule
-from lightning_modules.components import ASIDE
-from lightning_modules.flops import matrix_peak
+from lightning_modules.edit_module import EditModule
+from lightning_modules.estimation.flops import matrix_peak
+from lightning_modules.pretrained.components import ASIDE
 
 COLUMNS = (
     "step",

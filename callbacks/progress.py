@@ -26,8 +26,8 @@ from callbacks import find_callback
 from callbacks.metrics import Metrics
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
-from lightning_modules.base import EditModule
-from lightning_modules.quantization import nbytes
+from lightning_modules.edit_module import EditModule
+from lightning_modules.quantization.quantization import nbytes
 
 log = logging.getLogger("retouch")
 

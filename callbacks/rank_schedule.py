@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from datamodules.files import replacing
 from lightning_modules import flow
-from lightning_modules.base import EditModule
-from lightning_modules.components import ASIDE
-from lightning_modules.prediction import Predictor
-from lightning_modules.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule, mask_forwards
+from lightning_modules.adapters.rank_mask import NUM_TRAIN_TIMESTEPS, RankSchedule, mask_forwards
+from lightning_modules.edit_module import EditModule
+from lightning_modules.pretrained.components import ASIDE
+from lightning_modules.sampling import Predictor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

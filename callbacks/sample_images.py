@@ -16,9 +16,9 @@ from callbacks.image_writer import in_a_row, save_png, to_image
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.files import short_name
 from datamodules.pairs import Example
-from lightning_modules.base import EditModule
-from lightning_modules.components import ASIDE
+from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
+from lightning_modules.pretrained.components import ASIDE
 
 # The text in a strip's PNG that tells the widths of its parts.
 PARTS = "parts"

@@ -12,10 +12,10 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
-from datamodules.cache import Cache
 from datamodules.encoding import EncodeRequest
-from datamodules.shards import OpenShard, prompt_id
-from lightning_modules.base import EditModule
+from datamodules.shards.cache import Cache
+from datamodules.shards.tar import OpenShard, prompt_id
+from lightning_modules.edit_module import EditModule
 
 log = logging.getLogger("retouch")
 

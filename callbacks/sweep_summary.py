@@ -14,7 +14,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks import never_costing_the_run
-from callbacks.figures import read_metrics, read_rows
+from callbacks.report.figures import read_metrics, read_rows
 from datamodules.files import replacing
 from tasks.folders import shorten
 
@@ -88,7 +88,7 @@ class SweepSummary(Callback):
 
     def _report(self, folder: Path, config: DictConfig) -> None:
         """The jobs' pictures on one page, sorted by what the sweep compares."""
-        from callbacks.page import render  # Hydra imports this file before it looks at the command
+        from callbacks.report.page import render  # Hydra imports this file before it looks at the command
 
         held_out = any((folder / row["job"] / "validation.csv").is_file() for row in self.rows)
         monitor = config.monitor or ("val_loss" if held_out else "loss_avg")
@@ -139,7 +139,7 @@ def _best_loss(run: Path, curve: list[dict[str, str]], config: DictConfig) -> fl
 
 def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     """A job's row of the page."""
-    from callbacks.page import THUMBNAIL, data_url, read_strip, sample_files, without_secrets
+    from callbacks.report.page import THUMBNAIL, data_url, read_strip, sample_files, without_secrets
 
     samples = sample_files(folder / row["job"])
     strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if samples else []

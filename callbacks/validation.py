@@ -13,16 +13,16 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from callbacks import find_callback
-from callbacks.figures import ENDS, read_rows
 from callbacks.lora_checkpoint import LoRACheckpoint
+from callbacks.report.figures import ENDS, read_rows
 from callbacks.sample_images import SampleImages
 from datamodules.batch import RawBatch
 from datamodules.errors import UserError
 from datamodules.files import replacing
 from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
-from lightning_modules.base import EditModule
-from lightning_modules.components import ASIDE
+from lightning_modules.edit_module import EditModule
+from lightning_modules.pretrained.components import ASIDE
 
 # Equal parts of t, from little noise to much.
 BANDS = 4

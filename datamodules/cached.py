@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.batch import LatentBatch
-from datamodules.cache import INDEX, MANIFEST, Cache, check_fit, fingerprint, fingerprint_parts
 from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
-from datamodules.failures import shown
 from datamodules.files import DAMAGED, reading
-from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.images.dataset import pictures
 from datamodules.pairs import Example, PairsDataModule, Size
-from datamodules.pixels import pictures
 from datamodules.sampler import samples_per_batch
-from datamodules.streaming import StreamedDataModule
+from datamodules.shards.cache import INDEX, MANIFEST, Cache, check_fit, fingerprint, fingerprint_parts
+from datamodules.shards.failures import shown
+from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.streamed import StreamedDataModule
 
 
 def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDataModule | StreamedDataModule:

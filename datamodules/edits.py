@@ -11,11 +11,11 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from datamodules.batch import RawBatch
-from datamodules.conditions import ConditionImages, PromptRequest
 from datamodules.errors import UserError, printable
 from datamodules.files import read_text
-from datamodules.sources import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
-from datamodules.transforms import fit_area, image_size, verify_image
+from datamodules.images.conditions import ConditionImages, PromptRequest
+from datamodules.images.sources import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
+from datamodules.images.transforms import fit_area, image_size, verify_image
 
 
 @dataclass

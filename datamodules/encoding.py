@@ -10,14 +10,14 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.batch import RawBatch
-from datamodules.cache import Cache
-from datamodules.conditions import ConditionImages, PromptRequest
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, Hashed, hash_file
+from datamodules.images.conditions import ConditionImages, PromptRequest
+from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
+from datamodules.images.sources import Sample
 from datamodules.pairs import PairsDataModule
-from datamodules.pixels import PairDataset, leave_signals_to_the_trainer
-from datamodules.shards import sample_id
-from datamodules.sources import Sample
+from datamodules.shards.cache import Cache
+from datamodules.shards.tar import sample_id
 
 log = logging.getLogger("retouch")
 

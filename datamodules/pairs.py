@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datamodules.batch import LatentBatch, RawBatch
-from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError, listing, printable
-from datamodules.feed import Feed
-from datamodules.pixels import PairDataset, collate, leave_signals_to_the_trainer, pictures
+from datamodules.images.conditions import ConditionImages
+from datamodules.images.dataset import PairDataset, collate, leave_signals_to_the_trainer, pictures
+from datamodules.images.sources import Found, Sample
+from datamodules.images.transforms import MOST_PIXELS, floor_size, image_size, verify_image
+from datamodules.prefetch import Feed
 from datamodules.sampler import SizeBatchSampler
-from datamodules.sources import Found, Sample
-from datamodules.transforms import MOST_PIXELS, floor_size, image_size, verify_image
 
 log = logging.getLogger("retouch")
 
@@ -45,7 +45,7 @@ class PairsDataModule(L.LightningDataModule):
 
     Args:
         root: a folder or a metadata table, or a list of them.
-        source: finds the samples of the roots; see `datamodules.sources` and `datamodules.captions`.
+        source: finds the samples of the roots; see `datamodules.images.sources` and `datamodules.images.captions`.
         batch_size: samples a step and process; a batch holds samples of one size.
         num_workers: processes that decode images.
         on_missing: what to do about a target without control or caption, or a control without target.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from datamodules.conditions import ConditionImages
-from lightning_modules.lora_files import PREFIXES
+from datamodules.images.conditions import ConditionImages
+from lightning_modules.adapters.formats.diffusers import PREFIXES
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

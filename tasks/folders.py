@@ -14,8 +14,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.console import is_first_process, log, one_line_errors
 from datamodules.errors import UserError
+from tasks.terminal import is_first_process, log, one_line_errors
 
 # How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
 INHERITED = "RETOUCH_OUTPUT_DIR"

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from callbacks.console import is_first_process, log
 from datamodules.errors import UserError
 from datamodules.files import reading
+from tasks.terminal import is_first_process, log
 
 # What goes on from its saved state, which would hide a new setting.
 SAVED = ("adapter", "optimizer", "scheduler")
@@ -119,7 +119,7 @@ def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
         UserError: adapter, optimizer or schedule differ. These go on from their saved state, which would hide a
             new setting.
     """
-    from datamodules.failures import shown
+    from datamodules.shards.failures import shown
 
     config = checkpoint.parent.parent / "config.yaml"
     if not config.is_file():

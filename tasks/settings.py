@@ -152,7 +152,7 @@ TRAINING: dict[str, Number | Switch] = {
     "callbacks.metrics.window": COUNT,
     "callbacks.progress.line_every": POSITIVE,
     "callbacks.lora_checkpoint.save_every": COUNT_OR_NONE,
-    "callbacks.report.preview_count": COUNT,
+    "callbacks.report.report.preview_count": COUNT,
     "callbacks.rank_histogram.num_inference_steps": COUNT,
     "callbacks.sample_images.sample_every": COUNT_OR_NONE,
     "callbacks.sample_images.count": COUNT_OR_NONE,

@@ -26,8 +26,8 @@ from PIL import Image
 
 import predict
 import train
-from lightning_modules.lora import adapter_state
-from tests.tiny_pipelines import MODELS
+from lightning_modules.adapters.lora import adapter_state
+from tests.support.tiny_pipelines import MODELS
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)

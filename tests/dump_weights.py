@@ -3,7 +3,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import torch
 
-from lightning_modules.adapter import trainable
+from lightning_modules.adapters.adapter import trainable
 
 
 class DumpWeights(L.Callback):

@@ -5,7 +5,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from tests.conftest import shrink_condition_images
-from tests.tiny_pipelines import AREA, MODELS
+from tests.support.tiny_pipelines import AREA, MODELS
 
 
 def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=None, **settings):

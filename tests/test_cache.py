@@ -13,10 +13,10 @@ from hydra.utils import instantiate
 from PIL import Image
 
 import train
-from callbacks.console import quote_values
-from datamodules.cache import Cache
-from datamodules.pixels import collate as collate_pixels
-from datamodules.shards import scan
+from datamodules.images.dataset import collate as collate_pixels
+from datamodules.shards.cache import Cache
+from datamodules.shards.tar import scan
+from tasks.terminal import quote_values
 from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start, wait_until
 from tests.datamodules.test_shards import content
 from tests.datamodules.test_transforms import unreadable
@@ -333,7 +333,7 @@ def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
     ],
 )
 def test_impossible_setting(run, tiny, pairs, tmp_path, override, words, monkeypatch):
-    monkeypatch.setattr("datamodules.transfer.PAUSE", 0.0)
+    monkeypatch.setattr("datamodules.shards.transfer.PAUSE", 0.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     override = override.format(empty=tmp_path / "empty", file=tmp_path / "file")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from datamodules.errors import UserError
 from datamodules.files import reading
-from lightning_modules.lora_files import HEADER_KEY, read_header, require_finite, save_lora
+from lightning_modules.adapters.formats.diffusers import HEADER_KEY, read_header, require_finite, save_lora
 from tests.conftest import compose
 
 MODELS = {"flux_kontext": ("tokenizer_2", "text_encoder_2"), "qwen_image_edit": ("tokenizer", "text_encoder")}

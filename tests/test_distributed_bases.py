@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from callbacks.figures import read_rows
+from callbacks.report.figures import read_rows
 from tests.conftest import ROOT, lora_bytes
 from tests.lightning_modules.test_quantized_linear import WAYS
+from tests.support.tiny_pipelines import MODELS
 from tests.test_quantized_training import MODEL, quantized, short
-from tests.tiny_pipelines import MODELS
 
 DDP = ["trainer.devices=2", "trainer.strategy=ddp"]
 FSDP = ["trainer=fsdp", "trainer.devices=2"]

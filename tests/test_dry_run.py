@@ -7,13 +7,15 @@ import safetensors.torch
 import torch
 from hydra.utils import instantiate
 
-from datamodules.cache import Cache
-from lightning_modules import flow, footprint, loading
-from lightning_modules.fake_memory import PeakMemory
-from lightning_modules.footprint import bytes_per_parameter, local_configuration, measure
-from lightning_modules.transformer import transformer_config
+from datamodules.shards.cache import Cache
+from lightning_modules import flow
+from lightning_modules.estimation.fake_tensors import PeakMemory
+from lightning_modules.pretrained import repository as loading
+from lightning_modules.pretrained.transformer import transformer_config
+from tasks import footprint
+from tasks.footprint import bytes_per_parameter, local_configuration, measure
 from tests.conftest import ROOT, compose, lora_bytes, make_pairs, short
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS
 
 # As published on the models' pages
 PARAMETERS = {

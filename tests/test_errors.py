@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from PIL import Image
 
 from datamodules.errors import UserError
-from lightning_modules.lora_files import find_weights
+from lightning_modules.adapters.formats.diffusers import find_weights
 from tasks.resuming import check_resumable, find_checkpoint, start_anew
 from tests.conftest import compose, lora_bytes, make_pairs, photograph, short, start
 
@@ -137,7 +137,7 @@ def test_target_modules_that_match_nothing_list_what_could(fails):
 
 
 def test_lora_of_another_model(fails, run, tiny, pairs, tmp_path):
-    from tests.tiny_pipelines import build_pipeline
+    from tests.support.tiny_pipelines import build_pipeline
 
     run("train", *short(tiny, pairs, tmp_path / "first", 1))
     build_pipeline(tmp_path / "wide", seed=1, heads=6)
@@ -308,7 +308,7 @@ def test_full_disk_leaves_the_previous_files(run, tiny, pairs, tmp_path):
 
 
 def test_compiling_that_fails_is_one_line():
-    from callbacks.console import _one_line
+    from tasks.terminal import _one_line
 
     error = torch._dynamo.exc.InternalTorchDynamoError("backend='inductor' raised:\nNo C++ compiler found in x\n\nmore")
     line = _one_line(error)

@@ -12,16 +12,16 @@ from diffusers import DiffusionPipeline
 from hydra.utils import instantiate
 from PIL import Image
 
-from datamodules.cache import Cache
-from datamodules.latents import LatentReader, ShardIndex
-from datamodules.pixels import collate
-from datamodules.remote import find_shards
-from datamodules.streaming import collate as collate_items
-from datamodules.streaming import read_items
-from lightning_modules.frozen import FrozenPipeline
+from datamodules.images.dataset import collate
+from datamodules.shards.cache import Cache
+from datamodules.shards.reader import LatentReader, ShardIndex
+from datamodules.shards.remote import find_shards
+from datamodules.streamed import collate as collate_items
+from datamodules.streamed import read_items
+from lightning_modules.pretrained.frozen_base import FrozenPipeline
 from tests.conftest import compose, lora_bytes, photograph
 from tests.stock_pictures import same_request, stock_picture
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS
 
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 

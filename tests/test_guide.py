@@ -5,10 +5,13 @@ import re
 
 import pytest
 
-from lightning_modules import flux, kontext_pipeline, qwen_image, qwen_pipelines
+from lightning_modules.families.flux import module as flux
+from lightning_modules.families.flux import pipeline as kontext_pipeline
+from lightning_modules.families.qwen_image import module as qwen_image
+from lightning_modules.families.qwen_image import pipeline as qwen_pipelines
 from lightning_modules.family import Family
 from tests.conftest import ROOT
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS
 
 GUIDE = (ROOT / "docs" / "add-a-model.md").read_text()
 # Rows of its table of sizes: what is counted, and the part of the row that names it

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.conftest import photograph, short
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS
 
 MISMATCHES = {
     "a caption folder for an edit model": (

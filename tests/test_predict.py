@@ -9,11 +9,11 @@ import torch
 import torch._dynamo
 from PIL import Image
 
-from lightning_modules import execution
-from lightning_modules.lora import ADAPTER
-from lightning_modules.merging import MergedLoRAs
+from lightning_modules.adapters.applied import MergedLoRAs
+from lightning_modules.adapters.lora import ADAPTER
+from lightning_modules.execution import kernels as execution
 from tests.conftest import make_pairs, photograph, short
-from tests.tiny_adapters import LAYER, build, learn
+from tests.support.tiny_adapters import LAYER, build, learn
 
 STAGES = {"load", "encode_prompt", "encode_image", "denoise", "decode"}
 

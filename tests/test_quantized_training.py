@@ -9,14 +9,14 @@ from diffusers import FluxTransformer2DModel
 from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
-from lightning_modules import loading
-from lightning_modules.adapter import trainable
-from lightning_modules.lora_files import read_header
-from lightning_modules.quantization import Quantization
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.formats.diffusers import read_header
+from lightning_modules.pretrained import repository as loading
+from lightning_modules.quantization.quantization import Quantization
 from tests.conftest import compose, lora_bytes, short
 from tests.lightning_modules.test_quantized_linear import WAYS
 from tests.lightning_modules.test_weights import FORMATS, write
-from tests.tiny_pipelines import FLUX, MODELS
+from tests.support.tiny_pipelines import FLUX, MODELS
 
 MODEL = ["model=flux_kontext_fp8", *FLUX["settings"]]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from callbacks.page import data_url, read_strip, shareable, without_secrets
+from callbacks.report.page import data_url, read_strip, shareable, without_secrets
 from tests.conftest import lora_bytes, make_pairs, short
 from tests.test_shown import pasted
 
@@ -86,7 +86,7 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
 
 
 def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_path, settings, monkeypatch):
-    from callbacks.report import Report
+    from callbacks.report.report import Report
 
     pages = []
     write = Report._write

@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from PIL import Image, ImageChops
 
-from datamodules.shapes import Scene, Shape, draw
-from lightning_modules.loading import SHAPES
+from datamodules.images.shapes import Scene, Shape, draw
+from lightning_modules.pretrained.repository import SHAPES
 from tests.conftest import ROOT
 from tests.test_validation import rows
 

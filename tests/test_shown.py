@@ -15,14 +15,14 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from callbacks import never_costing_the_run, progress
-from callbacks.commands import override, to_be_found
-from callbacks.console import quote_values
-from callbacks.contact_sheet import contact_sheet
-from callbacks.figures import POINTS, curves
 from callbacks.image_writer import LONGEST, in_a_row, save_png, to_image
+from callbacks.report.commands import override, to_be_found
+from callbacks.report.figures import POINTS, curves
 from callbacks.sample_images import file_names
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
+from tasks.contact_sheet import contact_sheet
+from tasks.terminal import quote_values
 from tests.conftest import compose, make_pairs
 
 

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from callbacks import console, signals
+from callbacks import signals
 from callbacks.signals import Stop, Stopped
-from lightning_modules.base import EditModule
+from lightning_modules.edit_module import EditModule
+from tasks import terminal as console
 from tests.conftest import ROOT
 
 STUCK = """
@@ -85,7 +86,7 @@ def test_prediction_stops_after_the_picture_in_hand(run, tmp_path, number):
 
 @pytest.mark.parametrize("task", ["preview", "quantize", "compare_precision"])
 def test_other_tasks_stop_at_once(run, pairs, tmp_path, monkeypatch, task):
-    monkeypatch.setattr("callbacks.contact_sheet.write_contact_sheet", lambda *_: tell(signal.SIGTERM))
+    monkeypatch.setattr("tasks.contact_sheet.write_contact_sheet", lambda *_: tell(signal.SIGTERM))
     monkeypatch.setattr(EditModule, "preflight", lambda _: tell(signal.SIGTERM))
     data = [] if task == "quantize" else [f"data.root={pairs}"]
     settings = ["model/quantization=fp8"] if task == "quantize" else []

@@ -13,12 +13,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from datamodules.pixels import collate
-from lightning_modules.lora_files import read_adapter
-from lightning_modules.rank_schedule import attach_rank_schedule, mask_forwards
+from datamodules.images.dataset import collate
+from lightning_modules.adapters.formats.diffusers import read_adapter
+from lightning_modules.adapters.rank_mask import attach_rank_schedule, mask_forwards
 from tests.conftest import ROOT, compose, lora_bytes, randomize, short
 from tests.stock_pictures import same_request, stock_picture
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS
 
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 BOTH = pytest.mark.parametrize("adapter", ["tlora", "ortho_tlora"])

@@ -211,7 +211,7 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
     """200 steps on 8 fixed pairs, measured at noise that training never saw."""
     from hydra.utils import instantiate
 
-    from datamodules.pixels import collate
+    from datamodules.images.dataset import collate
 
     settings = ["adapter.rank=16", "adapter.target_modules=all-linear", "optimizer.lr=3e-3", "data.batch_size=4"]
     settings.append("data.caption_dropout_rate=0")
@@ -390,7 +390,7 @@ def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
 def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, tiny, pairs, tmp_path):
     import gc
 
-    from lightning_modules.flux import FluxKontext
+    from lightning_modules.families.flux.module import FluxKontext
 
     arguments = short(tiny, pairs, tmp_path / "sweep", 2)
     outcome = run("train", "-m", *arguments, "adapter.rank=4,0,2", ok=False)

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from PIL import Image
 
 from callbacks.image_metrics import FeatureSimilarity, MaskIoU
-from callbacks.page import read_strip
+from callbacks.report.page import read_strip
 from callbacks.validation import Validation
 from tests.conftest import compose, lora_bytes, make_pairs, short
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from callbacks import metrics
-from datamodules.feed import Feed
-from lightning_modules.base import EditModule
+from datamodules.prefetch import Feed
+from lightning_modules.edit_module import EditModule
 from tests.conftest import short
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS
 
 # Methods that give the host a number or a copy.
 READS = (
@@ -214,7 +214,7 @@ def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
 
 def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):
     """A loader that takes half a second for each batch, and one that is ready."""
-    from datamodules.latents import LatentReader
+    from datamodules.shards.reader import LatentReader
 
     read = LatentReader.__call__
     shares = []

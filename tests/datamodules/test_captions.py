@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from datamodules.captions import find_captioned
 from datamodules.errors import UserError
+from datamodules.images.captions import find_captioned
 from tests.conftest import make_pairs, photograph
 
 

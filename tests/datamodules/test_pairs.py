@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 
 from datamodules.errors import UserError
+from datamodules.images.dataset import collate
+from datamodules.images.sources import find_samples
 from datamodules.pairs import PairsDataModule
-from datamodules.pixels import collate
-from datamodules.sources import find_samples
 from tests.conftest import make_pairs, photograph
 
 

@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from PIL import ImageChops
 
 from datamodules.errors import UserError
-from datamodules.shapes import (
+from datamodules.images.shapes import (
     COLORS,
     DRAWN,
     EDITS,
@@ -23,7 +23,7 @@ from datamodules.shapes import (
     random_scene,
     weights,
 )
-from datamodules.transforms import open_image
+from datamodules.images.transforms import open_image
 from tests.conftest import compose
 
 SCENE = Scene("blue", (Shape("circle", "red", 20, 20, 10), Shape("star", "white", 45, 40, 11)))

@@ -9,11 +9,11 @@ import safetensors.torch
 import torch
 import webdataset as wds
 
-from datamodules.cache import Cache, check_fit, fingerprint
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
-from datamodules.latents import LatentReader, ShardIndex, ThreadedLoader
-from datamodules.shards import OpenShard, prompt_id, sample_id, scan
+from datamodules.shards.cache import Cache, check_fit, fingerprint
+from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.shards.tar import OpenShard, prompt_id, sample_id, scan
 
 
 def tensors(number):
@@ -301,7 +301,7 @@ def flip(path):
     "damage", [flip, lambda path: path.write_bytes(path.read_bytes()[:4000]), lambda p: p.unlink()]
 )
 def test_only_the_samples_of_a_damaged_shard_are_lost(cache, damage, capfd):
-    from callbacks.console import configure_logging
+    from tasks.terminal import configure_logging
 
     configure_logging()
     names = sorted(cache.manifest()["shards"])
@@ -318,7 +318,7 @@ def test_only_the_samples_of_a_damaged_shard_are_lost(cache, damage, capfd):
 
 
 def test_copied_cache_is_read_once_to_be_checked_and_then_trusted(cache, tmp_path, monkeypatch):
-    from datamodules import cache as cache_module
+    from datamodules.shards import cache as cache_module
 
     shutil.copytree(cache.folder, tmp_path / "copy", copy_function=shutil.copyfile)
     copy, read = Cache(tmp_path / "copy", {}), []
@@ -377,7 +377,7 @@ def test_fingerprint_depends_on_every_part():
 
 
 def test_only_other_versions_may_pass_and_are_said(capfd):
-    from callbacks.console import configure_logging
+    from tasks.terminal import configure_logging
 
     configure_logging()
     built = {"dtype": "bfloat16", "versions": {"torch": "2.13"}}

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from datamodules.errors import UserError, listing
-from datamodules.sources import find_samples
+from datamodules.images.sources import find_samples
 from tests.conftest import make_pairs, photograph
 
 

@@ -17,11 +17,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from datamodules import remote, stores, transfer
 from datamodules.errors import UserError
-from datamodules.remote import find_shards
 from datamodules.sampler import samples_per_batch
-from datamodules.streaming import Item, ShardStream, StreamLoader, read_items
+from datamodules.shards import remote, stores, transfer
+from datamodules.shards.remote import find_shards
+from datamodules.streamed import Item, ShardStream, StreamLoader, read_items
 from tests.datamodules.test_shards import cache, tensors  # noqa: F401  a fixture
 
 
@@ -239,7 +239,7 @@ def test_batches_hold_one_size_and_numbers_that_no_other_sample_has(cache, serve
 
 
 def test_transfer_that_breaks_off_is_taken_up_again(cache, server, capfd):  # noqa: F811
-    from callbacks.console import configure_logging
+    from tasks.terminal import configure_logging
 
     configure_logging()
     shards, _ = find_shards(server)

@@ -11,9 +11,17 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from datamodules.conditions import ConditionImages
 from datamodules.errors import UserError
-from datamodules.transforms import fit_area, floor_size, image_size, load_image, load_mask, open_image, verify_image
+from datamodules.images.conditions import ConditionImages
+from datamodules.images.transforms import (
+    fit_area,
+    floor_size,
+    image_size,
+    load_image,
+    load_mask,
+    open_image,
+    verify_image,
+)
 from tests.conftest import photograph
 
 SIZE = (48, 32)

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules import activation_offload, offload
-from lightning_modules.activation_offload import ActivationOffload
-from lightning_modules.checkpointing import POSITIONS
-from lightning_modules.quantization import all_weights
-from lightning_modules.side_stream import SideStream
+from lightning_modules.execution import activation_offload
+from lightning_modules.execution import block_offload as offload
+from lightning_modules.execution.activation_offload import ActivationOffload
+from lightning_modules.execution.checkpointing import POSITIONS
+from lightning_modules.execution.side_stream import SideStream
+from lightning_modules.quantization.quantization import all_weights
 from tests.lightning_modules.test_execution import assert_same, made, step
 
 CPU = torch.device("cpu")

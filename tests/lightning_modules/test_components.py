@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_modules.components import Components, PromptMemory, Stopwatch
+from lightning_modules.pretrained.components import Components, PromptMemory, Stopwatch
 
 CPU = torch.device("cpu")
 

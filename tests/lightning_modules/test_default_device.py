@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tests.conftest import compose
-from tests.tiny_adapters import build, export
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_adapters import build, export
+from tests.support.tiny_pipelines import MODELS
 
 # Stands for a GPU: what is made there by mistake has no content.
 FOREIGN = torch.device("meta")

@@ -13,15 +13,17 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map
 
 from datamodules.errors import UserError
-from lightning_modules import execution, float8, quantized_linear
-from lightning_modules.adapter import trainable
-from lightning_modules.checkpointing import POSITIONS, read_position
-from lightning_modules.fake_memory import as_on_cuda
-from lightning_modules.last_block import LastBlock
-from lightning_modules.offload import blocks
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.estimation.fake_tensors import as_on_cuda
+from lightning_modules.execution import kernels as execution
+from lightning_modules.execution.block_offload import blocks
+from lightning_modules.execution.checkpointing import POSITIONS, read_position
+from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.quantization import fp8 as float8
+from lightning_modules.quantization import linear as quantized_linear
 from tests.conftest import compose, make_pairs
-from tests.tiny_adapters import batch, build, gradients, learn, velocity
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_adapters import batch, build, gradients, learn, velocity
+from tests.support.tiny_pipelines import MODELS
 
 BASES = {
     "bf16": [],

@@ -5,11 +5,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_modules.flops import StepFlops, Tokens
+from lightning_modules.estimation.flops import StepFlops, Tokens
 from tests.lightning_modules.test_execution import family, inputs
-from tests.tiny_adapters import build, learn
-from tests.tiny_adapters import velocity as of
-from tests.tiny_pipelines import MODELS
+from tests.support.tiny_adapters import build, learn
+from tests.support.tiny_adapters import velocity as of
+from tests.support.tiny_pipelines import MODELS
 
 
 def counted(module, *arguments):
@@ -82,6 +82,6 @@ def test_the_dial_computes_again_what_it_says(tiny):
 
 
 def test_peak_is_of_this_device():
-    from lightning_modules.flops import matrix_peak
+    from lightning_modules.estimation.flops import matrix_peak
 
     assert 1e8 < matrix_peak(torch.device("cpu"), side=256, dtype=torch.float32) < 1e14

@@ -5,12 +5,12 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
-from datamodules.transforms import to_tensor
+from datamodules.images.transforms import to_tensor
 from lightning_modules import flow
+from lightning_modules.adapters.formats.diffusers import save_lora
+from lightning_modules.adapters.lora import adapter_state
+from lightning_modules.families.flux.module import position_ids
 from lightning_modules.family import Sampling
-from lightning_modules.flux import position_ids
-from lightning_modules.lora import adapter_state
-from lightning_modules.lora_files import save_lora
 from lightning_modules.patches import pack, unpack
 from tests.conftest import adapt_like, assert_same_gradients, compose, photograph, randomize
 

@@ -6,9 +6,9 @@ from diffusers import FluxPipeline
 from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
+from lightning_modules.adapters.formats.diffusers import save_lora
+from lightning_modules.adapters.lora import adapter_state
 from lightning_modules.family import Sampling
-from lightning_modules.lora import adapter_state
-from lightning_modules.lora_files import save_lora
 from tests.conftest import compose, randomize
 
 PROMPT = "a cup of coffee, please"

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.loading import (
+from lightning_modules.pretrained.repository import (
     load_component,
     read_index,
     repository_file,
     resolve_device,
 )
-from lightning_modules.transformer import TransformerSource, load_transformer
+from lightning_modules.pretrained.transformer import TransformerSource, load_transformer
 from tests.conftest import ROOT, run_code
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -111,7 +111,7 @@ def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pai
     cached_like(tiny / "transformer", tmp_path, "owner/transformer", listed=False)
     code = (
         "import sys, torch, train\n"
-        "from lightning_modules.transformer import TransformerSource\n"
+        "from lightning_modules.pretrained.transformer import TransformerSource\n"
         "source = TransformerSource('FluxTransformer2DModel', 'owner/transformer', None, torch.float32, None, 0)\n"
         "print(type(source.load(torch.device('cpu'))).__name__)\n"
         "sys.argv = ['train.py', *sys.argv[1:]]\n"
@@ -165,7 +165,7 @@ def test_gated_and_missing_repositories_are_told_apart_and_the_token_never_shown
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
         "import json\n"
-        "from lightning_modules.loading import read_index\n"
+        "from lightning_modules.pretrained.repository import read_index\n"
         "from datamodules.errors import UserError\n"
         "lines = []\n"
         "for name in ('owner/gated', 'owner/missing'):\n"

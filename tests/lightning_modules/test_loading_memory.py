@@ -8,8 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import loading_memory
-from lightning_modules.fake_memory import PeakMemory
-from lightning_modules.weights import assemble
+from lightning_modules.estimation.fake_tensors import PeakMemory
+from lightning_modules.pretrained.weights import assemble
 from tests.lightning_modules.test_quantized_linear import quantization
 
 

@@ -5,10 +5,10 @@ import safetensors.torch
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.adapter import trainable
-from lightning_modules.lora import LoRA, adapter_state
-from lightning_modules.lora_files import check_fits, find_weights, read_header, save_lora
-from tests.tiny_pipelines import build_pipeline
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.formats.diffusers import check_fits, find_weights, read_header, save_lora
+from lightning_modules.adapters.lora import LoRA, adapter_state
+from tests.support.tiny_pipelines import build_pipeline
 
 DEFAULTS = {
     "rank": 4,

@@ -6,16 +6,16 @@ from hydra.utils import instantiate
 from torch.nn import Linear
 
 from datamodules.errors import UserError
-from lightning_modules import host_memory
-from lightning_modules.adapter import trainable
-from lightning_modules.components import Components, Stopwatch
-from lightning_modules.host_memory import pin
-from lightning_modules.offload import BlockStream, blocks, streamed_blocks, streamed_linears
-from lightning_modules.quantization import all_weights
-from lightning_modules.rank_schedule import mask_forwards
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.execution import host_memory
+from lightning_modules.execution.block_offload import BlockStream, blocks, streamed_blocks, streamed_linears
+from lightning_modules.execution.host_memory import pin
+from lightning_modules.pretrained.components import Components, Stopwatch
+from lightning_modules.quantization.quantization import all_weights
 from tests.conftest import compose, lora_bytes, short
-from tests.tiny_adapters import batch, learn
-from tests.tiny_pipelines import FLUX
+from tests.support.tiny_adapters import batch, learn
+from tests.support.tiny_pipelines import FLUX
 
 BASES = {"bf16": ["model.quantization=null"], **{f: [f"model.quantization.format={f}"] for f in ("fp8", "nf4", "int8")}}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.lora import ADAPTER, adapter_state, adapter_tensors, lora_layers
-from lightning_modules.lora_files import read_weights, save_lora
-from tests.tiny_adapters import LAYER, RANK, build, export, learn, quantize, velocity
+from lightning_modules.adapters.formats.diffusers import read_weights, save_lora
+from lightning_modules.adapters.lora import ADAPTER, adapter_state, adapter_tensors, lora_layers
+from tests.support.tiny_adapters import LAYER, RANK, build, export, learn, quantize, velocity
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.quantization import nbytes
+from lightning_modules.quantization.quantization import nbytes
 from tests.conftest import ROOT, compose
 from tests.lightning_modules.test_quantized_linear import quantization
 
@@ -68,7 +68,7 @@ def test_settings_that_do_not_exist_are_named(setting, message):
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("lightning_modules.quantization.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_modules.quantization.quantization.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"backend=torchao is not installed: pip install torchao"):
         quantization("fp8", "torchao")
 

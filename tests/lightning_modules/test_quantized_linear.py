@@ -6,10 +6,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules import float8, quantized_linear
-from lightning_modules.float8 import E4M3, E5M2
-from lightning_modules.quantization import BACKENDS, Quantization
-from lightning_modules.quantized_linear import Fp8Linear, QuantizedLinear
+from lightning_modules.quantization import fp8 as float8
+from lightning_modules.quantization import linear as quantized_linear
+from lightning_modules.quantization.fp8 import E4M3, E5M2
+from lightning_modules.quantization.linear import Fp8Linear, QuantizedLinear
+from lightning_modules.quantization.quantization import BACKENDS, Quantization
 
 WAYS = [(format, backend) for format, backends in BACKENDS.items() for backend in backends]
 

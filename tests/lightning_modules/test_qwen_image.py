@@ -8,13 +8,13 @@ from hydra.utils import instantiate
 from PIL import Image
 
 from datamodules.batch import RawBatch
-from datamodules.conditions import ConditionImages
-from datamodules.pixels import collate
-from datamodules.transforms import size_of_area, to_tensor
+from datamodules.images.conditions import ConditionImages
+from datamodules.images.dataset import collate
+from datamodules.images.transforms import size_of_area, to_tensor
 from lightning_modules import flow
+from lightning_modules.adapters.formats.diffusers import save_lora
+from lightning_modules.adapters.lora import adapter_state
 from lightning_modules.family import Sampling
-from lightning_modules.lora import adapter_state
-from lightning_modules.lora_files import save_lora
 from tests.conftest import adapt_like, assert_same_gradients, compose, photograph, randomize, shrink_condition_images
 
 PROMPTS = ["make it snow", "Turn the cat into a dog, please, and the dog into a cat"]

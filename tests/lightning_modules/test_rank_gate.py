@@ -10,11 +10,23 @@ from hydra.utils import instantiate
 from peft import LoraConfig
 
 from datamodules.errors import UserError
-from lightning_modules.lora import ADAPTER, adapter_state, lora_layers
-from lightning_modules.lora_files import read_adapter, save_lora
-from lightning_modules.rank_schedule import RankGate, RankSchedule, attach_rank_schedule, mask_forwards
+from lightning_modules.adapters.formats.diffusers import read_adapter, save_lora
+from lightning_modules.adapters.lora import ADAPTER, adapter_state, lora_layers
+from lightning_modules.adapters.rank_mask import RankGate, RankSchedule, attach_rank_schedule, mask_forwards
 from tests.conftest import compose
-from tests.tiny_adapters import ADAPTERS, LAYER, RANK, build, export, gate_of, gradients, learn, load, picture, velocity
+from tests.support.tiny_adapters import (
+    ADAPTERS,
+    LAYER,
+    RANK,
+    build,
+    export,
+    gate_of,
+    gradients,
+    learn,
+    load,
+    picture,
+    velocity,
+)
 
 
 def test_forward_without_a_mask_is_an_error(tiny):

@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from datamodules.errors import UserError
-from lightning_modules.rank_schedule import RankSchedule
+from lightning_modules.adapters.rank_mask import RankSchedule
 from tests.conftest import run_code
 
 EVERY_TIMESTEP = range(1001)

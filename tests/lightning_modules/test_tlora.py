@@ -9,11 +9,11 @@ from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from lightning_modules.adapter import trainable
-from lightning_modules.lora import ADAPTER, adapter_tensors, lora_layers
-from lightning_modules.rank_schedule import RankSchedule, attach_rank_schedule
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.lora import ADAPTER, adapter_tensors, lora_layers
+from lightning_modules.adapters.rank_mask import RankSchedule, attach_rank_schedule
 from tests.conftest import compose
-from tests.tiny_adapters import (
+from tests.support.tiny_adapters import (
     ADAPTERS,
     LAYER,
     RANK,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.quantized_linear import E4M3, E5M2, FourBitLinear, Fp8Linear, Int8Linear
-from lightning_modules.transformer import load_transformer, transformer_weights
+from lightning_modules.pretrained.transformer import load_transformer, transformer_weights
+from lightning_modules.quantization.linear import E4M3, E5M2, FourBitLinear, Fp8Linear, Int8Linear
 from tests.lightning_modules.test_quantization import FP8
 from tests.lightning_modules.test_quantized_linear import dequantized, quantization
 

@@ -1,0 +1,99 @@
+"""How to use what was trained: predict.py's command line, and the same in diffusers."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from callbacks.report.page import Strip, without_secrets
+from callbacks.sample_images import SampleImages
+from lightning_modules.edit_module import EditModule
+from tasks.terminal import PATHS, has_a_meaning
+
+
+def commands(
+    module: EditModule, run: Path, model_name: str, sampler: SampleImages | None, sample: Strip | None
+) -> dict[str, str]:
+    """What makes the sample pictures again, by where it is entered."""
+    folder = to_be_found(str(run))
+    seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(sampler))
+    prompt = sample.prompt if sample is not None and sample.prompt else "..."
+    width, height = sample.target.size if sample is not None else (1024, 1024)
+    images = int(module.condition_images.most != 0) if sample is None else len(sample.controls)
+    found = {"Here": predict_command(module, folder, model_name, {"prompt": prompt, **sampling, "seed": seed})}
+    # The stock Kontext pipeline takes one condition image.
+    if images <= 1 or module.condition_images.most is not None:
+        arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
+        found["In diffusers"] = diffusers_code(module, folder, arguments, seed, images)
+    return found
+
+
+def to_be_found(path: str) -> str:
+    """A path for others to read: as it is where it is relative, from here where it is below, or what to fill in."""
+    full = Path(path).expanduser()
+    if not full.is_absolute():
+        return path
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else f"PATH_TO/{full.name}"
+
+
+def override(key: str, value: Any) -> str:
+    """KEY=VALUE for a shell; the value arrives as it is, through `tasks.terminal.quote_values` and Hydra."""
+    text = str(value)
+    if isinstance(value, str) and (has_a_meaning(key, text) or (key in PATHS and text.startswith("~"))):
+        text = QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
+    return f"{key}={shlex.quote(text)}"
+
+
+def predict_command(module: EditModule, run: str, model_name: str, settings: Mapping[str, Any]) -> str:
+    """For the command line."""
+    assert module.adapter is not None
+    weights = module.adapter.predict_arguments(run, model_name)
+    image = {} if module.condition_images.most == 0 else {"image": "PHOTO.png"}
+    return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
+
+
+def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed: int, images: int) -> str:
+    """For the stock pipeline.
+
+    Args:
+        arguments: of the pipeline's call, without those below.
+        images: condition images.
+    """
+    assert module.adapter is not None
+    weights = f"{run}/{module.adapter.folder}/last"
+    loading = module.adapter.loading_code(weights)
+    base = without_secrets(to_be_found(module.components.repository_name)) if loading else weights
+    base = "assets/shapes" if base == "embedded" else base
+    names = ["PHOTO.png"] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
+    photos = ", ".join(f"load_image({name!r})" for name in names)
+    image = photos if images == 1 else f"[{photos}]"
+    lines = [
+        "import torch",
+        f"from diffusers import {module.pipeline_name}",
+        *(["from diffusers.utils import load_image"] if images else []),
+        "",
+        f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base_dtype)[6:]})",
+        *loading,
+        "picture = pipe(",
+        *([f"    image={image},"] if images else []),
+        *(f"    {name}={value!r}," for name, value in arguments.items()),
+        f"    generator=torch.Generator().manual_seed({seed}),",
+        ").images[0]",
+        "picture.save('edited.png')",
+    ]
+    if module.transformer_name != module.repository_name:
+        lines.insert(0, f"# Its transformer is that of {without_secrets(to_be_found(module.transformer_name))}.")
+    return "\n".join(lines)
+
+
+def _sampling(sampler: SampleImages) -> dict[str, Any]:
+    """The sample pictures' settings, as arguments of a pipeline."""
+    sampling = sampler.sampling
+    arguments: dict[str, Any] = {"num_inference_steps": sampling.num_inference_steps}
+    if sampling.guidance_scale is not None:
+        arguments["guidance_scale"] = sampling.guidance_scale
+    if sampling.negative is not None:
+        arguments |= {"true_cfg_scale": sampling.true_cfg_scale, "negative_prompt": sampling.negative}
+    return arguments

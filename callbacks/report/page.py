@@ -1,0 +1,132 @@
+"""What stands on a report's page, read from a run's folder, and writing it."""
+
+import base64
+import io
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from PIL import Image, ImageDraw
+
+from callbacks.image_writer import save_png, scaled
+from callbacks.sample_images import PARTS
+from datamodules.errors import without_credentials
+from datamodules.files import replacing
+
+# Pixels of the longer side: of a picture on the page, and of a sample of the data.
+LARGEST, THUMBNAIL = 512, 128
+TEMPLATE = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+
+
+class Strip(NamedTuple):
+    """A sample picture's parts, and the prompt."""
+
+    controls: list[Image.Image]
+    result: Image.Image
+    target: Image.Image
+    prompt: str
+
+
+def read_strip(path: Path) -> Strip:
+    """Part the strips that `SampleImages` writes."""
+    with Image.open(path) as file:
+        facts, image = file.info, file.convert("RGB")
+    widths = [int(width) for width in facts[PARTS].split()]
+    edges = [sum(widths[:n]) for n in range(len(widths) + 1)]
+    *controls, result, target = (image.crop((left, 0, right, image.height)) for left, right in pairwise(edges))
+    return Strip(controls, result, target, facts.get("prompt", ""))
+
+
+def sample_files(run: Path) -> dict[int, dict[str, Path]]:
+    """A run's sample pictures, by step and name."""
+    folders = sorted((run / "samples").glob("step-*"))
+    return {
+        int(folder.name.removeprefix("step-")): {
+            path.stem: path for path in sorted(folder.glob("*.png")) if _is_strip(path)
+        }
+        for folder in folders
+    }
+
+
+def _is_strip(path: Path) -> bool:
+    """Strips of earlier versions do not tell their parts."""
+    with Image.open(path) as image:
+        return PARTS in image.info
+
+
+def data_url(image: Image.Image, largest: int = LARGEST) -> str:
+    """A picture as it stands in the page: small ones exact, large ones scaled and compressed."""
+    exact = max(image.size) <= THUMBNAIL
+    image = image.copy()
+    image.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG" if exact else "WEBP", **({} if exact else {"quality": 85}))
+    kind = "png" if exact else "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+SECRET = re.compile(r"token|secret|password|passwd|api_?key|auth|credential", re.IGNORECASE)
+
+
+def shareable(settings: Any) -> Any:
+    """Settings for others to read: values that are named as secrets are masked, texts are `without_secrets`."""
+    if isinstance(settings, Mapping):
+        return {
+            key: "***" if SECRET.search(str(key)) and value and not isinstance(value, Mapping) else shareable(value)
+            for key, value in settings.items()
+        }
+    if isinstance(settings, list | tuple):
+        return [shareable(value) for value in settings]
+    return without_secrets(settings) if isinstance(settings, str) else settings
+
+
+def without_secrets(text: str) -> str:
+    """A text without folders of this machine, tokens, credentials in addresses, or commands."""
+    if re.match(r"(~|/|[A-Za-z]:[/\\])[^\n]*$", text):  # nothing but a path, which may hold blanks
+        return ".../" + re.split(r"[/\\]", text.rstrip("/\\"))[-1]
+    text = re.sub(r"\bpipe:.*", "pipe:***", text)
+    text = re.sub(r"\bfile://\S*/", "file://.../", text)
+    text = without_credentials(text)
+    return re.sub(r"(?<![\w:/.}$])(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s'\",\]/\\]+[/\\])+([^\s'\",\]/\\]+)", r".../\1", text)
+
+
+def render(path: Path, **page: Any) -> None:
+    """Write a page whole or not at all."""
+    lists = ("numbers", "jobs", "rows", "steps", "results", "curves", "data_lines", "thumbs")
+    nothing: dict[str, Any] = {name: [] for name in lists}
+    nothing |= dict.fromkeys(("config", "monitor", "picture_names", "pictures_title", "subtitle"), "")
+    nothing |= {"commands": {}, "unfinished": False, "row_width": 420}
+    template = TEMPLATE.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    with replacing(path) as temporary:
+        temporary.write_text(template.render(nothing | page), encoding="utf-8")
+
+
+def write_grid(run: Path) -> None:
+    """grid.png: control, before, after and target of each sample, two samples a row."""
+    samples = sample_files(run)
+    if len(samples) < 2:
+        return
+    before, after = (
+        {name: read_strip(path) for name, path in samples[step].items()} for step in (min(samples), max(samples))
+    )
+    rows = [[*s.controls[:1], before[name].result, s.result, s.target] for name, s in after.items() if name in before]
+    if not rows:
+        return
+    side = max(max(part.size) for row in rows for part in row)
+    scale = max(1, round(128 / side)) if side < 512 else 512 / side
+    cell = round(side * scale) + 6
+    columns = len(rows[0])
+    names = ["control", "before", "after", "target"][-columns:]
+    across = min(2, len(rows))
+    grid = Image.new("RGB", (across * columns * cell + (across - 1) * 24, 20 + -(-len(rows) // across) * cell), "white")
+    canvas = ImageDraw.Draw(grid)
+    for number, row in enumerate(rows):
+        left = number % across * (columns * cell + 24)
+        for column, (part, name) in enumerate(zip(row, names, strict=True)):
+            resized = scaled(part, scale, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
+            grid.paste(resized, (left + column * cell + 3, 20 + number // across * cell + 3))
+            canvas.text((left + column * cell + 3, 4), name, fill="black")
+    save_png(grid, run / "grid.png")

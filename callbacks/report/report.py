@@ -1,0 +1,140 @@
+"""A run on one page: report.html, self-contained, to be looked at while it is written and long after."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from omegaconf import OmegaConf
+
+from callbacks import find_callback, never_costing_the_run
+from callbacks.image_writer import to_image
+from callbacks.report.commands import commands
+from callbacks.report.figures import curves, headline, read_metrics, read_rows
+from callbacks.report.page import (
+    THUMBNAIL,
+    data_url,
+    read_strip,
+    render,
+    sample_files,
+    shareable,
+    without_secrets,
+    write_grid,
+)
+from callbacks.sample_images import SampleImages
+from datamodules.images.dataset import pictures
+from datamodules.pairs import PairsDataModule
+from lightning_modules.edit_module import EditModule
+from lightning_modules.pretrained.components import ASIDE
+
+
+class Report(L.Callback):
+    """Writes report.html at the start, after each set of sample pictures, and at the end.
+
+    Args:
+        output_dir: the run's folder.
+        model_name: the name of the model's YAML, for the commands.
+        preview_count: samples of the data that it shows.
+    """
+
+    def __init__(self, output_dir: str, model_name: str, preview_count: int) -> None:
+        self.run = Path(output_dir)
+        self.model_name = model_name
+        self.preview_count = preview_count
+        self._data: dict[str, Any] = {}
+        self._started = False
+        self._results: dict[Path, str] = {}  # as they stand in the page
+        self._sampled_step = -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        if trainer.is_global_zero:
+            with pl_module.stopwatch.stage(ASIDE):
+                self._write(trainer, pl_module, unfinished=True)
+            self._started = True
+        sampler = find_callback(trainer, SampleImages)
+        self._sampled_step = -1 if sampler is None else sampler.sampled_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, EditModule)
+        sampler = find_callback(trainer, SampleImages)
+        if sampler is None or not trainer.is_global_zero or sampler.sampled_step in (self._sampled_step, -1):
+            return
+        self._sampled_step = sampler.sampled_step
+        with pl_module.stopwatch.stage(ASIDE):
+            self._write(trainer, pl_module, unfinished=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        if trainer.is_global_zero and pl_module.transformer is not None:
+            self._write(trainer, pl_module, unfinished=False)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """A page that reloads itself must not wait for what will not come."""
+        assert isinstance(pl_module, EditModule)
+        if trainer.is_global_zero and pl_module.transformer is not None and self._started:
+            self._write(trainer, pl_module, unfinished=False)
+
+    def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
+        if not unfinished:
+            with never_costing_the_run("grid.png"):
+                write_grid(self.run)
+        with never_costing_the_run("report"):
+            self._write_page(trainer, module, unfinished)
+
+    def _result(self, path: Path) -> str:
+        if path not in self._results:
+            self._results[path] = data_url(read_strip(path).result)
+        return self._results[path]
+
+    def _write_page(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
+        metrics, validation = read_metrics(self.run), read_rows(self.run / "validation.csv")
+        samples = {step: files for step, files in sample_files(self.run).items() if step <= trainer.global_step}
+        last = {name: read_strip(path) for name, path in samples[max(samples)].items()} if samples else {}
+        rows = []
+        for name, strip in last.items():
+            results = [self._result(of_step[name]) if name in of_step else None for of_step in samples.values()]
+            rows.append(
+                {
+                    "prompt": strip.prompt,
+                    "controls": [data_url(control) for control in strip.controls],
+                    "results": results,
+                    "target": data_url(strip.target),
+                    "size": "small" if max(strip.target.size) <= THUMBNAIL else "",
+                }
+            )
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not self._data:
+            with never_costing_the_run("part of the report on the data"):
+                self._data = describe_data(data, self.preview_count)
+        config = self.run / "config.yaml"
+        settings: Any = OmegaConf.to_container(OmegaConf.load(config)) if config.is_file() else {}
+        step = trainer.global_step
+        sampler = find_callback(trainer, SampleImages)
+        render(
+            self.run / "report.html",
+            title=self.run.name,
+            subtitle=f"{without_secrets(module.repository_name)}, {module.adapter}, step {step} of {trainer.max_steps}",
+            numbers=headline(metrics, validation),
+            rows=rows,
+            steps=sorted(samples),
+            results=[row["results"] for row in rows],
+            pictures_title="Held-out pictures" if data.validation is not None else "Pictures of the training data",
+            row_width=420 if not rows or rows[0]["size"] else 760,
+            curves=curves(metrics, validation),
+            commands=commands(module, self.run, self.model_name, sampler, next(iter(last.values()), None)),
+            config=OmegaConf.to_yaml(shareable(settings)) if settings else "",
+            unfinished=unfinished,
+            **self._data,
+        )
+
+
+def describe_data(data: Any, count: int) -> dict[str, Any]:
+    """The page's part on the data: what there is, and its first samples."""
+    sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
+    shown = data.pixels(count) if isinstance(data, PairsDataModule) else []
+    thumbs = [
+        {"pictures": [data_url(to_image(one), THUMBNAIL) for one in pictures(raw)], "caption": raw.prompts[0]}
+        for raw in shown
+    ]
+    lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]
+    return {"data_lines": lines, "thumbs": thumbs}

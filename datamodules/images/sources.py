@@ -1,0 +1,253 @@
+"""Where samples come from: folders of pairs, or a table of file names."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import UserError, listing, printable
+from datamodules.files import read_text, reason, require_file
+from datamodules.images.tables import read_table
+
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
+TARGET_FOLDERS = ("training_images", "images", "target", "targets")
+CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
+FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
+TABLES = ("metadata.jsonl", "metadata.csv")
+FURTHER_CONTROL = re.compile(r"(?P<stem>.+)_control_(?P<number>\d+)$")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pair: the picture to reach, the pictures to start from, and the instruction.
+
+    `key` is the target's path inside its root without the suffix, unique over all roots, in valid UTF-8.
+    """
+
+    key: str
+    target: Path
+    controls: tuple[Path, ...]
+    prompt: str
+    mask: Path | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a scan of the roots gave: the complete samples, and what is wrong with the others, a line each."""
+
+    samples: list[Sample]
+    incomplete: list[str]
+
+
+def find_samples(roots: Iterable[str | Path]) -> Found:
+    """Scan every root, in order; within a root the samples are sorted by name (or stand as in the table).
+
+    Raises:
+        UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
+    """
+    return scan_roots(roots, _scan)
+
+
+def scan_roots(roots: Iterable[str | Path], scan: Callable[[Path], Found]) -> Found:
+    """What `scan` finds in all roots, keys made unique over them."""
+    folders = [Path(root).expanduser() for root in roots]
+    samples: list[Sample] = []
+    incomplete: list[str] = []
+    seen: Counter[str] = Counter()
+    for folder in folders:
+        found = scan(folder)
+        prefix = "" if len(folders) == 1 else f"{folder}/"
+        for sample in found.samples:
+            key = printable(prefix + sample.key)
+            seen[key] += 1  # above 1 where a root is named twice
+            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}"))
+        incomplete += map(printable, found.incomplete)
+    return Found(samples, incomplete)
+
+
+def _scan(root: Path) -> Found:
+    if not root.exists():
+        raise UserError(f"data.root={root}: no such folder (looked for {root.absolute()})")
+    if not root.is_dir() and root.suffix not in (".csv", ".jsonl"):
+        raise UserError(f"data.root={root}: neither a folder nor a .csv or .jsonl table")
+    tables = [root / name for name in TABLES if os.path.lexists(root / name)] if root.is_dir() else [root]
+    if len(tables) > 1:
+        raise UserError(f"data.root={root}: two tables, {' and '.join(TABLES)}: name one of them as data.root")
+    if tables:
+        return _from_table(tables[0])
+    targets = _folder(root, TARGET_FOLDERS)
+    controls = controls_folder(root)
+    if targets is None or controls is None:
+        if targets is not None or folder_images(root):
+            raise UserError(
+                f"data.root={root}: pictures, but no condition images in {'/'.join(CONTROL_FOLDERS)}, which editing "
+                "starts from. To learn pictures from their captions: model=flux_dev data=captions"
+            )
+        raise UserError(
+            f"data.root={root}: no pairs found. Looked for {' or '.join(TABLES)}, or for a folder "
+            f"{'/'.join(TARGET_FOLDERS)} (X.png and X.txt) beside a folder {'/'.join(CONTROL_FOLDERS)} (X.png)"
+        )
+    found = _from_folders(targets, controls)
+    if not found.samples and not found.incomplete:
+        raise UserError(f"data.root={root}: no images ({FORMATS}) in {targets} and {controls}")
+    return found
+
+
+def controls_folder(root: Path) -> Path | None:
+    """Where a set of pairs keeps its condition images."""
+    return _folder(root, CONTROL_FOLDERS)
+
+
+def _folder(root: Path, names: tuple[str, ...]) -> Path | None:
+    return next((root / name for name in names if (root / name).is_dir()), None)
+
+
+def folder_images(folder: Path) -> dict[str, Path]:
+    """The folder's images by stem. Two files of one stem would make a pair ambiguous."""
+    images: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."):
+            if path.stem in images:
+                raise UserError(f"{images[path.stem]} and {path}: two images of one name, keep one")
+            images[path.stem] = path
+    return images
+
+
+def unread_files(folder: Path) -> dict[str, Path]:
+    """By stem, what stands beside pictures and captions: pictures in other formats perhaps."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() not in {*IMAGE_SUFFIXES, ".txt"})
+    return {path.stem: path for path in paths if not path.name.startswith(".") and not path.is_dir()}
+
+
+def none_of_the_formats(path: Path) -> str:
+    """What to say of a file that is no picture to us."""
+    return f"{path} is none of {FORMATS}"
+
+
+def further_controls(images: dict[str, Path], stem: str) -> list[Path]:
+    """`X_control_1.*`, `X_control_2.*`, ... beside `X.*`, by number."""
+    numbered = [
+        (int(match["number"]), path)
+        for name, path in images.items()
+        if name.startswith(f"{stem}_control_") and (match := FURTHER_CONTROL.match(name)) and match["stem"] == stem
+    ]
+    return [path for _, path in sorted(numbered)]
+
+
+def primary_images(folder: Path) -> dict[str, Path]:
+    """The images that stand for a sample of their own: neither a further control nor a mask of another one."""
+    images = folder_images(folder)
+    return {stem: path for stem, path in images.items() if not belongs_to_another(stem, images)}
+
+
+def belongs_to_another(stem: str, stems: Container[str]) -> bool:
+    """Whether an image is a further control or the mask of one of `stems`."""
+    match = FURTHER_CONTROL.match(stem)
+    return (match is not None and match["stem"] in stems) or is_mask(stem, stems)
+
+
+def is_mask(stem: str, stems: Container[str]) -> bool:
+    """Whether an image is the mask of one of `stems`."""
+    return stem.endswith("_mask") and stem.removesuffix("_mask") in stems
+
+
+def _from_folders(target_folder: Path, control_folder: Path) -> Found:
+    targets, all_controls, controls = (
+        primary_images(target_folder),
+        folder_images(control_folder),
+        primary_images(control_folder),
+    )
+    masks = {**folder_images(target_folder), **all_controls}
+    numbered: dict[str, dict[str, Path]] = {}
+    for name, path in all_controls.items():
+        if match := FURTHER_CONTROL.match(name):
+            numbered.setdefault(match["stem"], {})[name] = path
+    unread, unread_controls = unread_files(target_folder), unread_files(control_folder)
+    samples, incomplete = [], []
+    for stem, target in targets.items():
+        caption = target.with_suffix(".txt")
+        if stem not in controls:
+            other = f": {none_of_the_formats(unread_controls[stem])}" if stem in unread_controls else ""
+            incomplete.append(f"{target} has no control image {control_folder / stem}.*{other}")
+        elif not os.path.lexists(caption):
+            incomplete.append(f"{target} has no caption {caption}")
+        else:
+            try:
+                prompt = read_text(caption).strip()
+            except UserError as error:
+                incomplete.append(str(error))
+                continue
+            more = further_controls(numbered.get(stem, {}), stem)
+            samples.append(Sample(stem, target, (controls[stem], *more), prompt, masks.get(f"{stem}_mask")))
+    for stem, path in unread.items():  # else nobody would hear of a target and its control in such a format
+        if stem not in targets and (stem in controls or path.with_suffix(".txt").is_file()):
+            incomplete.append(f"target {none_of_the_formats(path)}")
+    incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in {*targets, *unread}]
+    return Found(samples, incomplete)
+
+
+def _from_table(table: Path) -> Found:
+    """A row names files relative to the table's folder.
+
+    Columns: file_name, control_file_name (one name, or a JSON list), prompt, and optionally mask_file_name.
+    """
+    rows = read_table(table)
+    if not rows:
+        raise UserError(f"{table} has no rows")
+    samples, incomplete = [], []
+    for number, row in enumerate(rows, 1):
+        missing = [name for name in ("file_name", "control_file_name", "prompt") if row.get(name) is None]
+        if missing:
+            raise UserError(
+                f"{table} row {number} has no {listing(missing)}; its columns are {', '.join(map(str, row))}"
+            )
+        strange = [n for n in ("file_name", "prompt", "mask_file_name") if not isinstance(row.get(n) or "", str)]
+        if strange:
+            raise UserError(f"{table} row {number}: {listing(strange)} must be text")
+        try:
+            paths = [table.parent / name for name in (row["file_name"], *_names(row["control_file_name"]))]
+            row["prompt"].encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{table} row {number}: the prompt has half a character, {error.object[error.start]!r}"
+            ) from error
+        except UserError as error:
+            raise UserError(f"{table} row {number}: {error}") from error
+        mask = table.parent / row["mask_file_name"] if row.get("mask_file_name") else None
+        absent = [path for path in (*paths, mask) if path is not None and not os.path.isfile(path)]
+        if absent or len(paths) < 2:
+            why = _why_absent(absent[0]) if absent else "control_file_name is empty"
+            incomplete.append(f"{table} row {number}: {why}")
+        else:
+            key = str(Path(row["file_name"]).with_suffix(""))
+            samples.append(Sample(key, paths[0], tuple(paths[1:]), row["prompt"].strip(), mask))
+    repeated = {sample.key for sample in samples}
+    if len(repeated) < len(samples):  # one picture with several instructions
+        samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
+    return Found(samples, incomplete)
+
+
+def _why_absent(path: Path) -> str:
+    try:
+        require_file(path)
+    except FileNotFoundError as error:
+        return f"{path} does not exist" if not path.is_symlink() else f"{path}: {error.strerror}"
+    except (OSError, ValueError) as error:
+        return f"{path}: {reason(error)}"
+    return f"{path} does not exist"
+
+
+def _names(value: Any) -> list[str]:
+    """One file name, or several as a list (in CSV: a JSON list)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.startswith("[") else [value]
+        except json.JSONDecodeError as error:
+            raise UserError(f'control_file_name={value}: several are written as ["a.png", "b.png"]') from error
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"control_file_name={value}: must be a file name or a list of them")
+    return [name for name in value if name]

@@ -1,0 +1,222 @@
+"""Samples in local shards: an index in memory, and batches read straight from the tars."""
+
+import json
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.batch import LatentBatch
+from datamodules.files import reading
+from datamodules.pairs import Size
+from datamodules.shards.tar import Row
+
+# As safetensors names them; what a cache holds.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
+REMEDY = "delete it and start again, and its samples are encoded again; one of data.shards, copy it again"
+# Bytes that hold the header of a safetensors file with a handful of tensors.
+HEADER = 4096
+
+
+class ShardIndex:
+    """Where each sample is, without what else stands in the rows.
+
+    Args:
+        rows: of an index; the prompts of a shard stand before the samples that use them.
+
+    Attributes:
+        shards: their file names.
+        spans: for each row three numbers: shard, offset, bytes.
+        samples: for each sample three rows: its own, its prompt's, the empty prompt's.
+        ids: the samples' numbers by their names in the cache.
+        keys, sizes, tokens: of each sample.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.spans, self.samples, self.tokens = array("q"), array("q"), array("q")
+        self.ids: dict[str, int] = {}
+        self.keys: list[str] = []
+        self.sizes: list[Size] = []
+        self.resized: set[int] = set()
+        shards: dict[str, int] = {}
+        sizes: dict[Size, Size] = {}
+        prompts: dict[str, int] = {}
+        for number, row in enumerate(rows):
+            shard = shards.setdefault(row["shard"], len(shards))
+            self.spans.extend((shard, row["offset"], row["bytes"]))
+            if "key" not in row:
+                prompts.setdefault(row["id"], number)
+                continue
+            self.ids[row["id"]] = len(self.keys)
+            if row["resized"]:
+                self.resized.add(len(self.keys))
+            self.keys.append(row["key"])
+            self.samples.extend((number, prompts[row["prompt"]], prompts[row["empty_prompt"]]))
+            self.tokens.append(row["tokens"])
+            size = size_of(row)
+            self.sizes.append(sizes.setdefault(size, size))
+        self.shards = list(shards)
+
+
+def size_of(row: Row) -> Size:
+    """What the samples of a batch have in common."""
+    return tuple((width, height) for width, height in row["sizes"]), row["mask"]
+
+
+class LatentReader:
+    """Batches by random access into the tars; the bytes go from the file into the batch and nowhere between.
+
+    Args:
+        folder: of the tars.
+        numbers: the samples' numbers in the index.
+        keys: the samples' names.
+        empty_prompt: whether batches carry the empty prompt's conditioning.
+        prompts: those of the samples, where they are known.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        index: ShardIndex,
+        numbers: Sequence[int],
+        keys: Sequence[str],
+        empty_prompt: bool,
+        prompts: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.index = index
+        self.numbers = array("q", numbers)
+        self.keys = keys
+        self.prompts = prompts
+        self.empty_prompt = empty_prompt
+        # A file that leaves the cache is closed once no thread reads from it.
+        self._open = lru_cache(maxsize=128)(self._open_shard)
+        self._read_empty = lru_cache(maxsize=8)(self._read)
+
+    def __call__(self, items: Sequence[tuple[int, int]]) -> LatentBatch:
+        """The batch of these (index, number of the draw), which must be of one size."""
+        places = [3 * self.numbers[index] for index, _ in items]
+        own, prompts, empty = (tuple(self.index.samples[place + i] for place in places) for i in range(3))
+        tensors = self._read(own)
+        empty_prompt = {}
+        if self.empty_prompt:
+            shared = empty[:1] if len(set(empty)) == 1 else empty
+            # Where each sample has its own, there is nothing to keep.
+            read = self._read_empty if len(shared) == 1 else self._read
+            empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in read(shared).items()}
+        keys, draws = [self.keys[index] for index, _ in items], [draw for _, draw in items]
+        batch = latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
+        batch.prompts = [self.prompts[index] for index, _ in items] if self.prompts else []
+        return batch
+
+    def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
+        """The tensors of some groups, each (B, longest, ...): what is shorter ends in zeros."""
+        spans = [self.index.spans[3 * row : 3 * row + 3] for row in rows]
+        files, found = [], []
+        for shard, offset, length in spans:
+            with reading(self.folder / self.index.shards[shard], REMEDY):
+                files.append(self._open(shard))
+                found.append(_header(files[-1], offset, length))
+        layouts, starts = zip(*found, strict=True)
+        kinds = [{name: (dtype, shape[1:]) for name, (dtype, shape) in layout.items()} for layout in layouts]
+        if any(kind != kinds[0] for kind in kinds):
+            raise ValueError(f"{files[0].name!s}: samples of one batch differ in their tensors")
+        batch = {}
+        for name, (dtype, shape) in layouts[0].items():
+            lengths = [layout[name][1][0] for layout in layouts]
+            make = torch.empty if len(set(lengths)) == 1 else torch.zeros
+            batch[name] = make(len(rows), max(lengths), *shape[1:], dtype=dtype)
+        for place, (file, layout, start) in enumerate(zip(files, layouts, starts, strict=True)):
+            parts = [batch[name][place, : shape[0]] for name, (_, shape) in layout.items()]
+            buffers: list[Any] = [part.reshape(-1).view(torch.uint8).numpy() for part in parts]
+            with reading(str(file.name), REMEDY):
+                if os.preadv(file.fileno(), buffers, start) != sum(buffer.nbytes for buffer in buffers):
+                    raise EOFError("it ends too early")
+        return batch
+
+    def _open_shard(self, shard: int) -> FileIO:
+        return FileIO(self.folder / self.index.shards[shard])
+
+
+def _header(file: FileIO, offset: int, length: int) -> tuple[dict[str, tuple[torch.dtype, list[int]]], int]:
+    """Of a safetensors file in a shard: its tensors' dtype and shape by name, in their order, and where they begin.
+
+    Raises:
+        ValueError, KeyError, TypeError: there is no such file of `length` bytes at `offset`.
+    """
+    first = os.pread(file.fileno(), HEADER, offset)
+    text_length = int.from_bytes(first[:8], "little")
+    if text_length > length - 8:
+        raise ValueError(f"no tensors at {offset}")
+    within = text_length <= HEADER - 8
+    text = first[8 : 8 + text_length] if within else os.pread(file.fileno(), text_length, offset + 8)
+    if len(text) < max(text_length, 2):
+        raise EOFError("it ends too early")
+    facts = sorted(json.loads(text).items(), key=lambda item: item[1]["data_offsets"])
+    start = offset + 8 + text_length
+    if not facts or facts[-1][1]["data_offsets"][1] != offset + length - start:
+        raise ValueError(f"no tensors of {length} bytes at {offset}")
+    return {name: (DTYPES[one["dtype"]], one["shape"]) for name, one in facts}, start
+
+
+def latent_batch(
+    keys: list[str],
+    draws: list[int],
+    tensors: dict[str, Tensor],
+    prompt: dict[str, Tensor],
+    empty_prompt: dict[str, Tensor],
+) -> LatentBatch:
+    """What the shards hold by name, each tensor (B, ...), as a batch."""
+    return LatentBatch(
+        keys=keys,
+        draws=draws,
+        target_mean=tensors["target_mean"],
+        target_std=tensors.get("target_std"),
+        controls=[tensors[f"control_{number}"] for number in range(len(tensors)) if f"control_{number}" in tensors],
+        prompt=prompt,
+        empty_prompt=empty_prompt,
+        mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
+    )
+
+
+class ThreadedLoader:
+    """Batches in the sampler's order, read ahead by threads.
+
+    Reading is copying, which needs no process of its own: what data workers would save in time they lose twice
+    over by passing the tensors on.
+
+    Args:
+        load: a sampler's entry -> the batch.
+        num_workers: threads; 0 reads when asked.
+    """
+
+    def __init__(self, load: Callable[[Any], LatentBatch], sampler: Iterable[Any], num_workers: int) -> None:
+        self.load = load
+        self.sampler = sampler
+        self.num_workers = num_workers
+
+    def __iter__(self) -> Iterator[LatentBatch]:
+        if self.num_workers == 0:
+            yield from map(self.load, self.sampler)
+            return
+        entries = iter(self.sampler)
+        ahead: deque[Future[LatentBatch]] = deque()
+        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="shards") as pool:
+            try:
+                for entry in entries:
+                    ahead.append(pool.submit(self.load, entry))
+                    if len(ahead) > 2 * self.num_workers:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for future in ahead:
+                    future.cancel()

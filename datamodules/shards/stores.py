@@ -1,0 +1,131 @@
+"""Where objects are: buckets, containers and servers, opened with what the environment knows."""
+
+import base64
+import configparser
+import os
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from datamodules.errors import UserError, without_credentials
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+# What an address begins with, and which store it means.
+KINDS = {
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    "gs": "gs",
+    **dict.fromkeys(("az", "azure", "adl", "abfs", "abfss"), "az"),
+    **dict.fromkeys(("http", "https"), "http"),
+}
+CONNECT_TIMEOUT = timedelta(seconds=30)
+READ_TIMEOUT = timedelta(seconds=30)  # without a byte; the whole may take as long as training reads
+ACCESS_KEY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+REGION = ("AWS_REGION", "AWS_DEFAULT_REGION")
+ENDPOINT = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+def kind_of(url: str) -> str | None:
+    """s3, gs, az or http, if it is one of these."""
+    return KINDS.get(url.partition("://")[0].lower())
+
+
+def locate(url: str) -> "tuple[ObjectStore, str]":
+    """The store that a URL is about, and the object's path in it.
+
+    Raises:
+        UserError: no such protocol, no bucket, or credentials that cannot be read.
+    """
+    kind = kind_of(url)
+    if kind is None:
+        known = "s3://, gs://, az://, https://, file:// and pipe:"
+        raise UserError(f"data.shards: cannot open {without_credentials(url)}: no such protocol; there are {known}")
+    if kind == "http":
+        return _server(url), ""
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    if not bucket:
+        raise UserError(f"data.shards: {url} names no bucket")
+    return _bucket(kind, f"{scheme}://{bucket}"), path
+
+
+@lru_cache(maxsize=8)  # a store keeps its connections, and credentials that were asked for
+def _bucket(kind: str, url: str) -> "ObjectStore":
+    from obstore.store import from_url
+
+    config: Any = aws_settings() if kind == "s3" else None
+    return from_url(url, config=config, client_options=_client(), retry_config=_retries())
+
+
+def _server(url: str) -> "ObjectStore":
+    """A user and password in the address are sent as browsers do, and to no other host that it redirects to."""
+    from obstore.store import HTTPStore
+
+    parts = urlsplit(url)
+    login, _, host = parts.netloc.rpartition("@")
+    headers = {}
+    if login:
+        headers["authorization"] = f"Basic {base64.b64encode(unquote(login).encode()).decode()}"
+    url = urlunsplit(parts._replace(netloc=host))
+    return HTTPStore.from_url(url, client_options={**_client(), "default_headers": headers}, retry_config=_retries())
+
+
+def _client() -> Any:
+    return {
+        "allow_http": True,
+        "timeout": timedelta(days=365),
+        "connect_timeout": CONNECT_TIMEOUT,
+        "read_timeout": READ_TIMEOUT,
+    }
+
+
+def _retries() -> Any:
+    return {"max_retries": 0, "retry_timeout": timedelta(minutes=1)}  # `transfer` tries again, and says so
+
+
+def aws_settings() -> dict[str, str]:
+    """What AWS's files say where the environment says nothing, which is all that obstore reads.
+
+    Source: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-files.html
+
+    Raises:
+        UserError: a file or profile cannot be used.
+    """
+    chosen = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    name = chosen or "default"
+    profile = {
+        **_section("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
+        **_section("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    }
+    if chosen and not profile:
+        raise UserError(f"AWS_PROFILE={name}: neither ~/.aws/credentials nor ~/.aws/config has such a profile")
+    settings = {"region": profile.get("region"), "endpoint": profile.get("endpoint_url")}
+    keys = ("access_key_id", "secret_access_key", "session_token")
+    settings |= {key: profile.get(f"aws_{key}") for key in keys}
+    for variables, overridden in ((REGION, ("region",)), (ENDPOINT, ("endpoint",)), (ACCESS_KEY, keys)):
+        if any(os.environ.get(variable) for variable in variables):
+            settings |= dict.fromkeys(overridden)
+        elif overridden == keys and profile and not settings["access_key_id"] and _signs_in(profile):
+            raise UserError(
+                f"the AWS profile {name} holds no access key but a way to get one: "
+                f'eval "$(aws configure export-credentials --profile {name} --format env)"'
+            )
+    return {key: value for key, value in settings.items() if value}
+
+
+def _signs_in(profile: dict[str, str]) -> bool:
+    return any(key.startswith("sso_") or key in ("role_arn", "credential_process") for key in profile)
+
+
+def _section(variable: str, file: str, section: str) -> dict[str, str]:
+    path = Path(os.environ.get(variable) or Path("~/.aws", file)).expanduser()
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read(path, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError, OSError) as error:
+        # Its message would quote the line, which may be a key.
+        raise UserError(f"{path} cannot be read ({type(error).__name__}): mend it, or set {variable}") from None
+    return dict(parser[section]) if parser.has_section(section) else {}

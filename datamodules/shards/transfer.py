@@ -1,0 +1,167 @@
+"""Bytes from somewhere else, whatever the network does on the way."""
+
+import io
+import logging
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from webdataset.gopen import gopen
+
+from datamodules.errors import UserError
+from datamodules.shards.failures import command_failure, failure, shown
+from datamodules.shards.stores import locate
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+
+log = logging.getLogger("retouch")
+
+ATTEMPTS = 5
+PAUSE = 1.0  # seconds before the second attempt, doubled for each further one
+
+
+class StoppedError(Exception):
+    """Nobody waits for the bytes any more."""
+
+
+class DamagedError(Exception):
+    """What has arrived is not what was written."""
+
+
+# What a stream of `open_url` may raise, and what its reader finds wrong: reading from the start again may help.
+BROKEN = (OSError, EOFError, tarfile.TarError, DamagedError)
+
+
+class Attempts:
+    """What failed in a row, and the pauses between.
+
+    Args:
+        url: what is read.
+        known: whether it was read from before, so that a host that is not found may come back.
+        stopped: set when nobody waits any more.
+    """
+
+    def __init__(self, url: str, known: bool, stopped: threading.Event) -> None:
+        self.url = url
+        self.known = known
+        self.stopped = stopped
+        self.count = 0
+
+    def after(self, error: Exception, stream: IO[bytes] | None = None) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            UserError: there is none.
+        """
+        self.count += 1
+        what, lasts = command_failure(stream) or failure(error, self.url, self.known)
+        # `from None`: what lies behind may quote the URL.
+        if lasts:
+            raise UserError(f"data.shards: {shown(self.url)} {what}") from None
+        if self.count == ATTEMPTS:
+            raise UserError(f"data.shards: {shown(self.url)} cannot be read: {what} ({self.count} attempts)") from None
+        pause = PAUSE * 2 ** (self.count - 1)
+        log.warning(f"note: {shown(self.url)}: {what}; attempt {self.count + 1} of {ATTEMPTS} in {pause:g} s")
+        if self.stopped.wait(pause):
+            raise StoppedError from None
+
+
+def open_url(url: str, known: bool, stopped: threading.Event) -> IO[bytes]:
+    """What a URL, a local path, or a command after `pipe:` gives, to be read once from its start."""
+    if url.startswith("pipe:"):
+        return gopen(url, "rb")
+    if url.startswith("file://"):
+        url = url2pathname(urlsplit(url).path)
+    if "://" not in url:
+        return Path(url).expanduser().open("rb")
+    return io.BufferedReader(Transfer(Attempts(url, known, stopped)), 1 << 20)
+
+
+def fetch(url: str) -> bytes:
+    """A small file that must be there."""
+    attempts = Attempts(url, known=False, stopped=threading.Event())
+    while True:
+        stream = None
+        try:
+            with open_url(url, attempts.known, attempts.stopped) as stream:
+                return stream.read()
+        except BROKEN as error:
+            attempts.after(error, stream)
+
+
+class Transfer(io.RawIOBase):
+    """An object's bytes in order: where a transfer breaks off, it is taken up again at its byte.
+
+    From servers without ranges it is read again from its start, and what has arrived before is passed over.
+    """
+
+    def __init__(self, attempts: Attempts) -> None:
+        super().__init__()
+        self.attempts = attempts
+        self.place = 0
+        self.size = -1
+        self.tag: str | None = None
+        self.chunks: Iterator[bytes] | None = None
+        self.ranges = True  # until the server says no
+        self.again = 0  # bytes that arrive once more
+        self.rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if not self.rest:
+            self.rest = memoryview(self._chunk())
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
+        return count
+
+    def close(self) -> None:
+        self.chunks = None
+        super().close()
+
+    def _chunk(self) -> bytes:
+        """The next bytes, none at the end."""
+        from obstore.exceptions import BaseError
+
+        while True:
+            try:
+                if self.chunks is None:
+                    self.chunks = self._connect()
+                for chunk in self.chunks:
+                    new = chunk[self.again :]
+                    self.again = max(0, self.again - len(chunk))
+                    if new:
+                        self.place += len(new)
+                        self.attempts.count = 0
+                        return new
+                if self.place == self.size:
+                    return b""
+                raise EOFError(f"broke off after {self.place} of {self.size} bytes")
+            except (BaseError, OSError, EOFError) as error:
+                self.chunks = None
+                self.attempts.after(error)
+
+    def _connect(self) -> Iterator[bytes]:
+        import obstore
+        from obstore.exceptions import NotSupportedError
+
+        store, path = locate(self.attempts.url)
+        try:
+            options: GetOptions = {"range": {"offset": self.place}} if self.place and self.ranges else {}
+            result = obstore.get(store, path, options=options)
+        except NotSupportedError:
+            self.ranges = False
+            result = obstore.get(store, path)
+        self.again = self.place - result.range[0]
+        size, tag = result.meta["size"], result.meta["e_tag"]
+        if self.size not in (-1, size) or (self.tag and tag and self.tag != tag):
+            raise DamagedError("it changed while it was read")
+        self.size, self.tag = size, tag
+        return iter(result.stream(min_chunk_size=1))

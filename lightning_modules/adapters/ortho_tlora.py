@@ -1,0 +1,195 @@
+"""Orthogonal T-LoRA (arXiv 2507.05964, section 4.2): components that start orthonormal, and as no change at all."""
+
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.lora import ADAPTER, lora_layers
+from lightning_modules.adapters.tlora import TLoRA
+
+log = logging.getLogger("retouch")
+
+
+class OrthoHalf(nn.Module):
+    """One half of y = P (m * lambda * Q x) - P0 (m * lambda0 * Q0 x), with the mask m; P0, Q0 and lambda0 are frozen.
+
+    It computes with the matrices of a LoRA of rank 2r that is the same function,
+
+        A rows     lambda_i Q_i - lambda0_i Q0_i, lambda0_i Q0_i
+        B columns  P_i,                           P_i - P0_i
+
+    whose first and last factors are exactly zero at the start. The difference of two products would not be, and in
+    bf16 it would drown what was learned in the rounding of what cancels.
+
+    Args:
+        initial: what is frozen: lambda0 Q0 (r, in), or P0 (out, r).
+    """
+
+    def __init__(self, initial: Tensor) -> None:
+        super().__init__()
+        # No buffer: DDP would broadcast it before each forward.
+        self.initial = nn.Parameter(initial, requires_grad=False)
+        # In sampling: the matrix in the base's dtype, as a loader has it.
+        self.as_loaded: Tensor | None = None
+
+    def lora_weight(self) -> Tensor:
+        """The matrix of the LoRA of rank 2r."""
+        raise NotImplementedError
+
+    def load_lora_weight(self, weight: Tensor) -> None:
+        """Take over what `lora_weight` gave."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.lora_weight() if self.as_loaded is None else self.as_loaded)
+
+
+class OrthoDown(OrthoHalf):
+    """Q (r, in) and lambda (r,)."""
+
+    def __init__(self, q: Tensor, singular_values: Tensor) -> None:
+        super().__init__(singular_values[:, None] * q)
+        self.weight = nn.Parameter(q)
+        self.singular_values = nn.Parameter(singular_values)
+
+    def lora_weight(self) -> Tensor:
+        change = self.singular_values[:, None] * self.weight - self.initial
+        return torch.stack([change, self.initial], dim=1).flatten(0, 1)
+
+    @torch.no_grad()
+    def load_lora_weight(self, weight: Tensor) -> None:
+        self.initial.copy_(weight[1::2])
+        now = weight[0::2] + weight[1::2]
+        self.singular_values.copy_(now.norm(dim=1))
+        self.weight.copy_(now / self.singular_values[:, None].clamp_min(1e-30))
+
+
+class OrthoUp(OrthoHalf):
+    """P (out, r)."""
+
+    def __init__(self, p: Tensor) -> None:
+        super().__init__(p.clone())
+        self.weight = nn.Parameter(p)
+
+    def lora_weight(self) -> Tensor:
+        return torch.stack([self.weight, self.weight - self.initial], dim=2).flatten(1, 2)
+
+    @torch.no_grad()
+    def load_lora_weight(self, weight: Tensor) -> None:
+        self.initial.copy_(weight[:, 0::2] - weight[:, 1::2])
+        self.weight.copy_(weight[:, 0::2])
+
+
+class OrthoTLoRA(TLoRA):
+    """T-LoRA whose components are singular vectors at the start; its files are LoRAs of twice the rank.
+
+    Args:
+        sig_type: which r of the singular triples: the `principal`, the `last` or the `middle` ones.
+        svd_of: `random`, of a matrix with independent entries N(0, 1/r) (standard deviation 1/r), as the authors do;
+            or `weight`, of the layer's own.
+        tlora: of `TLoRA`.
+    """
+
+    width = 2
+
+    def __init__(self, sig_type: str, svd_of: str, **tlora: Any) -> None:
+        super().__init__(**tlora)
+        if sig_type not in ("principal", "last", "middle"):
+            raise UserError(f"adapter.sig_type={sig_type}: choose principal, last or middle")
+        if svd_of not in ("random", "weight"):
+            raise UserError(f"adapter.svd_of={svd_of}: choose random or weight")
+        self.sig_type = sig_type
+        self.svd_of = svd_of
+
+    def initialize(self, transformer: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        layers = lora_layers(transformer, ADAPTER)
+        for number, (name, layer) in enumerate(layers.items()):
+            sides = (layer.out_features, layer.in_features)
+            if self.rank > min(sides):
+                raise UserError(f"adapter.rank={self.rank}: {name} has {min(sides)} singular values")
+            place = layer.lora_A[ADAPTER].weight.device
+            if place.type == "meta" or self.init_from is not None:
+                shapes = (sides[0], self.rank), (self.rank,), (self.rank, sides[1])
+                p, values, q = (torch.zeros(shape, device=place) for shape in shapes)
+            elif self.svd_of == "random":
+                p, values, q = random_triples(*sides, self.triples(min(sides)), generator)
+                values = values / self.rank
+            else:
+                if number == 0:
+                    log.info(f"decomposing the weights of {len(layers)} layers")
+                p, values, q = weight_triples(layer, self.triples(min(sides)))
+            layer.lora_A[ADAPTER] = OrthoDown(q.to(place), values.to(place))
+            layer.lora_B[ADAPTER] = OrthoUp(p.to(place))
+            layer.r[ADAPTER] *= self.width
+            layer.lora_alpha[ADAPTER] *= self.width
+
+    def triples(self, count: int) -> slice:
+        """Which of `count` singular triples, in descending order."""
+        start = {"principal": 0, "last": count - self.rank, "middle": math.ceil((count - self.rank) / 2)}[self.sig_type]
+        return slice(start, start + self.rank)
+
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | {"sig_type": self.sig_type, "svd_of": self.svd_of}
+
+    @contextmanager
+    def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        halves = [module for module in transformer.modules() if isinstance(module, OrthoHalf)]
+        for half in halves:
+            half.as_loaded = half.lora_weight().detach().to(dtype)
+        try:
+            with super().in_dtype(transformer, dtype):
+                yield
+        finally:
+            for half in halves:
+                half.as_loaded = None
+
+    def __str__(self) -> str:
+        return f"orthogonal {super().__str__()}"
+
+
+def weight_triples(layer: Any, chosen: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """P (out, r), lambda (r,) and Q (r, in) of the thin SVD of a layer's weight, dequantized where it is quantized."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    from lightning_modules.quantization.linear import QuantizedLinear
+
+    base = layer.get_base_layer()
+    quantized = isinstance(base, QuantizedLinear)
+    weight = base.dequantize(torch.float32) if quantized else dequantize_module_weight(base).detach().float()
+    u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    return u[:, chosen].contiguous(), s[chosen].contiguous(), vh[chosen].contiguous()
+
+
+def random_triples(
+    out_features: int, in_features: int, chosen: slice, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a random matrix with independent entries N(0, 1), drawn without making it.
+
+    The singular vectors of such a matrix are uniform on the orthonormal frames and independent of its singular values.
+    The values hardly differ from matrix to matrix: layers of one shape have those of one matrix.
+    """
+    rank = chosen.stop - chosen.start
+    p, q = (random_frame(side, rank, generator) for side in (out_features, in_features))
+    return p, random_singular_values(out_features, in_features)[chosen].clone(), q.T.contiguous()
+
+
+def random_frame(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """(rows, columns) with orthonormal columns, uniform: the signs are those that LAPACK takes from Q."""
+    q, r = torch.linalg.qr(torch.randn(rows, columns, generator=generator, device=generator.device))
+    return (q * r.diagonal().sign()).contiguous()
+
+
+@functools.cache
+def random_singular_values(rows: int, columns: int) -> Tensor:
+    """Of a random matrix with independent entries N(0, 1), in descending order."""
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns), device="cpu")
+    return torch.linalg.svdvals(matrix)

@@ -1,0 +1,280 @@
+"""T-LoRA's rank mask (arXiv 2507.05964): the timestep decides how many components of an adapter work.
+
+At high noise few of the rank's components work, at low noise all. Each sample has the mask of its own timestep.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.formats.diffusers import find_weights, read_adapter
+from lightning_modules.adapters.lora import lora_layers
+from lightning_modules.execution.last_block import keeping
+
+# num_train_timesteps of the schedulers.
+NUM_TRAIN_TIMESTEPS = 1000
+# Parts of a timestep. A power of two: whole timesteps stay whole in float32, also after a division by 1000.
+TICKS = 1024
+NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """The active rank r(t) = floor(((T - t) / T)**alpha_rank_scale * (rank - min_rank)) + min_rank, T = 1000.
+
+    Args:
+        kind: `timestep`, this formula: the full rank at t = 0; `normalised`, with (T - t) / (T - t_min) in it, t_min
+            the last of the sampling timesteps or, in training, 1; `step_index`, in sampling with i / (N - 1) for step
+            i = 0, 1, ... of N, whatever its timestep, in training as `timestep`; `constant`, the full rank.
+        rank: R, at the end.
+        min_rank: at pure noise.
+        alpha_rank_scale: above 1 keeps the rank low for longer.
+    """
+
+    kind: Literal["timestep", "normalised", "step_index", "constant"]
+    rank: int
+    min_rank: int
+    alpha_rank_scale: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("timestep", "normalised", "step_index", "constant"):
+            raise UserError(f"adapter.rank_schedule={self.kind}: choose timestep, normalised, step_index or constant")
+        if type(self.rank) is not int or self.rank < 1:
+            raise UserError(f"adapter.rank={self.rank}: must be a whole number from 1 on")
+        if type(self.min_rank) is not int or not 0 <= self.min_rank <= self.rank:
+            raise UserError(
+                f"adapter.min_rank={self.min_rank}: must be a whole number from 0 to {self.rank}, adapter.rank"
+            )
+        if type(self.alpha_rank_scale) not in (int, float) or not 0.01 <= self.alpha_rank_scale <= 10:
+            raise UserError(f"adapter.alpha_rank_scale={self.alpha_rank_scale}: must be a number from 0.01 to 10")
+
+    def thresholds(self, ticks: int) -> list[int]:
+        """For each component the progress at which it starts to work, of `ticks` from noise to picture; exact."""
+        least = self.rank if self.kind == "constant" else self.min_rank
+        span = self.rank - least
+        alpha = Fraction(str(self.alpha_rank_scale)).limit_denominator(1000)
+        p, q = alpha.numerator, alpha.denominator
+
+        def works(progress: int, component: int) -> bool:
+            """(progress / ticks)**(p / q) * span >= component, in whole numbers."""
+            return progress**p * span**q >= component**q * ticks**p
+
+        result = [0] * least
+        for component in range(1, span + 1):
+            progress = round(ticks * (component / span) ** (1 / alpha))
+            while not works(progress, component):
+                progress += 1
+            while progress > 0 and works(progress - 1, component):
+                progress -= 1
+            result.append(progress)
+        return result
+
+    def mask(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
+        """(B,) timesteps in [0, 1000] -> (B, rank), true where a component works; nothing waits for the device.
+
+        Args:
+            timesteps: of any dtype.
+            sampling_timesteps: (N,) all timesteps of the sampling that these are of; None in training.
+        """
+        left = NUM_TRAIN_TIMESTEPS - timesteps.float()
+        ticks = NUM_TRAIN_TIMESTEPS * TICKS
+        if self.kind == "step_index" and sampling_timesteps is not None:
+            ticks = len(sampling_timesteps) - 1
+            progress = (sampling_timesteps > timesteps[:, None]).sum(dim=1)
+        elif self.kind == "normalised" and sampling_timesteps is not None:
+            span = NUM_TRAIN_TIMESTEPS - sampling_timesteps[-1].float()
+            progress = (left / span).nan_to_num(1.0).mul(ticks).round().int()
+        else:
+            progress = (left * TICKS).round().int()
+            if self.kind == "normalised":
+                ticks -= TICKS
+        return progress[:, None] >= _thresholds(self, ticks, timesteps.device)
+
+    def active_ranks(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
+        """How many components work, (B,); arguments as of `mask`."""
+        return self.mask(timesteps, sampling_timesteps).sum(dim=1)
+
+
+@functools.cache
+def _thresholds(schedule: RankSchedule, ticks: int, device: torch.device) -> Tensor:
+    return torch.tensor(schedule.thresholds(ticks), device=device)
+
+
+class RankGate:
+    """Stands behind the down projections of an adapter and stops the components that the timestep does not allow.
+
+    Its mask is there while the transformer's forward runs, a new tensor each time.
+
+    Args:
+        schedule: gives the masks.
+        width: how many neighbouring rows of the down projection are one component.
+    """
+
+    def __init__(self, schedule: RankSchedule, width: int = 1) -> None:
+        self.schedule = schedule
+        self.width = width
+        self.mask: Tensor | None = None
+        self.active_ranks: Tensor | None = None  # (B,), of the latest forward
+
+    @property
+    def rows(self) -> int:
+        """Of the down projection."""
+        return self.schedule.rank * self.width
+
+    def attach(self, transformer: nn.Module, adapter_name: str) -> None:
+        """Guard an adapter that peft has put into the transformer.
+
+        Raises:
+            UserError: the adapter is of another rank, or cannot be masked.
+        """
+        for name, layer in lora_layers(transformer, adapter_name).items():
+            if layer.use_dora.get(adapter_name):
+                raise UserError(f"{name} is a DoRA layer: DoRA scales the whole weight, and has no rank to mask")
+            if layer.r[adapter_name] != self.rows:
+                raise UserError(f"{name} has rank {layer.r[adapter_name]}, the rank schedule is for {self.rows}")
+            if adapter_name in layer.merged_adapters:
+                raise UserError(f"{name} is fused already; {NOT_MERGED}: unfuse it, or load the pipeline again")
+            layer.lora_A[adapter_name].register_forward_hook(self._stop)
+        for layer in lora_layers(transformer).values():  # all, so that none is merged before one refuses
+            _guard_merging(layer, adapter_name)
+
+    def open(self, timesteps: Tensor, sampling_timesteps: Tensor | None, dtype: torch.dtype) -> None:
+        """Set the mask of the forward that comes, for activations of `dtype`; arguments as of `RankSchedule.mask`."""
+        mask = self.schedule.mask(timesteps, sampling_timesteps)
+        self.active_ranks = mask.sum(dim=1)
+        mask = mask if self.width == 1 else mask.repeat_interleave(self.width, dim=1)
+        self.mask = mask.to(dtype)
+
+    def _stop(self, down: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """(B, ..., R) -> the same, zero in the components that are masked."""
+        mask = self.mask
+        if mask is None:
+            raise UserError(
+                "a T-LoRA layer ran without a rank mask: train and predict with callbacks.rank_schedule, and in "
+                "diffusers call attach_rank_schedule(pipeline, lora) after load_lora_weights"
+            )
+        if mask.shape[0] not in (1, output.shape[0]):
+            # Qwen-Image-Edit-2511 modulates with two rows for each sample: the batch at t, then the batch at 0.
+            mask = mask.repeat(output.shape[0] // mask.shape[0], 1)
+        if output.ndim != 2:
+            mask = mask.view(mask.shape[0], *[1] * (output.ndim - 2), mask.shape[1])
+        return output * mask.to(output)
+
+    def as_now(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        """The block with the mask of this moment, whatever runs in between."""
+        if torch.compiler.is_compiling():  # where the graph holds the mask
+            return block
+        return keeping(self, "mask", block)
+
+
+def _guard_merging(layer: Any, adapter_name: str) -> None:
+    """Let peft's layer refuse to merge an adapter."""
+    merge = layer.merge
+
+    def guarded(safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if adapter_name in (layer.active_adapters if adapter_names is None else adapter_names):
+            raise UserError(NOT_MERGED)
+        merge(safe_merge=safe_merge, adapter_names=adapter_names)
+
+    layer.merge = guarded
+
+
+def read_rank_schedule(path: Path) -> RankGate | None:
+    """The gate that a weights file asks for; None for one that is no T-LoRA of Retouch's.
+
+    Raises:
+        UserError: the file asks for what there is not.
+    """
+    wanted = read_adapter(path).get("rank_schedule")
+    if wanted is None:
+        return None
+    try:
+        schedule = RankSchedule(*(wanted[name] for name in ("kind", "rank", "min_rank", "alpha_rank_scale")))
+        return RankGate(schedule, int(wanted["width"]))
+    except (KeyError, TypeError, ValueError, UserError) as error:
+        raise UserError(f"{path} has a rank schedule that this version of Retouch does not know: {error}") from error
+
+
+def mask_forwards(
+    transformer: nn.Module,
+    gates: Sequence[RankGate],
+    sampling_step: Callable[[], tuple[Tensor, Tensor] | None],
+) -> list[RemovableHandle]:
+    """Open the gates for each of the transformer's forwards, and close them behind it.
+
+    Args:
+        sampling_step: gives the timestep of the sampling step that runs and (N,) all timesteps of the sampling; None
+            outside, where each sample's own is taken from the transformer's arguments.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Sampling's own: the pipelines round the timestep that they pass to the base's dtype. Where there are gradients
+        # it is not sampling, whatever an interrupted pipeline has left behind.
+        now = None if torch.is_grad_enabled() else sampling_step()
+        hidden = kwargs["hidden_states"]
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+        timesteps, all_timesteps = now if now is not None else (kwargs["timestep"].float() * NUM_TRAIN_TIMESTEPS, None)
+        for gate in gates:
+            gate.open(timesteps.reshape(-1), all_timesteps, dtype)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for gate in gates:
+            gate.mask = None
+
+    return [
+        transformer.register_forward_pre_hook(before, with_kwargs=True),
+        transformer.register_forward_hook(after, always_call=True),
+    ]
+
+
+def sampling_step(pipeline: Any) -> tuple[Tensor, Tensor] | None:
+    """Where a diffusers pipeline is in its sampling loop, as `mask_forwards` asks."""
+    now = getattr(pipeline, "current_timestep", None)  # before the first call it does not exist
+    return None if now is None else (now, pipeline.scheduler.timesteps)
+
+
+def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | None = None) -> None:
+    """Let a T-LoRA that was loaded into a diffusers pipeline follow its rank schedule.
+
+    Args:
+        pipeline: a FluxPipeline, FluxKontextPipeline, QwenImageEditPipeline or QwenImageEditPlusPipeline, after
+            `load_lora_weights`.
+        lora: the weights that were loaded: a run's folder, a weights folder or a file.
+        adapter_name: as given to `load_lora_weights`; None where one adapter is loaded.
+
+    Raises:
+        UserError: the file has no schedule, or no such adapter is loaded.
+    """
+    path = find_weights(lora)
+    gate = read_rank_schedule(path)
+    if gate is None:
+        raise UserError(f"{path} has no rank schedule: it is no T-LoRA, and works without one")
+    loaded = list(getattr(pipeline.transformer, "peft_config", {}))
+    if adapter_name is None and len(loaded) != 1:
+        raise UserError(f"adapter_name: name one of the adapters that are loaded ({', '.join(loaded) or 'none'})")
+    if adapter_name is not None and adapter_name not in loaded:
+        raise UserError(f"adapter_name={adapter_name}: loaded are {', '.join(loaded) or 'none'}")
+    gate.attach(pipeline.transformer, adapter_name or loaded[0])
+
+    def step() -> tuple[Tensor, Tensor] | None:
+        now = sampling_step(pipeline)
+        if now is None and gate.schedule.kind in ("normalised", "step_index"):
+            raise UserError(
+                f"rank_schedule={gate.schedule.kind} counts the steps of the {type(pipeline).__name__} that it was "
+                "attached to: use that one"
+            )
+        return now
+
+    mask_forwards(pipeline.transformer, [gate], step)
+    if "torch._dynamo" in sys.modules:  # what was compiled before would run on without the masks
+        torch.compiler.reset()

@@ -1,0 +1,53 @@
+"""A base that is split over several GPUs (FSDP2), for models that one GPU does not hold."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from datamodules.errors import UserError
+from lightning_modules.execution.block_offload import blocks
+from lightning_modules.quantization.linear import FourBitLinear
+
+
+class Sharded(ModelParallelStrategy):
+    """Lightning's over all processes; its checkpoints are files as everywhere, and leave out what is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(save_distributed_checkpoint=False)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        module: Any = self.lightning_module
+        module.check_checkpoint(torch.load(checkpoint_path, map_location="cpu", weights_only=True)["state_dict"])
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(self.model, options=options)
+
+
+def shard(transformer: nn.Module, mesh: Any) -> None:
+    """Split a transformer block by block: a block's weights come together while it computes.
+
+    Raises:
+        UserError: its quantized layers cannot be split.
+    """
+    for name, module in transformer.named_modules():
+        whole = isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight)
+        if whole or isinstance(module, FourBitLinear):
+            raise UserError(
+                f"trainer=fsdp cannot split {name}: it splits bf16, fp8 by retouch and int8 by bitsandbytes; others "
+                "are small enough for trainer.strategy=ddp"
+            )
+    for block in blocks(transformer).values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(transformer, mesh=mesh)

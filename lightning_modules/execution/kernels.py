@@ -1,0 +1,78 @@
+"""How a transformer's blocks run: by which attention kernel, and compiled."""
+
+import logging
+from typing import Any
+
+import torch
+
+from datamodules.errors import UserError
+from lightning_modules.execution.block_offload import blocks
+from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.quantization.fp8 import kernels
+from lightning_modules.quantization.linear import Fp8Linear
+
+log = logging.getLogger("retouch")
+
+# Kernels without a backward pass.
+INFERENCE_ONLY = ("sage", "_sage")
+
+
+def check_attention_backend(name: str | None, trains: bool = False) -> None:
+    """Raise a UserError for an attention backend that diffusers does not know, or that cannot train."""
+    if name is None:
+        return
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    known = [backend.value for backend in AttentionBackendName]
+    if name not in known:
+        raise UserError(f"model.attention_backend={name}: diffusers has {', '.join(known)}")
+    if trains and name.startswith(INFERENCE_ONLY):
+        raise UserError(f"model.attention_backend={name} has no backward pass: use it in prediction")
+
+
+def set_attention_backend(transformer: Any, name: str | None) -> None:
+    """Let diffusers dispatch attention to this kernel; None for PyTorch's own choice.
+
+    Raises:
+        UserError: it cannot be used on this machine.
+    """
+    if name is None:
+        return
+    from diffusers.models.attention_dispatch import attention_backend
+
+    try:
+        with attention_backend(name):  # the transformer's alone: diffusers would let all others follow
+            transformer.set_attention_backend(name)
+    except (ImportError, RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"model.attention_backend={name} cannot be used here: {first}") from error
+
+
+def say_fp8_kernels(transformer: Any, device: torch.device) -> None:
+    """Log what multiplies its layers in fp8, where there are any: tensor cores that stay idle are seen by nothing else.
+
+    Args:
+        device: that it computes on.
+    """
+    for layer in transformer.modules():
+        if isinstance(layer, Fp8Linear):
+            log.info(f"fp8: {kernels(device, layer.gradient_dtype)}")
+            return
+
+
+def compile_blocks(transformer: Any, dynamic: bool | None) -> None:
+    """Compile what repeats, once for all that are alike.
+
+    Their forwards and not their calls: hooks, by which blocks are streamed or gathered, stay outside.
+
+    Args:
+        dynamic: whether one graph serves all sizes; None makes one for the first size, and another when a second comes.
+    """
+    for block in blocks(transformer).values():
+        forward = block.forward
+        if isinstance(forward, LastBlock):
+            forward.whole, forward.compute = (
+                torch.compile(one, fullgraph=True, dynamic=dynamic) for one in (forward.whole, forward.compute)
+            )
+        else:
+            block.forward = torch.compile(forward, fullgraph=True, dynamic=dynamic)

@@ -1,0 +1,240 @@
+"""One component of a diffusers repository (a folder or a hub id): its dtype, its device, errors worth reading."""
+
+import importlib
+import logging
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from datamodules.errors import UserError, listing
+from datamodules.files import FileHashes, hash_file, reading
+from lightning_modules.pretrained.component_files import GET_AGAIN, check_component, read_json
+
+log = logging.getLogger("retouch")
+
+EMBEDDED = "embedded"
+SHAPES = Path(__file__).parent.parent.parent / "assets" / "shapes"
+# Folders that are read in place of repositories.
+STAND_INS: dict[str, str] = {}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Classes whose components are built without weights.
+WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
+
+
+def resolve_repository(name: str) -> str:
+    """The name itself, but `embedded` becomes the folder of the model that comes with Retouch."""
+    return str(SHAPES) if name == EMBEDDED else STAND_INS.get(name, name)
+
+
+def resolve_device(name: str | None, key: str) -> torch.device | None:
+    """Parse a device name and check that this machine has it.
+
+    Raises:
+        UserError: no such device; `key` is the setting it came from.
+    """
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{key}={name} is no device: use cpu, cuda, cuda:0, mps, ...") from error
+    available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    count = available.get(device.type, 0)
+    if (device.index or 0) >= count:
+        has = [f"{kind} ({n})" if n > 1 else kind for kind, n in available.items() if n]
+        raise UserError(f"{key}={name}: this machine has {', '.join(has)}")
+    return device
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """`float32` or `bfloat16`."""
+    if name not in DTYPES:
+        raise UserError(f"model.dtype={name}: choose {' or '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def repository_file(repository: str, filename: str, revision: str | None = None) -> Path | None:
+    """The path of a small file of the repository, downloaded if need be; None where it has no such file.
+
+    Raises:
+        UserError: the repository is not there, is gated, or cannot be reached.
+    """
+    if Path(repository).is_dir():
+        path = Path(repository, filename)
+        return path if path.is_file() else None
+    return _hub_file(repository, filename, revision)
+
+
+@lru_cache(maxsize=64)
+def _hub_file(repository: str, filename: str, revision: str | None) -> Path | None:
+    from huggingface_hub import errors, hf_hub_download
+
+    log.info(f"looking for {filename} of {repository} on huggingface.co")
+    try:
+        return Path(hf_hub_download(repository, filename, revision=revision))
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{repository} is gated: accept its licence at https://huggingface.co/{repository}, then log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(f"{repository} has no revision {revision}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repository} is neither a folder here nor a repository you may read on huggingface.co: check the name; "
+            "if it is private, log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.HFValidationError as error:
+        raise UserError(f"{repository} is neither a folder here nor the name of a repository (owner/name)") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+        if isinstance(error, errors.RemoteEntryNotFoundError):
+            return None
+        if isinstance(error, errors.LocalEntryNotFoundError) and _cached_without(repository, filename, revision):
+            log.info(f"{repository} was downloaded without {filename}, and huggingface.co cannot be reached")
+            return None
+        raise UserError(
+            f"{repository} is no folder here and huggingface.co cannot be reached: check the network (and "
+            "HF_HUB_OFFLINE), or pass the path of a downloaded copy"
+        ) from error
+
+
+def _cached_without(repository: str, filename: str, revision: str | None) -> bool:
+    """Whether the repository is in the cache, and not known to have this file."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        snapshot_download(repository, revision=revision, allow_patterns=[filename], local_files_only=True)
+    except errors.LocalEntryNotFoundError:
+        return False
+    return True
+
+
+def local_folder(repository: str, revision: str | None, names: Iterable[str]) -> Path:
+    """The repository as a folder on this machine that has these components."""
+    if Path(repository).is_dir():
+        return Path(repository)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            repository, revision=revision, allow_patterns=["model_index.json", *(f"{name}/*" for name in names)]
+        )
+    )
+
+
+def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
+    """model_index.json: for each component, its library and class.
+
+    Raises:
+        UserError: as `repository_file`, or the repository is not in diffusers' layout.
+    """
+    path = repository_file(repository, "model_index.json", revision)
+    if path is None:
+        raise UserError(f"{repository} has no model_index.json: it must be a whole pipeline in diffusers' layout")
+    return read_json(path)
+
+
+def component_class(repository: str, name: str, revision: str | None = None) -> type[Any]:
+    """The class that the repository names for a component."""
+    index = read_index(repository, revision)
+    if name not in index:
+        raise UserError(f"{repository} has no component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
+    library, class_name = index[name]
+    return getattr(importlib.import_module(library), class_name)
+
+
+def load_component(
+    repository: str,
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    device: torch.device | None = None,
+) -> Any:
+    """Load one component from its subfolder, models frozen and straight to their dtype and device.
+
+    Args:
+        dtype: `auto` for that of the files, which are then mapped and not copied.
+
+    Raises:
+        UserError: the repository cannot be used, or the component's files are missing or damaged.
+    """
+    cls = component_class(repository, name, revision)
+    if Path(repository).is_dir():
+        check_component(Path(repository, name), cls.__name__)
+    if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
+        return _from_pretrained(cls, repository, revision=revision, subfolder=name)
+    return load_model(cls, repository, name, revision, dtype, device)
+
+
+def encoders_identity(repository: str, revision: str | None, names: Sequence[str], memo: Path) -> dict[str, str]:
+    """What the output of these components depends on: the commit of a hub repository, the files of a folder.
+
+    Args:
+        memo: remembers the checksums of a folder's files, which are read again only when they change.
+    """
+    index = repository_file(repository, "model_index.json", revision)
+    assert index is not None
+    if not Path(repository).is_dir():
+        return {"repository": repository, "commit": index.parent.name}
+    hashes = FileHashes([memo] if memo.is_file() else [])
+    files = {}
+    for path in sorted(path for name in names for path in Path(repository, name).rglob("*") if path.is_file()):
+        known = hashes.get(path)
+        if known is None:
+            hashed = hash_file(path)
+            known = hashed[4]
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            with memo.open("a", encoding="utf-8") as file:
+                file.write(FileHashes.line(hashed))
+        files[path.relative_to(repository).as_posix()] = known
+    return files
+
+
+def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
+    """A model's config.json, without its weights."""
+    path = repository_file(repository, f"{name}/config.json", revision)
+    if path is None:
+        raise UserError(f"{repository} has no {name}/config.json: it must be a whole pipeline in diffusers' layout")
+    return read_json(path)
+
+
+def meta_component(repository: str, name: str, revision: str | None = None) -> Any:
+    """A component without weights; None where it has none."""
+    cls = component_class(repository, name, revision)
+    if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
+        return None
+    config = component_config(repository, name, revision)
+    with torch.device("meta"):
+        model = cls.from_config(config) if hasattr(cls, "from_config") else cls(cls.config_class.from_dict(config))
+        return model.requires_grad_(False)
+
+
+def load_model(
+    cls: type[Any],
+    repository: str,
+    subfolder: str | None,
+    revision: str | None,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device | None,
+) -> Any:
+    """A diffusers or transformers model, frozen and straight to its dtype and device."""
+    log.info(f"loading {subfolder or 'transformer'}")
+    place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
+    # transformers 5 and diffusers 0.42 name the same argument differently.
+    dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"
+    arguments = {dtype_name: dtype, "output_loading_info": True, **place}
+    model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
+    # Else they would be random numbers.
+    if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
+        raise UserError(f"{subfolder or cls.__name__} of {repository} lacks {listing(lacking)}: {GET_AGAIN}")
+    return model.requires_grad_(False).eval()
+
+
+def _from_pretrained(cls: type[Any], repository: str, subfolder: str | None, **arguments: Any) -> Any:
+    where = {"subfolder": subfolder} if subfolder else {}
+    with reading(f"{subfolder or cls.__name__} of {repository}", GET_AGAIN):
+        return cls.from_pretrained(repository, **where, **arguments)

@@ -1,0 +1,243 @@
+"""A pipeline's transformer: where it comes from, how it is quantized, and what it takes."""
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.execution.block_offload import streamed_blocks
+from lightning_modules.pretrained.component_files import indexed_files, read_json
+from lightning_modules.pretrained.freed_memory import loading_bound
+from lightning_modules.pretrained.repository import load_model, repository_file, resolve_repository
+from lightning_modules.pretrained.weights import SafetensorsWeights, assemble, check
+from lightning_modules.quantization.quantization import BITS, Quantization
+
+log = logging.getLogger("retouch")
+
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+
+
+class TransformerSource:
+    """Where a transformer comes from, and what it will be like when it is loaded.
+
+    Args:
+        class_name: in diffusers.
+        name: folder or hub id of a whole pipeline, or of nothing but the transformer; or `embedded`.
+        revision: of a hub repository.
+        dtype: of what is not quantized.
+        quantization: of files that are not quantized; those that are are loaded as they are.
+        streamed: how many of its blocks wait in the host's memory.
+    """
+
+    def __init__(
+        self,
+        class_name: str,
+        name: str,
+        revision: str | None,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        streamed: int,
+    ) -> None:
+        self.class_name = class_name
+        self.name = name
+        self.revision = revision
+        self.dtype = dtype
+        self.quantization = quantization
+        self.streamed = streamed
+
+    @property
+    def repository(self) -> str:
+        """The folder or hub id."""
+        return resolve_repository(self.name)
+
+    @property
+    def _class(self) -> Any:
+        import diffusers
+
+        return getattr(diffusers, self.class_name)
+
+    @cached_property
+    def meta(self) -> Any:
+        """The transformer without weights: names and shapes, to check against before anything is loaded."""
+        with torch.device("meta"):
+            return self._class.from_config(_settings(self.config()))
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return transformer_config(self.repository, self.revision)
+
+    def preflight(self) -> None:
+        """Raise a UserError for settings that it cannot follow."""
+        streamed_blocks(self.meta, self.streamed)
+        if self.quantization is not None:
+            self.quantization.chosen(self.meta)
+
+    def load(self, device: torch.device, split: bool = False) -> Any:
+        """The transformer, frozen; streamed blocks, and all of one that will be split over processes, on the CPU."""
+        host = torch.device("cpu")
+        streamed = tuple(f"{block}." for block in streamed_blocks(self.meta, self.streamed))
+        placement = None
+        if split or streamed:
+
+            def placement(name: str) -> torch.device:
+                return host if split or name.startswith(streamed) else device
+
+        return load_transformer(
+            self._class,
+            self.repository,
+            revision=self.revision,
+            dtype=self.dtype,
+            device=device,
+            quantization=self.quantization,
+            placement=placement,
+        )
+
+    @cached_property
+    def stored_format(self) -> str | None:
+        """The format that its linear layers have on disk; None where they are not quantized."""
+        weights = transformer_weights(self.repository, self.revision)
+        return None if weights is None else weights.format
+
+    @cached_property
+    def precision(self) -> str:
+        """The format of its linear layers: what is on disk decides, then the settings."""
+        stored, wanted = self.stored_format, self.quantization
+        if stored is not None and wanted is not None and stored != wanted.format:
+            log.warning(f"note: {self.name} is {stored} on disk: model.quantization.format={wanted.format} is idle")
+        return stored or self._asked
+
+    @property
+    def expected_precision(self) -> str:
+        """`precision`, as far as can be said without reading weights from the hub."""
+        how = self.config().get("quantization_config") or {}
+        if how.get("load_in_8bit"):
+            return "int8"
+        if how.get("load_in_4bit"):
+            return how.get("bnb_4bit_quant_type", "fp4")
+        return self.precision if Path(self.repository).is_dir() else self._asked
+
+    @property
+    def _asked(self) -> str:
+        return str(self.dtype).removeprefix("torch.") if self.quantization is None else self.quantization.format
+
+    @property
+    def backend(self) -> str | None:
+        """Whose quantized layers it has; None for ours."""
+        return None if self.quantization is None else self.quantization.backend
+
+    def check_unquantized(self, what: str) -> None:
+        """Raise a UserError where it is quantized on disk."""
+        if self.stored_format is not None:
+            raise UserError(f"{what} needs unquantized weights; {self.name} is {self.stored_format} on disk")
+
+    def nbytes(self) -> int:
+        """What its weights take, about, where its files are quantized."""
+        wanted = self.quantization
+        if wanted is not None and wanted.format == self.expected_precision:
+            return wanted.nbytes(self.meta, self.dtype)
+        _, bits = BITS.get(self.expected_precision, (0, 8 * self.dtype.itemsize))
+        return round(sum(parameter.numel() for parameter in self.meta.parameters()) * bits / 8)
+
+    def loading_bytes(self, on_host: bool) -> int:
+        """The most that the host has in memory while it is loaded.
+
+        Args:
+            on_host: whether it stays there; else its streamed blocks do.
+        """
+        kept = self.nbytes() if on_host else sum(self._streamed_bytes())
+        largest = max(parameter.numel() for parameter in self.meta.parameters()) * self.dtype.itemsize
+        return loading_bound(kept, largest)
+
+    def waiting_bytes(self) -> int:
+        """What of it is in the host's memory at any time: streamed blocks, but for two that have a buffer each."""
+        sizes = self._streamed_bytes()
+        return sum(sizes) - min(2, len(sizes)) * max(sizes, default=0)
+
+    def _streamed_bytes(self) -> list[int]:
+        """Of each streamed block."""
+        plain, wanted = 8 * self.dtype.itemsize, self.quantization
+        stored, _ = BITS.get(self.expected_precision, (plain, 0))
+
+        def kept(name: str, part: nn.Module) -> bool:
+            if wanted is None or wanted.format != self.expected_precision:
+                return False
+            return not wanted.converts(name, part)
+
+        sizes = []
+        for block, module in streamed_blocks(self.meta, self.streamed).items():
+            linears = {f"{block}.{name}": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+            bits = (part.weight.numel() * (plain if kept(name, part) else stored) for name, part in linears.items())
+            sizes.append(sum(bits) // 8)
+        return sizes
+
+
+def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
+    """The transformer's config.json, from its subfolder or from a repository that holds nothing else."""
+    for filename in ("transformer/config.json", "config.json"):
+        if path := repository_file(repository, filename, revision):
+            return read_json(path) | {"_subfolder": filename.rpartition("/")[0] or None}
+    raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("_subfolder", "quantization_config")}
+
+
+def transformer_weights(repository: str, revision: str | None = None) -> SafetensorsWeights | None:
+    """The transformer's weights on disk, downloaded if need be; None where they are no safetensors files.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    folder = transformer_config(repository, revision)["_subfolder"]
+    start = f"{folder}/" if folder else ""
+    index = repository_file(repository, f"{start}{WEIGHTS_FILE}.index.json", revision)
+    names = [WEIGHTS_FILE] if index is None else indexed_files(index)
+    files = [repository_file(repository, start + name, revision) for name in names]
+    if index is None and files == [None]:
+        return None
+    for name, file in zip(names, files, strict=True):
+        if file is None:
+            raise UserError(f"{repository} lacks {start}{name}: the download is not whole; get it again")
+    return SafetensorsWeights([file for file in files if file is not None])
+
+
+def load_transformer(
+    cls: type[Any],
+    repository: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+    quantization: Quantization | None = None,
+    placement: Callable[[str], torch.device] | None = None,
+) -> Any:
+    """The transformer alone, frozen; its repository may be a whole pipeline or nothing but the transformer.
+
+    Weights that are quantized on disk are loaded as they are.
+
+    Args:
+        quantization: of weights that are not quantized on disk.
+        placement: the device that a parameter or layer of this name ends on; None for `device`.
+    """
+    from accelerate import init_empty_weights
+
+    config = transformer_config(repository, revision)
+    weights = transformer_weights(repository, revision)
+    if weights is None and (quantization is not None or placement is not None):
+        raise UserError(f"{repository}: only safetensors weights can be quantized, offloaded or split")
+    if weights is None or (weights.format is None and quantization is None and placement is None):
+        return load_model(cls, repository, config["_subfolder"], revision, dtype, device)
+
+    asked = None if quantization is None else f"quantizing to {quantization}"
+    log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))
+    with init_empty_weights():
+        model = cls.from_config(_settings(config))
+    check(weights, model, repository)
+    assemble(model, weights, dtype=dtype, device=device, quantization=quantization, placement=placement)
+    return model.requires_grad_(False).eval()

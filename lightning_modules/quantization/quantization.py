@@ -1,0 +1,193 @@
+"""Quantizing the frozen linear layers of a model, one at a time."""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from datamodules.errors import UserError
+from lightning_modules.pretrained.freed_memory import return_freed_memory
+
+# By format, the default backend first
+BACKENDS = {
+    "fp8": ("retouch", "quanto", "torchao"),
+    "fp4": ("bitsandbytes",),
+    "nf4": ("bitsandbytes",),
+    "int8": ("bitsandbytes", "quanto"),
+}
+LIBRARIES = {"quanto": "optimum-quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+# Bits that a weight takes itself, and with its share of the scales of blocks
+BITS = {"fp8": (8, 8.0), "fp4": (4, 4.5), "nf4": (4, 4.5), "int8": (8, 8.0)}
+DOUBLE_QUANT_BITS = 4.127
+GRADIENT_DTYPES = {"float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
+
+
+def nbytes(module: nn.Module) -> int:
+    """What a model's weights take, quantized or not."""
+    return sum(_tensor_bytes(tensor) for tensor in module.state_dict().values())
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if is_traceable_wrapper_subclass(tensor):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return sum(_tensor_bytes(part) for part in parts if isinstance(part, Tensor))
+    return tensor.nbytes
+
+
+def all_weights(module: nn.Module) -> list[Tensor]:
+    """A model's parameters, and what quantized layers have beside them."""
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
+    return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
+
+
+class Quantization:
+    """How a frozen model is quantized. Checkpoints that are quantized on disk are loaded as they are instead.
+
+    Args:
+        format: of weights: `fp8` (e4m3), `fp4`, `nf4` or `int8`.
+        backend: whose layers: `retouch`, `quanto` or `torchao` for fp8, `bitsandbytes` or `quanto` for int8,
+            `bitsandbytes` for 4 bits; None for the first of these.
+        modules_to_not_convert: full names of linear layers that stay as they are; * stands for anything.
+        components_to_quantize: which components of the pipeline: `transformer`, text encoders.
+        bnb_4bit_use_double_quant: quantize the scales of 4-bit blocks too: 4.1 bits a weight in place of 4.5.
+        gradient_dtype: of the gradients that fp8 tensor cores multiply: `float8_e5m2`, or `bfloat16`, slower.
+
+    Raises:
+        UserError: the format or its library does not exist.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        backend: str | None,
+        modules_to_not_convert: Collection[str],
+        components_to_quantize: Collection[str],
+        bnb_4bit_use_double_quant: bool,
+        gradient_dtype: str,
+    ) -> None:
+        if format not in BACKENDS:
+            raise UserError(f"model.quantization.format={format}: choose {', '.join(BACKENDS)}")
+        if backend not in (None, *BACKENDS[format]):
+            raise UserError(
+                f"model.quantization.backend={backend} has no {format}: choose {' or '.join(BACKENDS[format])}"
+            )
+        if gradient_dtype not in GRADIENT_DTYPES:
+            raise UserError(
+                f"model.quantization.gradient_dtype={gradient_dtype}: choose {' or '.join(GRADIENT_DTYPES)}"
+            )
+        self.format = format
+        self.backend = backend or BACKENDS[format][0]
+        library = LIBRARIES.get(self.backend)
+        if library is not None and find_spec(library.partition("-")[0]) is None:
+            raise UserError(f"model.quantization.backend={self.backend} is not installed: pip install {library}")
+        self.modules_to_not_convert = tuple(modules_to_not_convert)
+        self.components_to_quantize = tuple(components_to_quantize)
+        self.double_quant = bnb_4bit_use_double_quant
+        self.gradient_dtype = GRADIENT_DTYPES[gradient_dtype]
+
+    def settings(self) -> dict[str, Any]:
+        """All that the quantized weights depend on."""
+        return {
+            "format": self.format,
+            "backend": self.backend,
+            "version": version(LIBRARIES[self.backend]) if self.backend in LIBRARIES else None,
+            "modules_to_not_convert": list(self.modules_to_not_convert),
+            "bnb_4bit_use_double_quant": self.double_quant,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.format} by {self.backend}"
+
+    def converts(self, name: str, module: nn.Module) -> bool:
+        """Whether this is a linear layer that is to be quantized."""
+        plain = type(module) is nn.Linear
+        return plain and not any(fnmatchcase(name, pattern) for pattern in self.modules_to_not_convert)
+
+    def chosen(self, model: nn.Module) -> list[str]:
+        """The names of the layers that are to be quantized.
+
+        Raises:
+            UserError: there are none.
+        """
+        names = [name for name, module in model.named_modules() if self.converts(name, module)]
+        if not names:
+            raise UserError("model.quantization.modules_to_not_convert leaves no linear layer to quantize")
+        return names
+
+    def quantize(self, linear: nn.Linear) -> nn.Module:
+        """A layer in its place, on its device.
+
+        Raises:
+            UserError: the device or the installed library cannot do it.
+        """
+        device = linear.weight.device
+        try:
+            return self._layer(linear.requires_grad_(False))
+        except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"model.quantization: {self} does not run on {device} here: {first}") from error
+
+    def _layer(self, linear: nn.Linear) -> nn.Module:
+        if self.backend == "torchao":
+            from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+            holder = nn.Sequential(linear)
+            quantize_(holder, Float8WeightOnlyConfig())
+            return holder[0].requires_grad_(False)
+        from lightning_modules.quantization.linear import FourBitLinear, Fp8Linear, Int8Linear, QuantoLinear
+
+        if self.backend == "quanto":
+            return QuantoLinear.quantize(linear, self.format)
+        if self.format == "fp8":
+            return Fp8Linear.quantize(linear, self.gradient_dtype)
+        if self.format == "int8":
+            return Int8Linear.quantize(linear)
+        return FourBitLinear.quantize(linear, self.format, self.double_quant)
+
+    def convert(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Quantize a loaded model in place, layer by layer, and move it to `device`.
+
+        Args:
+            dtype: of what is not quantized, and of layers before they are.
+
+        Raises:
+            UserError: nothing is to be quantized, or an adapter is already there: it must see the quantized layers.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise UserError("quantize before the adapter is injected: it goes beside quantized layers")
+        chosen = self.chosen(model)
+        for name in chosen:
+            linear = model.get_submodule(name).to(device, dtype)
+            assert isinstance(linear, nn.Linear)
+            model.set_submodule(name, self.quantize(linear))
+            del linear
+            return_freed_memory()
+        quantized = {parameter for name in chosen for parameter in model.get_submodule(name).parameters()}
+        for parameter in model.parameters():
+            if parameter not in quantized:
+                parameter.data = parameter.data.to(device, dtype)
+        model.to(device)  # buffers, in their own dtype
+        return_freed_memory()
+
+    def nbytes(self, model: nn.Module, dtype: torch.dtype) -> int:
+        """What the weights of a model, which may be on the meta device, will take.
+
+        Args:
+            dtype: of what is not quantized.
+        """
+        quantized = sum(m.weight.numel() for name, m in model.named_modules() if self.converts(name, m))
+        others = sum(parameter.numel() for parameter in model.parameters()) - quantized
+        return round(quantized * self.bits / 8) + others * dtype.itemsize
+
+    @property
+    def bits(self) -> float:
+        """What a weight takes, scales included but for those of whole rows."""
+        own, with_scales = BITS[self.format]
+        return DOUBLE_QUANT_BITS if self.double_quant and own == 4 else with_scales

@@ -1,0 +1,119 @@
+"""The plan of a run: what `task=dry_run` prints."""
+
+import logging
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.filesize import decimal
+
+from callbacks.progress import panel
+from datamodules.cached import CachedDataModule
+from datamodules.errors import UserError
+from datamodules.pairs import PairsDataModule
+from datamodules.streamed import StreamedDataModule
+from lightning_modules.edit_module import EditModule
+from tasks.footprint import Footprint, local_configuration, measure
+
+log = logging.getLogger("retouch")
+
+
+def dry_run(cfg: DictConfig) -> None:
+    """Print what the run of train.py's config will need, without reading weights."""
+    with local_configuration(cfg.model.pretrained_model_name_or_path):
+        module = instantiate(cfg.model, _convert_="all")
+        module.preflight()
+        data = instantiate(cfg.data, _convert_="all")
+        caches = isinstance(data, CachedDataModule)
+        if isinstance(data, StreamedDataModule) or (caches and data.shards is not None):
+            raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
+        data.serve(module)
+        log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
+        data.scan()
+        log.info(f"working out what {module.repository_name} takes, which may be a minute or two")
+        plan = measure(module, data)
+    samples = cfg.callbacks.get("sample_images") is not None
+    shown = rows(plan, module, data, caches, samples)
+    Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
+
+
+def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: bool, samples: bool) -> dict[str, str]:
+    """The plan by its parts. Parts that settings place on the CPU count with the host's memory.
+
+    Args:
+        caches: whether the data is encoded once, before the training.
+        samples: whether sample pictures are made, for which the autoencoder stays loaded.
+    """
+    adapter = module.adapter
+    assert adapter is not None
+    on_host = {
+        part for part in plan.encoders if (place := module.components.place(part)) is not None and place.type == "cpu"
+    }
+    encoders = {part: size for part, size in plan.encoders.items() if part not in on_host}
+    texts = {part: size for part, size in encoders.items() if part != "vae"}
+    vae = encoders.get("vae", 0)
+    chosen = module.gradient_checkpointing
+    if chosen == "auto":  # the most that it may come to
+        chosen = "full"
+    resting = module.offload["encoders"]  # beside the transformer
+    weights = plan.weights - plan.waiting
+    training = {
+        "weights": weights,
+        "LoRA": plan.adapter,
+        "optimizer": plan.optimizer,
+        "activations": plan.activations[chosen],
+    }
+    beside = encoders if not caches else {"vae": vae} if samples and vae else {}
+    if not resting:
+        training |= beside
+    encoding = texts | ({"vae": vae, "its activations": plan.encode} if vae else {})
+    # Prompts that are shared come first, and their encoders go before the autoencoder comes.
+    together = module.condition_images.text_sees_them or not caches
+    encoding_peak = sum(encoding.values()) if together else max(sum(texts.values()), vae + plan.encode)
+    trained = weights + plan.adapter + plan.optimizer
+    decoding = trained + vae + plan.decode
+    # Each step encodes before it computes: pictures, then prompts.
+    stepwise = trained + max(sum(texts.values()), vae + plan.encode) if resting and not caches else 0
+    count, (images, _), tokens = plan.batch
+    pictures = " + ".join(f"{width}x{height}" for width, height in images)
+    peak = max(sum(training.values()), encoding_peak if caches else 0, decoding if samples else 0, stepwise)
+    host = {"this process": plan.process, "prompts while encoding": plan.prompts, "reading ahead": plan.read_ahead}
+    host |= {part: plan.encoders[part] for part in sorted(on_host)}
+    host |= {"blocks": plan.waiting} if plan.waiting else {}
+    host |= beside if resting else {}
+    if not caches:
+        del host["prompts while encoding"], host["reading ahead"]
+    return {
+        "model": f"{module.repository_name} ({plan.precision}), {plan.parameters:,} parameters",
+        "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
+        "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
+        "heaviest batch": f"{count} of {pictures}, {tokens:,} tokens",
+        "GPU, training": _sum(training),
+        "": "activations by gradient checkpointing: "
+        + ", ".join(f"{position} {decimal(size)}" for position, size in plan.activations.items()),
+        "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
+        "GPU, sampling": f"{decimal(decoding)} while a picture is decoded" if samples else "no sample pictures",
+        "host": _sum(host),
+        "host, loading": f"at most {decimal(plan.process + plan.loading[0])} while the transformer goes to a GPU, "
+        f"{decimal(plan.process + plan.loading[1])} where it stays in the host's memory",
+        "cache": f"{decimal(plan.cache)} on disk" if caches else "none",
+        "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{_against_this_machine(peak)}",
+    }
+
+
+def _sum(parts: dict[str, int], total: int | None = None) -> str:
+    """`a 1 GB + b 2 GB = 3 GB`; another total where parts are not there at once."""
+    listed = " + ".join(f"{name} {decimal(size)}" for name, size in parts.items())
+    all_parts = sum(parts.values())
+    if total is None or total == all_parts:
+        return f"{listed} = {decimal(all_parts)}"
+    return f"{listed}, at most {decimal(total)} at once"
+
+
+def _against_this_machine(peak: int) -> str:
+    if not torch.cuda.is_available():
+        return ""
+    memory = torch.cuda.get_device_properties(0).total_memory
+    verdict = "fits" if peak + 1e9 < memory else "does not fit: see docs/training.md, Less memory"
+    return f". This machine's {torch.cuda.get_device_name(0)} has {decimal(memory)}: {verdict}"

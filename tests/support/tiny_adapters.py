@@ -1,0 +1,97 @@
+"""Adapters of a tiny FLUX Kontext, in a module of ours and in a stock pipeline."""
+
+import bitsandbytes
+import torch
+from diffusers import FluxKontextPipeline
+from hydra.utils import instantiate
+
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.formats.diffusers import save_lora
+from lightning_modules.adapters.lora import adapter_state
+from lightning_modules.adapters.rank_mask import mask_forwards
+from tests.conftest import compose
+
+RANK = 4
+ADAPTERS = ["tlora", "ortho_tlora"]
+LAYER = "transformer_blocks.0.attn.to_q"
+
+
+def build(tiny, adapter, *more, dtype="float32"):
+    """A module with a fresh adapter, its forwards masked by each sample's t."""
+    settings = [f"adapter={adapter}", f"adapter.rank={RANK}", "adapter.alpha=6", *more]
+    module = instantiate(
+        compose("train", "model=flux_kontext", f"model.dtype={dtype}", *settings).model,
+        pretrained_model_name_or_path=str(tiny),
+        max_sequence_length=16,
+    )
+    module.configure_model()
+    if module.rank_gates:
+        mask_forwards(module.transformer, module.rank_gates, module.sampling_step)
+    return module
+
+
+def learn(module, spread=0.1):
+    """Let the weights be those of an adapter that has learned."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in trainable(module.transformer).values():
+        parameter.data += spread * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def batch(samples=2):
+    """x_t, controls and prompts."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (samples, 8, 4, 6), (samples, 8, 4, 6), (samples, 16, 32), (samples, 32)
+    x_t, control, text, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
+    return x_t, [control], {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
+
+
+def velocity(module, t):
+    """What the module predicts for a sample at each t."""
+    x_t, controls, prompt = batch(len(t))
+    return module.velocity(x_t, torch.tensor(t), controls, prompt)
+
+
+def gradients(module):
+    """Of what trains, by name."""
+    return {name: parameter.grad.clone() for name, parameter in trainable(module.transformer).items()}
+
+
+def export(module, path):
+    """Its adapter as a run would save it."""
+    adapter = module.adapter
+    save_lora(adapter_state(module.transformer), path, adapter.file_alpha, {"adapter": adapter.metadata()})
+
+
+def quantize(transformer):
+    """Every attention projection in 4 bits, by bitsandbytes."""
+    for name, module in list(transformer.named_modules()):
+        if isinstance(module, torch.nn.Linear) and ".attn." in name:
+            four = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, quant_type="nf4")
+            four.load_state_dict(module.state_dict())
+            transformer.set_submodule(name, four.to("cpu"))
+
+
+def load(tiny, tmp_path, *adapters, names=("a", "b")):
+    """A stock pipeline with adapters that have learned."""
+    stock = FluxKontextPipeline.from_pretrained(tiny)
+    stock.set_progress_bar_config(disable=True)
+    for name, (adapter, *more) in zip(names, adapters, strict=False):
+        module = build(tiny, adapter, *more)
+        learn(module)
+        export(module, tmp_path / name / "pytorch_lora_weights.safetensors")
+        stock.load_lora_weights(tmp_path / name, adapter_name=name)
+    return stock
+
+
+def picture(pipeline, steps=2, **more):
+    """Small, as latents."""
+    settings = {"height": 32, "width": 32, "max_area": 1024, "max_sequence_length": 16, "output_type": "latent"}
+    generator = torch.Generator().manual_seed(0)
+    return pipeline(prompt="x", num_inference_steps=steps, generator=generator, **settings, **more).images
+
+
+def gate_of(pipeline, adapter_name):
+    """What `attach_rank_schedule` put into a stock pipeline."""
+    hooks = pipeline.transformer.get_submodule(LAYER).lora_A[adapter_name]._forward_hooks
+    [gate] = [hook.__self__ for hook in hooks.values()]
+    return gate
