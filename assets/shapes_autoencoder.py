@@ -19,7 +19,8 @@ from timm.optim import Muon
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
-from datamodules.images.shapes import COLORS, DIRECTIONS, KINDS, draw, random_scene
+from datamodules.images.scenes import COLORS, KINDS, draw, random_scene
+from datamodules.images.shapes import DIRECTIONS
 from datamodules.images.transforms import to_tensor
 
 TOKENS = 16

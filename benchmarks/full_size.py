@@ -28,6 +28,7 @@ from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.estimation.flops import matrix_peak, median_seconds
+from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained.weights import assemble
 from lightning_modules.quantization.quantization import nbytes
 from tasks.terminal import silence_libraries
@@ -64,14 +65,13 @@ def build(options: argparse.Namespace, folder: str, precision: str, device: torc
     more += [f"model.compile={options.compile}", f"model.attention_backend={options.attention_backend}"]
     module = instantiate(compose(options.model, folder, "bfloat16", *more).model, _convert_="all")
     with init_empty_weights():
-        transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
-    weights, quantization = RandomWeights(transformer, device), module.source.quantization
+        transformer = type(module.base.source.meta).from_config(module.base.source.meta.config)
+    weights, quantization = RandomWeights(transformer, device), module.base.source.quantization
     assemble(transformer, weights, dtype=torch.bfloat16, device=device, quantization=quantization)
-    module.adapt(transformer)
+    module.execution.adapt(transformer)
     module.transformer = transformer.to(device)
-    module.rank_gates = module.adapter.rank_gates()
     mask_forwards(module.transformer, module.rank_gates, lambda: None)
-    module.prepare_blocks(dynamic=False)
+    module.execution.prepare(module.transformer, dynamic=False)
     return module
 
 
@@ -87,17 +87,17 @@ def filled(batch: LatentBatch, module: Any, device: torch.device) -> Callable[[]
     def loss() -> Tensor:
         kind = "cuda" if device.type == "cuda" else "cpu"
         with torch.autocast(kind, torch.bfloat16):
-            return flow.flow_loss(module.velocity(target, t, controls, prompt), target).mean()
+            return flow.flow_loss(module.velocity(module.transformer, target, t, controls, prompt), target).mean()
 
     return loss
 
 
-def measure(options: argparse.Namespace, module: Any, side: int, position: str, peak: float) -> dict[str, Any]:
+def measure(options: argparse.Namespace, module: Any, side: int, policy: str, peak: float) -> dict[str, Any]:
     """One row of results."""
     device = torch.device(options.device)
     batch = empty_batch(module, side, options.batch)
-    flops = module.useful_flops(batch)
-    module.set_gradient_checkpointing(module.transformer, position)
+    flops = module.step_flops(batch)
+    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask, module.execution.compile_blocks)
     loss = filled(batch, module, device)
     optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6, fused=True)
 
@@ -116,8 +116,8 @@ def measure(options: argparse.Namespace, module: Any, side: int, position: str, 
         print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
     return {
         "side": side,
-        "tokens": module.token_count(batch),
-        "checkpointing": position,
+        "tokens": module.geometry.token_count(batch),
+        "checkpointing": policy,
         "seconds_per_step": round(taken, 4),
         "samples_per_second": round(options.batch / taken, 4),
         "tflops": round(flops / taken / 1e12, 2),
@@ -160,12 +160,12 @@ def main() -> None:
             module = build(options, folder, precision, device)
             weights = round(nbytes(module.transformer) / 1e6, 2)
             for side in options.size:
-                for position in options.checkpointing:
+                for policy in options.checkpointing:
                     row: dict[str, Any] = {"precision": precision, "weights_mb": weights}
                     try:
-                        row |= measure(options, module, side, position, peak)
+                        row |= measure(options, module, side, policy, peak)
                     except torch.OutOfMemoryError:
-                        row |= {"side": side, "checkpointing": position, "out_of_memory": True}
+                        row |= {"side": side, "checkpointing": policy, "out_of_memory": True}
                     rows.append(row)
                     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             del module

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks.made_up_weights import write_encoder, write_transformer
 from benchmarks.memory import compose, empty_batch, write_shallow
-from lightning_modules.pretrained.freed_memory import loading_bound
+from lightning_modules.estimation.weights import loading_bound
 
 ROOT = Path(__file__).parent.parent
 QUANTIZED = ("fp8", "nf4", "fp4", "int8")
@@ -41,67 +41,22 @@ WAYS = (
     "task=quantize",
     "task=compare_precision",
 )
-SHARD = 10**9
 LOADING, LOADED = "loading", "loaded"
-
-
-def write_weights(model: nn.Module, folder: Path, start: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Small made-up numbers for a model on the meta device, in files of about a gigabyte, and their index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    sizes, places = [0], {}
-    for name, parameter in model.named_parameters():
-        size = parameter.numel() * dtype.itemsize
-        if sizes[-1] + size > SHARD and sizes[-1]:
-            save_file(shards[-1], folder / f"{start}-{len(sizes):05d}.safetensors")
-            shards[-1] = {}
-            sizes.append(0)
-            shards.append({})
-        sizes[-1] += size
-        bits = torch.empty(parameter.shape, dtype=torch.int16).random_(0x3C00, 0x3D00)
-        shards[-1][name] = bits.view(torch.bfloat16).to(dtype)
-        places[name] = f"{start}-{len(sizes):05d}.safetensors"
-    save_file(shards[-1], folder / f"{start}-{len(sizes):05d}.safetensors", {"format": "pt"})
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
-    (folder / f"{start}.safetensors.index.json").write_text(json.dumps(index))
-
-
-def write_transformer(folder: Path, depth: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """FLUX.1 Kontext of the real widths."""
-    from diffusers import FluxTransformer2DModel
-
-    write_shallow("flux_kontext", depth, str(folder))
-    config = json.loads((folder / "transformer" / "config.json").read_text())
-    with torch.device("meta"):
-        model: Any = FluxTransformer2DModel.from_config(config)
-    write_weights(model, folder / "transformer", "diffusion_pytorch_model", dtype)
-
-
-def write_encoder(folder: Path, dtype: torch.dtype, layers: int = 2) -> None:
-    """T5-XXL with few of its layers, beside an index that names it."""
-    from transformers import T5Config, T5EncoderModel
-
-    sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_heads": 64, "vocab_size": 32128}
-    config = T5Config(**sizes, num_layers=layers, feed_forward_proj="gated-gelu", dtype=dtype)
-    (folder / "text_encoder_2").mkdir(parents=True)
-    config.save_pretrained(folder / "text_encoder_2")
-    (folder / "model_index.json").write_text(json.dumps({"text_encoder_2": ["transformers", "T5EncoderModel"]}))
-    with torch.device("meta"):
-        model = T5EncoderModel(config)
-    write_weights(model, folder / "text_encoder_2", "model", dtype)
 
 
 def load(way: str, folder: str) -> int:
     """What the child process does; gives the bytes of what stays."""
-    from lightning_modules.pretrained.components import Components, Stopwatch
+    from lightning_modules.pretrained.components import Components
     from lightning_modules.pretrained.weights import save_quantized
     from lightning_modules.quantization.quantization import nbytes
-    from tasks.compare_precision import compare_precision
+    from lightning_modules.timing import StageTimer
+    from tasks.compare_precision import compare_velocities
 
     host, name = torch.device("cpu"), way.split()[0]
     if name == "encoder":
         quantization = instantiate(quantization_settings("nf4"), components_to_quantize=["text_encoder_2"])
         places = {"text_encoder": None, "vae": None}
-        parts = Components(folder, None, torch.bfloat16, places, lambda: host, Stopwatch(), quantization)
+        parts = Components(folder, None, torch.bfloat16, places, lambda: host, StageTimer(), quantization)
         return nbytes(parts["text_encoder_2"])
     module = flux(folder, {"task=quantize": "nf4", "task=compare_precision": None}.get(name, name))
     if name == "task=compare_precision":
@@ -110,13 +65,13 @@ def load(way: str, folder: str) -> int:
         with tempfile.TemporaryDirectory() as pictures:
             quantizations = [instantiate(quantization_settings(one)) for one in QUANTIZED]
             sizes: list[int] = []
-            module.load_transformer = told(module.load_transformer, sizes)
-            compare_precision(module, quantizations, [filled], Path(pictures, "precision.png"))
+            module.base.load_transformer = told(module.base.load_transformer, sizes)
+            compare_velocities(module, quantizations, [filled], Path(pictures, "precision.png"))
         return max(sizes[1:])  # the first one, in bf16, stays in its files
-    transformer = module.source.load(host)
+    transformer = module.base.source.load(host)
     if name == "task=quantize":
         with tempfile.TemporaryDirectory(dir=folder) as written:
-            save_quantized(transformer, module.source.quantization, Path(written))
+            save_quantized(transformer, module.base.source.quantization, Path(written))
     return nbytes(transformer)
 
 
@@ -228,7 +183,7 @@ def prepare(way: str, folder: Path, depth: int) -> Path:
     place = folder / way.split()[0]
     write_shallow("flux_kontext", depth, str(place))
     module = flux(str(plain), way.split()[0])
-    save_quantized(module.source.load(torch.device("cpu")), module.source.quantization, place / "transformer")
+    save_quantized(module.base.source.load(torch.device("cpu")), module.base.source.quantization, place / "transformer")
     return place
 
 

@@ -21,7 +21,8 @@ from omegaconf import open_dict
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.execution.checkpointing import POSITIONS
+from lightning_modules.estimation.activations import FakeStep, empty_latents
+from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from tasks import footprint
 
 ROOT = Path(__file__).parent.parent
@@ -53,17 +54,17 @@ def write_shallow(model: str, depth: int | None, folder: str) -> None:
 def empty_batch(module: Any, side: int, samples: int) -> LatentBatch:
     """A target and, where the model takes one, a condition image, on the meta device."""
     pictures = ((side, side),) * (1 if module.condition_images.most == 0 else 2)
-    return footprint.latents(module, (pictures, False), samples, "make it snow")
+    return empty_latents(module, module.base, (pictures, False), samples, "make it snow")
 
 
 def step(module: Any, batch: LatentBatch, device: torch.device) -> None:
     """Forward and backward on random numbers."""
     assert batch.target_mean is not None
     images = [torch.randn(image.shape, device=device) for image in (batch.target_mean, *batch.controls)]
-    prompt = {name: torch.randn(x.shape, device=device).to(module.base_dtype) for name, x in batch.prompt.items()}
+    prompt = {name: torch.randn(x.shape, device=device).to(module.base.dtype) for name, x in batch.prompt.items()}
     t = torch.rand(len(images[0]), device=device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=module.base_dtype == torch.bfloat16):
-        velocity = module.velocity(images[0], t, images[1:], prompt)
+    with torch.autocast(device.type, torch.bfloat16, enabled=module.base.dtype == torch.bfloat16):
+        velocity = module.velocity(module.transformer, images[0], t, images[1:], prompt)
         flow.flow_loss(velocity, images[0]).mean().backward()
     for parameter in trainable(module.transformer).values():
         parameter.grad = None
@@ -98,21 +99,21 @@ def main() -> None:
         cfg = compose(options.model, folder, options.dtype)
         estimating, module = instantiate(cfg.model, _convert_="all"), instantiate(cfg.model, _convert_="all")
         batch = empty_batch(estimating, options.side, options.batch)
-        estimating.adapt(estimating.meta_transformer())
-        step = footprint.FakeStep(estimating, estimating.meta_transformer(), batch)
-        torch.set_default_dtype(module.base_dtype)
+        adapted = estimating.execution.adapted_meta_transformer()
+        step = FakeStep(estimating, estimating.adapter, estimating.base.dtype, False, adapted, batch)
+        torch.set_default_dtype(module.base.dtype)
         with torch.device(device):
-            module.transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
+            module.transformer = type(module.base.source.meta).from_config(module.base.source.meta.config)
         torch.set_default_dtype(torch.float32)
-        module.adapt(module.transformer.train())
+        module.execution.adapt(module.transformer.train())
         what = f"depth {options.depth}, batch {options.batch} of {options.side}"
         print(f"{options.model}, {what}, {options.dtype}, {device}")
-        for position in POSITIONS:
-            estimate = step.peak(position)
-            module.set_gradient_checkpointing(module.transformer, position)
+        for policy in POLICIES:
+            estimate = step.peak(policy)
+            set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
             measured = measure(module, batch, device)
             print(
-                f"  gradient_checkpointing={position:9}: estimated {estimate / 1e9:.3f} GB, "
+                f"  gradient_checkpointing={policy:9}: estimated {estimate / 1e9:.3f} GB, "
                 f"measured {measured / 1e9:.3f} GB, {estimate / measured - 1:+.1%}"
             )
 

@@ -100,7 +100,7 @@ def measure(
         return read_rows(moved / "validation.csv")[0]
     rows = read_rows(output / "validation.csv")
     best = max(row["psnr"] for row in rows)  # higher than the last one where it was learned too long
-    loss = float(read_metrics(output)[-1]["loss_avg"])
+    loss = float(read_metrics(output / "metrics.csv")[-1]["loss_avg"])
     return rows[-1] | {"best_psnr": best, "train_loss": loss, "seconds": seconds}
 
 

@@ -14,8 +14,8 @@ import tempfile
 from hydra.utils import instantiate
 
 from benchmarks.memory import compose, empty_batch, write_shallow
-from lightning_modules.estimation.flops import Product, StepFlops, Tokens, tokens_of
-from lightning_modules.quantization.quantization import BITS
+from lightning_modules.estimation.flops import Product, StepFlops, Tokens
+from lightning_modules.quantization.formats import FORMATS
 from tasks.terminal import silence_libraries
 
 WIDTH = 2  # bytes of an activation
@@ -55,12 +55,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--rank", type=int, nargs="+", default=[16])
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--format", choices=("bf16", *BITS), default="bf16")
+    parser.add_argument("--format", choices=("bf16", *FORMATS), default="bf16")
     parser.add_argument("--tflops", type=float, help="of the device")
     parser.add_argument("--gb_per_second", type=float, help="of the device's memory")
     options = parser.parse_args()
     silence_libraries()
-    bits = 16 if options.format == "bf16" else BITS[options.format][1]
+    bits = 16 if options.format == "bf16" else FORMATS[options.format].bits_with_scales
     columns = ["linear", "attention", "adapter", "backward", "useful", "again"]
     print(f"pairs, batch {options.batch}, weights in {options.format}; TFLOPs of a step")
     print(f"{'':18}{'side':>6}{'rank':>6}{'tokens':>8}" + "".join(f"{one:>11}" for one in columns) + f"{'GB':>8}")
@@ -69,9 +69,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 write_shallow(model, None, folder)
                 module = instantiate(compose(model, folder, "bfloat16", f"adapter.rank={rank}").model, _convert_="all")
-                flops = StepFlops(module, module.meta_as_it_trains())
+                flops = module.step_flops
                 for side in options.size:
-                    tokens = tokens_of(empty_batch(module, side, 1))
+                    tokens = Tokens(*module.geometry.tokens(empty_batch(module, side, 1)))
                     row = describe(flops, tokens, options.batch, bits)
                     count = tokens.text + tokens.target + tokens.control
                     numbers = "".join(f"{row[one]:11.3f}" for one in columns) + f"{row['gigabytes']:8.1f}"

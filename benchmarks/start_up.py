@@ -23,6 +23,7 @@ import torch
 from hydra.utils import instantiate
 
 from benchmarks.memory import compose, empty_batch, step, write_shallow
+from lightning_modules.execution.checkpointing import set_checkpointing
 from tasks.terminal import silence_libraries
 
 PRECISIONS = {
@@ -97,10 +98,10 @@ def main() -> None:
             with timed(taken, "settings"):
                 module = instantiate(cfg.model, _convert_="all")
             with timed(taken, "load"):
-                module.transformer = module.source.load(device)
+                module.transformer = module.base.source.load(device)
             with timed(taken, "adapter"):
-                module.adapt(module.transformer)
-            module.set_gradient_checkpointing(module.transformer, "full")
+                module.execution.adapt(module.transformer)
+            set_checkpointing(module.transformer, "full", module.adapter.bind_rank_mask)
             with timed(taken, "first step"):
                 step(module, empty_batch(module, options.side, 1), device)
             parts = ", ".join(f"{part} {taken[part]:.2f} s" for part in ("settings", "adapter", "first step"))

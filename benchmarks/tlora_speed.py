@@ -19,6 +19,7 @@ from hydra.utils import instantiate
 from benchmarks.memory import compose, empty_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.execution.checkpointing import set_checkpointing
 
 ADAPTERS = ("lora", "tlora", "ortho_tlora")
 
@@ -31,10 +32,10 @@ def build(adapter: str, options: argparse.Namespace, folder: str) -> tuple[Any, 
         module.configure_model()
     else:
         torch.manual_seed(0)
-        module.transformer = type(module.meta_transformer()).from_config(module.meta_transformer().config)
-        module.adapt(module.transformer)
-        module.rank_gates = module.adapter.rank_gates()
-    module.set_gradient_checkpointing(module.transformer, "full" if options.checkpointing else "none")
+        module.transformer = type(module.base.source.meta).from_config(module.base.source.meta.config)
+        module.execution.adapt(module.transformer)
+    policy = "full" if options.checkpointing else "none"
+    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
     mask_forwards(module.transformer, module.rank_gates, lambda: None)
     return module, module.configure_optimizers()["optimizer"]
 
@@ -74,7 +75,7 @@ def main() -> None:
                 for adapter in ADAPTERS:
                     module, optimizer = built[adapter]
                     start = time.perf_counter()
-                    module.training_step(batch, number).backward()
+                    module.training_step(batch, number)["loss"].backward()
                     optimizer.step()
                     optimizer.zero_grad()
                     if number >= 0:

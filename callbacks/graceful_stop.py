@@ -1,4 +1,4 @@
-"""Training and prediction leave cleanly when they are told to."""
+"""Training and prediction finish the batch that they are in, and then stop, when a signal tells them to."""
 
 import signal
 from datetime import timedelta
@@ -11,16 +11,16 @@ from torch import distributed
 from callbacks.signals import stop
 from datamodules.errors import UserError
 
-# How long processes wait for the one that makes pictures and validates. NCCL, in which they would wait at their next
-# step, gives up after half an hour.
-PATIENCE = timedelta(days=1)
+# How long processes wait for the first one, which makes pictures and validates. In NCCL, where they would wait at
+# their next step, they give up after half an hour.
+WAIT = timedelta(days=1)
 
 
 class GracefulStop(L.Callback):
-    """A signal ends training after the step in hand, and prediction after the picture or sample in hand.
+    """A signal ends training after the current step, and prediction after the current picture or sample.
 
-    Training ends as at its last step, so that it is saved; prediction raises `Stopped`. This must be the last callback:
-    what the others do with a batch is a part of it.
+    Training ends as it does at its last step, so that it is saved; prediction raises `Stopped`. This must be the last
+    callback, because what the others do after a batch is part of that batch.
     """
 
     def __init__(self) -> None:
@@ -31,19 +31,20 @@ class GracefulStop(L.Callback):
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(number)
             if trainer.predicting:
-                trainer.should_stop = True  # no further picture of the batch is begun
+                trainer.should_stop = True  # no further picture of this batch is begun
 
         stop.on_signal = pass_on
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1:
-            self._group = distributed.new_group(backend="gloo", timeout=PATIENCE)
-            # Lightning asks its own handler of SIGTERM, which is replaced, in each batch, and waits for the device.
+            self._group = distributed.new_group(backend="gloo", timeout=WAIT)
+            # Lightning asks its own handler of SIGTERM in each batch, which waits for the device; ours replaced it.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-            self._agree()  # here the others wait while the first makes pictures
+            self._agree()  # the others wait here while the first process makes pictures
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        stop.in_hand = "this batch"  # and from then on: what was learned is to be saved
+        # Never reset in training: once something is learned, no signal may interrupt before it is saved.
+        stop.busy_with = "this batch"
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         if number := int(stop.signal or 0) if trainer.world_size == 1 else self._agree():
@@ -51,7 +52,7 @@ class GracefulStop(L.Callback):
             trainer.should_stop = True
 
     def _agree(self) -> int:
-        """The signal that one of the processes was told to stop by, or 0; waits for all of them, and for no device.
+        """The signal that any of the processes got, or 0. Waits for all processes, but for no device.
 
         Raises:
             UserError: another process has ended.
@@ -64,22 +65,22 @@ class GracefulStop(L.Callback):
         return int(number)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stop.take_over()  # from Lightning, which would go on
+        stop.install_handlers()  # Lightning has just put its own, which would let the prediction go on
 
     def on_predict_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        stop.in_hand = "this one"
+        stop.busy_with = "this one"
 
     def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        stop.in_hand = None
+        stop.busy_with = None
         stop.check()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._let_go()
+        self._release()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
-        """A handler left behind would keep the model in memory."""
-        stop.in_hand = None
+    def _release(self) -> None:
+        """`stop` outlives the run: a function left in it would keep the trainer and its model in memory."""
+        stop.busy_with = None
         stop.on_signal = lambda number: None

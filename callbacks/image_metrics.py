@@ -8,6 +8,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryJaccardIndex
 
 from datamodules.errors import UserError
+from datamodules.files import reason
 
 
 class MaskIoU(BinaryJaccardIndex):
@@ -48,7 +49,7 @@ class FeatureSimilarity(MeanMetric):
                 self._processor = AutoImageProcessor.from_pretrained(self.model_name_or_path)
                 self._model = AutoModel.from_pretrained(self.model_name_or_path).eval()
             except OSError as error:
-                first = str(error).strip().splitlines()[0]
+                first = reason(error)
                 raise UserError(
                     f"callbacks.validation.metrics: cannot load {self.model_name_or_path}: {first}"
                 ) from error

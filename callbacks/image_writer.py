@@ -16,6 +16,8 @@ from datamodules.files import replacing, short_name
 
 log = logging.getLogger("retouch")
 
+# In a prediction's folder: a line of JSON for each picture.
+PREDICTIONS = "predictions.jsonl"
 LONGEST = 4096  # pixels of a side, beside other pictures
 
 
@@ -80,5 +82,5 @@ class ImageWriter(BasePredictionWriter):
             save_png(to_image(pixels), path)
             log.info(f"{path}  {sum(record['seconds'][name] for name in ('denoise', 'decode')):.2f} s")
             # One short write at the end of the file: several processes may share it.
-            with (self.folder / "predictions.jsonl").open("a", encoding="utf-8") as file:
+            with (self.folder / PREDICTIONS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"file": path.name, **record}, ensure_ascii=False) + "\n")

@@ -1,17 +1,17 @@
-"""LoRA weights for the world, and checkpoints to go on from."""
+"""LoRA weights for predict.py and other tools, and checkpoints to resume from."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 
+from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules.edit_module import EditModule
-from lightning_modules.pretrained.components import ASIDE
+from lightning_modules.timing import NOT_TRAINING
 
 # Settings of a run, and of the machine that it ran on.
 NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend")
@@ -33,7 +33,7 @@ class LoRACheckpoint(L.Callback):
     """
 
     def __init__(self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any]) -> None:
-        self.output_dir = Path(output_dir)
+        self.run = RunFolder(output_dir)
         self.save_every = save_every
         # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
         self.model: dict[str, Any] = {"name": model_name, **_plain(model)}
@@ -60,33 +60,32 @@ class LoRACheckpoint(L.Callback):
                 self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write all three, if steps were made since; the older files stay where writing fails."""
+        """Write all three if a step was made since the last time. Where writing fails, the older files stay."""
         assert isinstance(pl_module, EditModule)
         if trainer.global_step == self.saved_step or pl_module.transformer is None:
             return
-        with pl_module.stopwatch.stage(ASIDE):
+        with pl_module.base.timer.stage(NOT_TRAINING):
             self._save(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, module: EditModule, *names: str) -> None:
-        """The weights for the world, under each of these names."""
+        """Export the weights under each of these names."""
         assert module.adapter is not None
         step = trainer.global_step
-        header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.provenance()}
+        header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
         with module.averaged_weights():
-            write = module.adapter.export(module, header)
+            write = module.trained.export(module.base, header)
             for name in names if trainer.is_global_zero else ():
-                write(self.output_dir / module.adapter.folder / name)
+                write(self.run.weights(module.adapter.folder, name))
 
     def _save(self, trainer: L.Trainer, module: EditModule) -> None:
         assert module.adapter is not None
         assert module.transformer is not None
         step = self.saved_step = trainer.global_step
-        last = self.output_dir / "checkpoints" / "last.ckpt"
         names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
         self.write(trainer, module, *names)
         if trainer.is_global_zero:
-            with replacing(last) as temporary:
+            with replacing(self.run.checkpoint) as temporary:
                 trainer.save_checkpoint(temporary)
         else:
-            trainer.save_checkpoint(last)  # takes part; the first process writes
-        trainer.strategy.barrier()  # nobody leaves before the files have their names
+            trainer.save_checkpoint(self.run.checkpoint)  # all processes take part; the first one writes
+        trainer.strategy.barrier()  # no process leaves before the files are in place

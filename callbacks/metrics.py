@@ -6,16 +6,17 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import psutil
 import torch
 
+from callbacks.run_folder import RunFolder
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.flops import matrix_peak
-from lightning_modules.pretrained.components import ASIDE
+from lightning_modules.optimization import reads_back
+from lightning_modules.timing import NOT_TRAINING
 
 COLUMNS = (
     "step",
@@ -47,7 +48,7 @@ class _Step:
 
 @dataclass
 class _Interval:
-    """When it began, and what was spent aside and waiting until then, in seconds."""
+    """The clock and the running totals at its start, in seconds: spent beside training, waited for data."""
 
     seconds: float
     aside: float
@@ -70,7 +71,7 @@ class Metrics(L.Callback):
     """
 
     def __init__(self, output_dir: str, window: int) -> None:
-        self.path = Path(output_dir) / "metrics.csv"
+        self.path = RunFolder(output_dir).metrics
         self.running: deque[float] = deque(maxlen=window)
         self.latest: dict[str, float] = {}
         self.peak_memory = 0
@@ -79,16 +80,16 @@ class Metrics(L.Callback):
         self._ranks: list[torch.Tensor] = []
         self._samples = self._tokens = self._flops = 0
         self._steps: list[_Step] = []
-        self._step = 0
+        self._step = self._first_step = 0
         self._interval = _Interval(0.0, 0.0, 0.0)
         self._lr = 0.0
         self._peak: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        self._step = trainer.global_step
+        self._step = self._first_step = trainer.global_step
         if pl_module.device.type == "cuda":
-            self._peak = matrix_peak(pl_module.device, dtype=pl_module.base_dtype)
+            self._peak = matrix_peak(pl_module.device, dtype=pl_module.base.dtype)
         if trainer.is_global_zero:
             earlier = self._rows_until(trainer.global_step)
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ class Metrics(L.Callback):
         self._run_start = self._interval.seconds
 
     def _now(self, trainer: L.Trainer, module: EditModule) -> "_Interval":
-        aside = module.stopwatch.seconds.get(ASIDE, 0.0)
+        aside = module.base.timer.seconds.get(NOT_TRAINING, 0.0)
         loader: Any = trainer.train_dataloader
         return _Interval(time.perf_counter(), aside, loader.waited if loader is not None else 0.0)
 
@@ -114,14 +115,14 @@ class Metrics(L.Callback):
             self.running.append(loss)
 
     def _rows_until(self, step: int) -> list[dict[str, str]]:
-        """The rows of a run that goes on; what came after its checkpoint is about to be done again."""
+        """The rows of a resumed run up to its checkpoint; the steps after it are about to be repeated."""
         if step == 0 or not self.path.is_file():
             return []
         with self.path.open(newline="") as file:
             return [row for row in csv.DictReader(file) if int(row["step"]) <= step]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if pl_module.device.type == "cuda":  # what was before it, or beside training since the last, does not count
+        if pl_module.device.type == "cuda":  # memory that was used between steps does not count
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     def on_before_optimizer_step(
@@ -134,22 +135,22 @@ class Metrics(L.Callback):
     ) -> None:
         assert isinstance(pl_module, EditModule)
         self.peak_memory = max(self.peak_memory, self._memory(pl_module.device))
-        self._losses.append(pl_module.batch_loss)  # Lightning divides its own by the accumulation
-        if pl_module.batch_rank is not None:
-            self._ranks.append(pl_module.batch_rank)
+        self._losses.append(outputs["losses"].mean())  # Lightning divides "loss" by the accumulation
+        if "active_ranks" in outputs:
+            self._ranks.append(outputs["active_ranks"].float().mean())
         self._samples += len(batch.keys)
-        self._tokens += pl_module.batch_tokens
-        self._flops += pl_module.batch_flops
+        self._tokens += outputs["tokens"]
+        self._flops += outputs["flops"]
         if trainer.global_step == self._step:
             return
-        assert pl_module.grad_norm is not None
+        assert pl_module.optimization.grad_norm is not None
         self._step = trainer.global_step
         means = [torch.stack(values).float().mean() for values in (self._losses, self._ranks) if values]
-        figures = torch.stack([pl_module.grad_norm.float(), *means])
+        figures = torch.stack([pl_module.optimization.grad_norm.float(), *means])
         seconds = time.perf_counter() - self._run_start
         self._steps.append(_Step(self._step, self._lr, self._samples, self._tokens, self._flops, seconds, figures))
         self._losses, self._ranks, self._samples, self._tokens, self._flops = [], [], 0, 0, 0
-        if pl_module.reads_back():
+        if reads_back(trainer, self._first_step):
             self.read_back(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -22,8 +22,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from callbacks import find_callback
+from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
+from datamodules.base import TrainingData
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from lightning_modules.edit_module import EditModule
@@ -33,7 +34,7 @@ log = logging.getLogger("retouch")
 
 
 def panel(title: str, rows: Mapping[str, str], notes: Iterable[str]) -> Panel:
-    """A run's facts, a row each, then what to know beside."""
+    """A box with a run's facts, one a row, and notes below them."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
@@ -68,7 +69,7 @@ class TerminalProgress(ProgressBar):
         """Start to count, at `done` of `total`."""
         self._total = total
         self._start = self._last_line = time.monotonic()
-        self._warm: tuple[int, float] | None = None  # what was done first, and when that was
+        self._warm: tuple[int, float] | None = None  # the first count that was shown, and when
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn(self.unit),
@@ -85,8 +86,7 @@ class TerminalProgress(ProgressBar):
     def advance(self, done: int, numbers: str) -> None:
         """Show where it is now.
 
-        The first one warms up, after whatever was made before it: what is left is judged by those that came since,
-        with the pictures and savings between them.
+        The time left is estimated without the first one, which warms up; pictures and savings between steps count.
         """
         now, left = time.monotonic(), ""
         if self._warm is None:
@@ -159,16 +159,15 @@ class TrainingProgress(TerminalProgress):
         if not (self.enabled and trainer.is_global_zero):
             return
         assert isinstance(pl_module, EditModule)
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = TrainingData.of(trainer)
         self.console.print(panel("Retouch", self._summary(trainer, pl_module), data.notes))
         self.begin(self._step, trainer.max_steps)
 
     def _summary(self, trainer: L.Trainer, module: EditModule) -> dict[str, str]:
         assert module.transformer is not None
         assert module.adapter is not None
-        trained = module.trained_parameters()
-        count = sum(p.numel() for p in trained.values())
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        count = sum(parameter.numel() for parameter in module.trained.parameters().values())
+        data = TrainingData.of(trainer)
         sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
         more = len(data.size_counts()) - len(sizes)
         windows = trainer.accumulate_grad_batches * trainer.world_size
@@ -176,8 +175,8 @@ class TrainingProgress(TerminalProgress):
         batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
         epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
-            "model": f"{module.repository_name} ({module.source.precision}) on {module.main_device}",
-            "trains": module.adapter.describe(trained),
+            "model": f"{module.base.name} ({module.base.source.precision}) on {module.base.device}",
+            "trains": module.trained.describe(),
             "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
@@ -185,14 +184,13 @@ class TrainingProgress(TerminalProgress):
             "results": str(self.output_dir),
         }
         if self._step:
-            rows["goes on"] = f"after step {self._step}"
+            rows["resumed"] = f"after step {self._step}"
         return rows
 
     @staticmethod
     def _memory(module: EditModule, count: int) -> str:
-        """What stays for the whole run; activations come on top and are measured from step 1 on."""
-
-        models: dict[str, Any] = {"transformer": module.transformer, **module.components.models()}
+        """What is held during the whole run. Activations come on top; metrics.csv measures them from step 1 on."""
+        models: dict[str, Any] = {"transformer": module.transformer, **module.base.components.models()}
         parts = {name: nbytes(part) for name, part in models.items()}
         parts["training state"] = count * 16  # weight, gradient and two moments, float32 each
         return " + ".join(f"{name} {decimal(size)}" for name, size in parts.items()) + " + activations"

@@ -1,7 +1,6 @@
 """Fixed-seed pictures of a few samples, to see the edit being learned."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,16 +10,17 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from torch import Tensor
 
-from callbacks import never_costing_the_run
+from callbacks.best_effort import best_effort
 from callbacks.image_writer import in_a_row, save_png, to_image
+from callbacks.run_folder import RunFolder
+from datamodules.base import Example, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.files import short_name
-from datamodules.pairs import Example
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
-from lightning_modules.pretrained.components import ASIDE
+from lightning_modules.timing import NOT_TRAINING
 
-# The text in a strip's PNG that tells the widths of its parts.
+# The text chunk of a strip's PNG that lists the widths of its parts.
 PARTS = "parts"
 
 
@@ -52,20 +52,20 @@ class SampleImages(L.Callback):
         true_cfg_scale: float,
         seed: int,
     ) -> None:
-        self.folder = Path(output_dir) / "samples"
+        self.run = RunFolder(output_dir)
         self.sample_every = sample_every
         self.count = count
         self.sampling = Sampling(num_inference_steps, guidance_scale, true_cfg_scale, "")
         self.seed = seed
         self._examples: list[tuple[list[Tensor], LatentBatch]] = []
         self._step = 0
-        self.validation: Any = None
+        self.validation: TrainingData | None = None
         self.results: list[tuple[list[Tensor], Tensor]] = []
         self.sampled_step = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = TrainingData.of(trainer)
         self.validation = data.validation
         self.sample_if_due(trainer, pl_module, self._step == 0 or not self._is_complete())
 
@@ -74,8 +74,8 @@ class SampleImages(L.Callback):
         self._step = trainer.global_step
 
     def _is_complete(self) -> bool:
-        """Whether the pictures of this step are there: a run goes on that may have been killed before it made them."""
-        made, first = (len(list(self.folder.glob(f"step-{step:06d}/*.png"))) for step in (self._step, 0))
+        """Whether all pictures of this step are there: a resumed run may have been killed before it made them."""
+        made, first = (len(list(self.run.samples_of(step).glob("*.png"))) for step in (self._step, 0))
         return made >= first
 
     def sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, missing: bool) -> None:
@@ -86,24 +86,25 @@ class SampleImages(L.Callback):
         takes_part = trainer.is_global_zero or pl_module.device_mesh is not None
         if due and missing and takes_part:
             assert isinstance(pl_module, EditModule)
-            with pl_module.stopwatch.stage(ASIDE):
+            with pl_module.base.timer.stage(NOT_TRAINING):
                 self.sample(trainer, pl_module)
             self.sampled_step = trainer.global_step
 
     def sample(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write one strip for each of the first samples."""
         if not self._examples:
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            data = TrainingData.of(trainer)
             examples = (self.validation or data).examples(self.count, empty_prompt=self.sampling.negative is not None)
             self._examples = [self._prepare(module, example) for example in examples]
         self.results = []
-        with torch.no_grad(), module.as_loaded():
+        with torch.no_grad(), module.inference_weights():
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]
-                result = module.edit(module.with_texts(latents), self.sampling, (width, height), self.seed)
+                latents = module.encoder.refresh_prompt_embeds(latents)
+                result = module.sampler.sample(latents, self.sampling, (width, height), [self.seed])
                 self.results.append((pictures, result))
                 if trainer.is_global_zero:
-                    with never_costing_the_run(f"sample picture of {latents.keys[0]}"):
+                    with best_effort(f"sample picture of {latents.keys[0]}"):
                         self._write(trainer, latents, [*pictures[:-1], result, pictures[-1]])
 
     def _write(self, trainer: L.Trainer, sample: LatentBatch, pictures: list[Tensor]) -> None:
@@ -112,23 +113,23 @@ class SampleImages(L.Callback):
         keys = [latents.keys[0] for _, latents in self._examples]
         name = file_names(keys)[sample.keys[0]]
         facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": " ".join(sample.prompts)}
-        path = self.folder / f"step-{trainer.global_step:06d}" / f"{name}.png"
+        path = self.run.samples_of(trainer.global_step) / f"{name}.png"
         save_png(Image.fromarray(strip), path, facts)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_image(f"samples/{name}", strip, trainer.global_step, dataformats="HWC")
 
     def _prepare(self, module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
-        """The pictures beside the result, and the latents; of shards without their files, what the latents show."""
+        """The pictures to show beside the result (decoded where there are no files), and the latents."""
         if isinstance(example.batch, RawBatch):
-            return example.pictures, module.encode(example.batch, self.sampling.negative)
-        latents = module.transfer_batch_to_device(example.batch, module.main_device, 0)
+            return example.pictures, module.encoder(example.batch, self.sampling.negative)
+        latents = example.batch.to(module.base.device)
         known = [image for image in (*latents.controls, latents.target_mean) if image is not None]
-        return example.pictures or [module.decode(module.normalize(image)) for image in known], latents
+        return example.pictures or [module.encoder.decode(module.normalize(image)) for image in known], latents
 
 
 def file_names(keys: Sequence[str]) -> dict[str, str]:
-    """A name for each sample's picture: without folders, of a length that can be written, and none twice."""
+    """A unique file name for each sample: no folders, no more than 240 bytes before a number."""
     names: dict[str, str] = {}
     for number, key in enumerate(keys):
         name = short_name(key.replace("/", "_"), 240)

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
-from datamodules.encoding import EncodeRequest
+from datamodules.encoding import EncodeRequest, EncodingDataModule
 from datamodules.shards.cache import Cache
 from datamodules.shards.tar import OpenShard, prompt_id
 from lightning_modules.edit_module import EditModule
@@ -49,7 +49,7 @@ class ShardWriter(BasePredictionWriter):
         self._write(trainer.global_rank, pl_module, batch, prediction)
         self.encoded += 1
         if self.encoded == 1 and trainer.is_global_zero:
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            data = EncodingDataModule.of(trainer)
             samples = len(data.requests)
             prompts = 2 * samples if pl_module.condition_images.text_sees_them else len(data.all_prompts())
             self._compare_with_free_space(samples * trainer.world_size, prompts * trainer.world_size)
@@ -76,9 +76,9 @@ class ShardWriter(BasePredictionWriter):
             "sizes": [[image.shape[-1], image.shape[-2]] for image in pictures],
             "mask": raw.mask is not None,
             "resized": request.resized,
-            "tokens": module.token_count(latents),
+            "tokens": module.geometry.token_count(latents),
         }
-        shard.add(request.id, dict(_tensors(latents, module.vae_encode_mode == "sample")), facts)
+        shard.add(request.id, dict(_tensors(latents, module.encoder.vae_encode_mode == "sample")), facts)
 
     def _compare_with_free_space(self, samples: int, prompts: int) -> None:
         """Say now what would stop the build hours later."""

@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM end every command alike."""
+"""How SIGINT (Ctrl-C) and SIGTERM end every command."""
 
 import contextlib
 import logging
@@ -13,73 +13,78 @@ from types import FrameType
 
 log = logging.getLogger("retouch")
 
-# Seconds within which a signal is the same one again: launchers pass on what a terminal or a cluster sends to all.
-ECHO = 1.0
-# Seconds after which a main thread that has not come to handle a signal never will: it sits in a library, waiting.
-PATIENCE = 5.0
+# Seconds within which a further signal counts as the same one: a launcher passes on what the terminal or the cluster
+# has already sent to every process.
+DEBOUNCE = 1.0
+# Seconds that the main thread has to run the handler. Python runs it between two of its own instructions only, so a
+# main thread that waits inside a library may never do so.
+HANDLER_TIMEOUT = 5.0
 
 
 class Stopped(BaseException):
-    """A signal ended the command. Not an Exception: only the command may catch it.
+    """A signal ended the command. It is not an Exception, so that only the command itself catches it.
 
     Args:
-        at_once: with something in hand, or before it was.
+        number: the signal.
+        where: what the message adds to its name.
+        immediate: raised by the handler itself, without finishing the current piece of work.
     """
 
-    def __init__(self, number: signal.Signals, where: str = "", at_once: bool = False) -> None:
+    def __init__(self, number: signal.Signals, where: str = "", immediate: bool = False) -> None:
         super().__init__(f"stopped by {number.name} {where}".rstrip())
         self.signal = number
-        self.at_once = at_once
+        self.immediate = immediate
 
 
 class Stop:
-    """Whether the process was told to stop.
+    """Handles the signals of one process.
 
-    Between two pieces of work the first signal raises `Stopped` at once. While one is `in_hand`, it is only noted, and
-    whoever does the work looks at `signal`, or calls `check`, at its end. A second signal raises in any case.
+    A piece of work that must be finished is announced by `busy_with`. The first signal during it is only noted in
+    `signal`; whoever does the work looks at `signal`, or calls `check`, when the piece is done. Any other signal raises
+    `Stopped` in the main thread, and the next one after that ends the process.
 
     Attributes:
-        signal: the first, or None.
-        in_hand: what is finished first, such as "this step".
-        on_signal: called with each signal that counts, before anything else.
+        signal: the first signal that came; None before.
+        busy_with: the piece of work to finish first, as the message names it: "this batch".
+        on_signal: called with each signal that is not a duplicate, before anything else.
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[signal.Signals, signal.Handlers | int | Callable[..., object] | None] = {}
-        self._runs = 0  # of the handler, ever
+        self._previous: dict[signal.Signals, signal.Handlers | int | Callable[..., object] | None] = {}
+        self._handled = 0  # how often the handler has run
         self._reset()
 
     def _reset(self) -> None:
         self.signal: signal.Signals | None = None
-        self.in_hand: str | None = None
+        self.busy_with: str | None = None
         self.on_signal: Callable[[int], None] = lambda number: None
-        self._told = 0.0
+        self._last_time = 0.0
         self._raised = False
         self._pid = os.getpid()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around a whole command."""
+        """Handle the signals during a whole command; afterwards the previous handlers are back."""
         self._reset()
-        self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.take_over()
+        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.install_handlers()
         reader, writer = os.pipe()
         for end in (reader, writer):
             os.set_blocking(end, False)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reader, self._runs), daemon=True).start()
+        threading.Thread(target=self._watch, args=(reader, self._handled), daemon=True).start()
         try:
             yield
         finally:
-            handlers, self._handlers = self._handlers, {}
-            for number, handler in handlers.items():
+            previous, self._previous = self._previous, {}
+            for number, handler in previous.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(wakeup)
             os.close(writer)
 
-    def take_over(self) -> None:
-        """Handle the signals again after a library has put its own handlers; nothing happens outside `listening`."""
-        for number in self._handlers:
+    def install_handlers(self) -> None:
+        """Handle the signals (again, after a library has installed its own handlers); only inside `listening`."""
+        for number in self._previous:
             signal.signal(number, self._handle)
 
     def check(self, where: str = "") -> None:
@@ -88,49 +93,49 @@ class Stop:
             raise Stopped(self.signal, where)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a data worker: its trainer decides
+        if os.getpid() != self._pid:  # a forked data worker: the main process decides
             return
-        self._runs += 1
+        self._handled += 1
         now = time.monotonic()
         first = self.signal is None
-        if not first and now - self._told < ECHO:
+        if not first and now - self._last_time < DEBOUNCE:
             return
-        self._told = now
+        self._last_time = now
         self.signal = self.signal or signal.Signals(number)
         self.on_signal(number)
-        if first and self.in_hand is not None:
-            with contextlib.suppress(RuntimeError):  # in the middle of another line
-                log.info(f"{self.signal.name}: stopping after {self.in_hand} (once more: at once)")
-        elif self._raised:  # and what it ended takes its time
+        if first and self.busy_with is not None:
+            with contextlib.suppress(RuntimeError):  # the signal came while another line was being written
+                log.info(f"{self.signal.name}: stopping after {self.busy_with} (once more: at once)")
+        elif self._raised:  # Stopped is on its way, but what it interrupted does not end
             os._exit(128 + number)
         else:
             self._raised = True
-            raise Stopped(self.signal, at_once=True)
+            raise Stopped(self.signal, immediate=True)
 
-    def _watch(self, reader: int, runs: int) -> None:
-        """End the process where a signal is not handled, and nothing in hand: it may sit in a library for ever.
+    def _watch(self, reader: int, handled: int) -> None:
+        """A thread of its own: end the process where the main thread does not get to run the handler.
 
-        Python handles signals between two of its own instructions only.
+        A process that is busy with a piece of work is left alone: it may be in a long computation.
 
         Args:
-            reader: gives a byte for each signal as it comes.
-            runs: of the handler, before any of these.
+            reader: a pipe that gets a byte for each signal at the moment it comes (`signal.set_wakeup_fd`).
+            handled: how often the handler had run before.
         """
         while select.select([reader], [], []) and (numbers := os.read(reader, 4096)):
-            if told := self._handlers.keys() & set(numbers):
-                time.sleep(PATIENCE)
-                if self._handlers and self._runs == runs and self.in_hand is None:
-                    number = signal.Signals(max(told))
+            if arrived := self._previous.keys() & set(numbers):
+                time.sleep(HANDLER_TIMEOUT)
+                if self._previous and self._handled == handled and self.busy_with is None:
+                    number = signal.Signals(max(arrived))
                     os.write(2, f"stopped by {number.name}\n".encode())
                     os._exit(128 + number)
-            runs = self._runs
+            handled = self._handled
             with contextlib.suppress(BlockingIOError):
-                os.read(reader, 4096)  # of signals that these runs were for
+                os.read(reader, 4096)  # the bytes of signals that have been handled meanwhile
         os.close(reader)
 
 
-# Data workers have signals of their own.
+# A forked data worker must not write into the main process's pipe.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
-# Of the process, as the signals are.
+# Signals belong to the process, and so does this.
 stop = Stop()

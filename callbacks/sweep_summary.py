@@ -13,10 +13,10 @@ from hydra.experimental.callback import Callback
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks import never_costing_the_run
+from callbacks.best_effort import best_effort
 from callbacks.report.figures import read_metrics, read_rows
+from callbacks.run_folder import RunFolder, shorten
 from datamodules.files import replacing
-from tasks.folders import shorten
 
 log = logging.getLogger("retouch")
 
@@ -37,20 +37,20 @@ class SweepSummary(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         if self.folder is None:
             return
-        run = Path(config.hydra.runtime.output_dir)
-        curve = read_metrics(run)
-        last = next((run / kind / "last" for kind in ("lora", "model") if (run / kind / "last").is_dir()), None)
+        run = RunFolder(config.hydra.runtime.output_dir)
+        curve = read_metrics(run.metrics)
+        weights = run.saved_weights()
         failed = job_return.status is not JobStatus.COMPLETED
         self.jobs.append(list(job_return.overrides or []))
         self.rows.append(
             {
-                "job": run.name,
+                "job": run.path.name,
                 "overrides": "",
                 "final_loss": curve[-1]["loss_avg"] if curve else "",
                 "best_loss": _best_loss(run, curve, config),
                 "value": "" if failed or job_return._return_value is None else job_return._return_value,
                 "seconds": curve[-1]["seconds"] if curve else "",
-                "lora": "" if last is None else str(last),
+                "lora": "" if weights is None else str(weights),
                 "error": str(job_return._return_value) if failed else "",
             }
         )
@@ -59,15 +59,15 @@ class SweepSummary(Callback):
         for row, overrides in zip(self.rows, self.jobs, strict=True):
             row["overrides"] = " ".join(override for override in overrides if override not in common) or row["job"]
         for name, write in {"sweep.csv": self._table, "sweep.png": self._plot, "report.html": self._report}.items():
-            with never_costing_the_run(name):
+            with best_effort(name):
                 write(self.folder, config)
         self._say_best(self.folder)
 
     def _say_best(self, folder: Path) -> None:
-        """A sweep of which a job failed has no other end."""
+        """Log the best job after each one: after the last one a sweep with a failed job shows Hydra's error only."""
         if len(self.rows) < 2:
             return
-        best, here = min(self.rows, key=self._order), shorten(str(folder))
+        best, here = min(self.rows, key=self._order), shorten(folder)
         what = f"{self.monitor} of no job is known"
         if _known(best):
             found = f"{self.monitor} {best['value']:.4g} with {best['overrides']} in {here / best['job']}"
@@ -90,7 +90,7 @@ class SweepSummary(Callback):
         """The jobs' pictures on one page, sorted by what the sweep compares."""
         from callbacks.report.page import render  # Hydra imports this file before it looks at the command
 
-        held_out = any((folder / row["job"] / "validation.csv").is_file() for row in self.rows)
+        held_out = any(RunFolder(folder / row["job"]).validation.is_file() for row in self.rows)
         monitor = config.monitor or ("val_loss" if held_out else "loss_avg")
         metric = OmegaConf.select(config, f"callbacks.validation.metrics.{monitor.removesuffix('_source')}")
         kind: Any = None if metric is None else get_class(metric._target_)
@@ -113,7 +113,7 @@ class SweepSummary(Callback):
 
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         for row in self.rows:
-            curve = read_metrics(folder / row["job"])
+            curve = read_metrics(RunFolder(folder / row["job"]).metrics)
             steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
             axes.plot(steps, losses, label=row["overrides"].replace("$", r"\$").lstrip("_"))
         axes.set(xlabel="step", ylabel="loss (running mean)")
@@ -128,9 +128,9 @@ def _known(row: Mapping[str, Any]) -> bool:
     return row["value"] != "" and math.isfinite(row["value"])
 
 
-def _best_loss(run: Path, curve: list[dict[str, str]], config: DictConfig) -> float | str:
+def _best_loss(run: RunFolder, curve: list[dict[str, str]], config: DictConfig) -> float | str:
     """The least validation loss after step 0; without samples that are held out, the least running mean of a window."""
-    if rows := read_rows(run / "validation.csv"):
+    if rows := read_rows(run.validation):
         return min((row["val_loss"] for row in rows if row["step"]), default="")
     window = OmegaConf.select(config, "callbacks.metrics.window", default=1)
     full = curve[window - 1 :] or curve[-1:]
@@ -141,11 +141,12 @@ def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     """A job's row of the page."""
     from callbacks.report.page import THUMBNAIL, data_url, read_strip, sample_files, without_secrets
 
-    samples = sample_files(folder / row["job"])
+    run = RunFolder(folder / row["job"])
+    samples = sample_files(run)
     strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if samples else []
     return {
         "name": row["job"],
-        "link": f"{row['job']}/report.html" if (folder / row["job"] / "report.html").is_file() else "",
+        "link": str(run.report.relative_to(folder)) if run.report.is_file() else "",
         "overrides": without_secrets(row["overrides"]),
         "value": f"{row['value']:.4g}" if row["value"] != "" else "failed",
         "strips": [[data_url(one, THUMBNAIL) for one in (*s.controls, s.result, s.target)] for s in strips],

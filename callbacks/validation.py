@@ -4,7 +4,6 @@ import csv
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,17 +11,17 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from callbacks import find_callback
+from callbacks.lookup import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.report.figures import ENDS, read_rows
+from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
-from datamodules.batch import RawBatch
+from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from datamodules.files import replacing
-from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
-from lightning_modules.pretrained.components import ASIDE
+from lightning_modules.timing import NOT_TRAINING
 
 # Equal parts of t, from little noise to much.
 BANDS = 4
@@ -40,14 +39,14 @@ class Validation(L.Callback):
 
     Args:
         output_dir: the run's folder.
-        metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1]; or what makes one.
+        metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1]; or their factories.
         monitor: what decides which weights are the best, kept as `best` beside `last`; None for val_loss.
     """
 
     def __init__(
         self, output_dir: str, metrics: Mapping[str, Metric | Callable[[], Metric]], monitor: str | None
     ) -> None:
-        self.path = Path(output_dir) / "validation.csv"
+        self.path = RunFolder(output_dir).validation
         self._makers = {name: metric for name, metric in metrics.items() if metric is not None}
         self.metrics: dict[str, Metric] = {}
         self.monitor = "val_loss" if monitor in (None, "loss_avg") else monitor
@@ -59,8 +58,8 @@ class Validation(L.Callback):
         return self.rows[-1] if self.rows else {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Before weights are loaded: raise a UserError where what is monitored will not be measured."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        """Raise a UserError where what is monitored will not be measured, before weights are loaded."""
+        data = TrainingData.of(trainer)
         figures = ["val_loss", *(f"val_loss_t{band}" for band in range(BANDS))]
         figures += [name + end for name in self._makers for end in ("", *ENDS)]
         if self.monitor not in figures:
@@ -72,7 +71,7 @@ class Validation(L.Callback):
         sampler = find_callback(trainer, SampleImages)
         if sampler is None or sampler.validation is None:
             return
-        earlier = read_rows(self.path) if trainer.global_step else []  # else of a run that never saved
+        earlier = read_rows(self.path) if trainer.global_step else []  # else they are of a run that saved nothing
         self.rows = [row for row in earlier if row["step"] <= trainer.global_step]
         for name, metric in self._makers.items():
             try:
@@ -81,7 +80,7 @@ class Validation(L.Callback):
                 raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
             # Each process that measures has all pictures.
             self.metrics[name].distributed_available_fn = lambda: False
-        if sampler.sampled_step != trainer.global_step:  # the run goes on, and may have been killed before it measured
+        if sampler.sampled_step != trainer.global_step:  # a resumed run may have been killed before it measured
             sampler.sample_if_due(trainer, pl_module, self.latest.get("step") != trainer.global_step)
         self._after_sampling(trainer, pl_module)
 
@@ -95,26 +94,26 @@ class Validation(L.Callback):
             return
         if self.latest.get("step") == trainer.global_step:
             return
-        with pl_module.stopwatch.stage(ASIDE):
+        with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
                 losses = dict(self._losses(pl_module, sampler.validation))
             self._record(trainer, pl_module, {"step": trainer.global_step, **losses, **self._measure(sampler)})
 
-    def _losses(self, module: EditModule, data: PairsDataModule) -> Iterator[tuple[str, float]]:
+    def _losses(self, module: EditModule, data: TrainingData) -> Iterator[tuple[str, float]]:
         """The loss of each band, and of all."""
         bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
-        with module.as_loaded(), torch.no_grad():
-            for number, batch in enumerate(data.one_by_one()):
-                batch = module.encode(batch) if isinstance(batch, RawBatch) else batch
-                batch = module.with_texts(module.transfer_batch_to_device(batch, module.main_device, 0))
+        with module.inference_weights(), torch.no_grad():
+            for number, batch in enumerate(data.one_by_one(empty_prompt=False)):
+                batch = module.encoder.latents(batch, empty_prompt=False)
+                batch = batch.to(module.base.device)
                 seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
                 assert batch.target_mean is not None
                 noise = torch.randn(batch.target_mean.shape, generator=torch.Generator().manual_seed(seed))
-                place = (number + 0.5) / len(data.keys)
+                place = (number + 0.5) / data.sample_count
                 for band, losses in enumerate(bands):
                     t = torch.tensor([(band + place) / BANDS])
-                    drawn = flow.Draw(t, noise, torch.zeros_like(noise), torch.ones(1))
-                    losses.append(module.losses_at(batch, drawn))
+                    drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
+                    losses.append(module.objective.losses_at(batch, drawn, module.normalize, module.denoise))
         means = [float(torch.cat(losses).mean()) for losses in bands]
         yield "val_loss", sum(means) / BANDS
         yield from ((f"val_loss_t{band}", mean) for band, mean in enumerate(means))
@@ -136,7 +135,7 @@ class Validation(L.Callback):
         return scores
 
     def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
-        """In all processes that take part, whose figures are the same: a base that is split is gathered by all."""
+        """Called in every process that measured: to export the weights of a base that is split takes all of them."""
         best = self.best()
         self.rows.append(row)
         if trainer.is_global_zero:
@@ -147,7 +146,7 @@ class Validation(L.Callback):
             keeper.write(trainer, module, "best")
 
     def _write(self, trainer: L.Trainer) -> None:
-        columns = dict.fromkeys(name for row in self.rows for name in row)  # a run may go on with other metrics
+        columns = dict.fromkeys(name for row in self.rows for name in row)  # a run may be resumed with other metrics
         with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()

@@ -1,21 +1,26 @@
-"""What passes between the data and the model."""
+"""Batches: what the data gives to the model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-# Tensors that are asked about on the host: these names end so.
+# (width, height) of the target, then of each control; and whether there is a mask
+Size = tuple[tuple[tuple[int, int], ...], bool]
+# A prompt, and the condition images that its text encoder sees with it.
+PromptRequest = tuple[str, tuple[Path, ...]]
+# Tensors with this ending are read on the host and never moved to a device.
 ON_HOST = "_mask"
 
 
 class Batch:
-    """What raw and encoded ones have in common."""
+    """What raw and encoded batches have in common."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same with other tensors; those that stay on the host are left as they are."""
+        """The batch with `function` applied to its tensors, except those that stay on the host."""
         changes: dict[str, Any] = {}
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
@@ -28,18 +33,18 @@ class Batch:
         return replace(self, **changes)  # type: ignore[type-var]
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device, without waiting for it."""
+        """The batch on a device; the copy is asynchronous."""
         return self.map(lambda tensor: copy_to(tensor, device))
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that are not on the host for good."""
+        """All tensors except those that stay on the host."""
         found: list[Tensor] = []
         self.map(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return iter(found)
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, without waiting for it."""
+    """A tensor on a device; the copy is asynchronous."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -51,14 +56,14 @@ class RawBatch(Batch):
 
     Attributes:
         keys: the samples' names, for messages.
-        draws: how many samples were drawn before each of these since training began. All randomness of a
-            sample (noise, timestep, caption dropout) is a function of the seed and of this number alone.
-        prompts: one instruction a sample.
-        target: (B, 3, H, W), or None where there is nothing to learn from (prediction).
+        draws: each sample's number in the order in which the run draws samples. All randomness of a sample (noise,
+            timestep, caption dropout) is a function of the seed and this number alone.
+        prompts: one instruction per sample.
+        target: (B, 3, H, W); None in prediction.
         controls: the condition images, each (B, 3, h, w) at a size of its own.
         mask: (B, 1, H, W) in [0, 1], the weight of each pixel in the loss.
         prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
-            none for models whose text encoder sees no images. They stay on the host.
+            empty for models whose text encoder sees no images. They stay on the host.
     """
 
     keys: list[str]
@@ -75,18 +80,18 @@ class RawBatch(Batch):
 
 @dataclass
 class LatentBatch(Batch):
-    """The same samples after the frozen encoders; all that a training step needs.
+    """Samples encoded by the frozen encoders: all that a training step needs.
 
-    Latents are the autoencoder's own, before shift and scale.
+    Latents are the autoencoder's outputs, before shift and scale.
 
     Attributes:
-        keys, draws, mask, prompts: as in `RawBatch`; no prompts where the shards of a cache are all there is.
+        keys, draws, mask, prompts: as in `RawBatch`; prompts are empty where only the shards of a cache are known.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
         controls: the modes of the condition images' latents, each (B, C, h, w).
-        prompt: the family's text conditioning by diffusers' argument names, each (B, ...); what is shorter in one
-            sample than in another ends in zeros, as does its mask, which stays on the host.
-        empty_prompt: the same for the empty prompt, which caption dropout puts in its place; in prediction for the
-            negative prompt. One row may stand for all samples.
+        prompt: the family's text conditioning by diffusers' argument names, each (B, ...), padded with zeros to the
+            longest of the batch; masks are padded too, and stay on the host.
+        empty_prompt: the same of the empty prompt, by which caption dropout replaces `prompt`; in prediction, of the
+            negative prompt. One row may serve all samples.
     """
 
     keys: list[str]
@@ -101,10 +106,7 @@ class LatentBatch(Batch):
 
 
 def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """By name (L_1, ...), (L_2, ...), ... -> (B, longest, ...): what is shorter ends in zeros.
-
-    All other sides must agree.
-    """
+    """By name, (L_1, ...), (L_2, ...), ... -> (B, longest, ...), padded with zeros; other dimensions must agree."""
 
     def stack(tensors: list[Tensor]) -> Tensor:
         alike = len({tensor.shape for tensor in tensors}) == 1

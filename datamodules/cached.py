@@ -1,19 +1,25 @@
-"""Cached latents: training without encoders."""
+"""Cached latents: training without running the encoders."""
 
+import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datamodules.batch import LatentBatch
+from datamodules.base import Example, PromptShapes
+from datamodules.batch import LatentBatch, Size
 from datamodules.encoding import content_id
 from datamodules.errors import UserError, listing
 from datamodules.files import DAMAGED, reading
+from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
-from datamodules.pairs import Example, PairsDataModule, Size
+from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
-from datamodules.shards.cache import INDEX, MANIFEST, Cache, check_fit, fingerprint, fingerprint_parts
+from datamodules.shards.cache import Cache
 from datamodules.shards.failures import shown
+from datamodules.shards.fingerprint import check_fit, fingerprint, fingerprint_parts
+from datamodules.shards.manifest import INDEX, MANIFEST
 from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
 from datamodules.streamed import StreamedDataModule
 
@@ -24,8 +30,8 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDat
     Without a cache_dir samples are encoded in every step, as with `data=pairs`.
 
     Args:
-        shards: null for the samples of data.root; else the folder of a cache, or a URL of one (then they are streamed
-            through a buffer of shuffle_buffer samples).
+        shards: None for the samples of data.root; else the folder of a cache, or the URL of one, which is streamed
+            through a buffer of shuffle_buffer samples.
         settings: of `CachedDataModule`.
     """
     if shards is not None and settings["root"] is not None:
@@ -34,9 +40,7 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDat
         )
     if settings["cache_dir"] is None:
         if shards is not None or settings["max_tokens_per_batch"] is not None:
-            raise UserError(
-                "data.shards and data.max_tokens_per_batch are about cached latents: set data.cache_dir too"
-            )
+            raise UserError("data.shards and data.max_tokens_per_batch need cached latents: set data.cache_dir too")
         for name in ("cache_dir", "shard_size", "max_tokens_per_batch"):
             del settings[name]
         return PairsDataModule(**settings)
@@ -44,7 +48,8 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDat
         return CachedDataModule(shards=shards, **settings)
     if settings["val_root"] is not None or settings["val_count"]:
         raise UserError(
-            f"data.shards={shown(shards)} is streamed, and nothing of it can be held out: leave data.val_* alone"
+            f"data.shards={shown(shards)} is streamed, and no samples of a stream can be held out: leave data.val_root "
+            "and data.val_count out"
         )
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
     return StreamedDataModule(
@@ -66,9 +71,9 @@ class CachedDataModule(PairsDataModule):
     Args:
         cache_dir: holds a folder for each fingerprint.
         shards: the folder of a cache, instead of data.root.
-        max_tokens_per_batch: in place of batch_size, what the transformer may see at once: large pictures come in
-            small batches, small ones in large.
-        shard_size: bytes at which a tar is full.
+        max_tokens_per_batch: instead of batch_size, the most tokens that the transformer sees at once: large pictures
+            come in small batches, small ones in large.
+        shard_size: bytes at which a new tar is begun.
         settings: of `PairsDataModule`.
     """
 
@@ -91,24 +96,24 @@ class CachedDataModule(PairsDataModule):
         self.numbers: list[int] = []
         self.folder = Path()
 
-    def cache(self, module: Any) -> Cache:
-        """Where this model's encodings go."""
-        parts = fingerprint_parts(module, memo(self.cache_dir))
+    def cache(self, model: Model) -> Cache:
+        """The cache of what this model encodes."""
+        parts = fingerprint_parts(model, memo(self.cache_dir))
         return Cache(Path(self.cache_dir).expanduser() / fingerprint(parts), parts)
 
     def setup(self, stage: str) -> None:
-        assert self.trainer is not None
-        self.serve(self.trainer.lightning_module)
-        self.open(self.cache(self.trainer.lightning_module))
+        model = model_of(self.run)
+        self.configure_for(model)
+        self.open(self.cache(model))
 
     def open(self, cache: Cache) -> None:
-        """Find the samples; a cache of data.root must be complete."""
+        """Find the samples in the cache; of data.root it must have all."""
         if self.shards is not None:
             self._take_folder(Path(self.shards).expanduser(), cache)
         else:
             try:
                 self._take_root(cache)
-            except FileNotFoundError:  # another build has just merged its lists
+            except FileNotFoundError:  # another build has just merged its rows into the index
                 time.sleep(1)
                 self._take_root(cache)
         budget = self.max_tokens_per_batch
@@ -116,42 +121,42 @@ class CachedDataModule(PairsDataModule):
             self.notes.append(f"{above} samples alone have more tokens than data.max_tokens_per_batch={budget}")
 
     def _take_root(self, cache: Cache) -> None:
-        """The samples of data.root, wherever they stand in the cache."""
-        samples = self.find()
+        """Use the samples of data.root."""
+        samples = self.sample_set.find()
         self.folder = cache.folder
         try:
             self.index = ShardIndex(cache.rows())
         except DAMAGED as error:
             index = cache.folder / INDEX
-            raise UserError(f"{index} is damaged ({error}); delete it and start again, and it is rebuilt") from error
+            raise UserError(f"{index} is damaged ({error}); delete it and start again: it is rebuilt") from error
         hashes = cache.hashes()
         places = [self.index.ids.get(content_id(sample, hashes) or "") for sample in samples]
         present = [(sample, number) for sample, number in zip(samples, places, strict=True) if number is not None]
-        if usable := self.check([sample for sample, number in zip(samples, places, strict=True) if number is None]):
-            absent = listing([sample.key for sample, *_ in usable])
+        missing = [sample for sample, number in zip(samples, places, strict=True) if number is None]
+        if usable := self.sample_set.check(missing):
+            absent = listing([one.sample.key for one in usable])
             raise UserError(f"{absent} not in the cache {cache.folder}: did files change just now? Start again")
-        if not present:
-            raise UserError(f"data.root={listing([str(root) for root in self.roots])}: no usable pair is left")
+        self.sample_set.require_some(present)
         self.samples = [sample for sample, _ in present]
         self.keys = [sample.key for sample in self.samples]
         self.numbers = [number for _, number in present]
         self.sizes = [self.index.sizes[number] for number in self.numbers]
-        self.note_what_stands_out(sum(number in self.index.resized for number in self.numbers))
+        self.note_unusual(sum(number in self.index.resized for number in self.numbers))
         self.hold_out()
 
     def _take_folder(self, folder: Path, wanted: Cache) -> None:
-        """All samples that a cache holds."""
+        """Use all samples of a cache."""
         self.folder = folder
-        if self.val_roots:
-            raise UserError("data.val_root goes with data.root; of data.shards some are held out by data.val_count")
+        if self.sample_set.val_roots:
+            raise UserError("data.val_root needs data.root; to hold out samples of data.shards, set data.val_count")
         given = Cache(folder, {})
         if not (folder / MANIFEST).exists():
             raise UserError(f"data.shards={folder}: no {MANIFEST}")
-        manifest = given.given_manifest()
+        manifest = given.verified_manifest()
         check_fit(manifest["parts"], wanted.parts, f"data.shards={folder}")
         for name, facts in manifest["shards"].items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != facts["bytes"]:
-                raise UserError(f"data.shards={folder}: {name} is not whole: copy it again")
+                raise UserError(f"data.shards={folder}: {name} is incomplete: copy it again")
         with reading(folder / INDEX, "copy it again"):
             self.index = ShardIndex(given.rows())
         if not self.index.ids:
@@ -161,28 +166,24 @@ class CachedDataModule(PairsDataModule):
         self.sizes = [self.index.sizes[number] for number in self.numbers]
         self.hold_out()
 
-    def take(self, indices: Sequence[int]) -> None:
-        super().take(indices)
-        if self.numbers:  # none where the pictures were scanned and no cache was opened
+    def keep_only(self, indices: Sequence[int]) -> None:
+        super().keep_only(indices)
+        if self.numbers:  # empty if the pictures were scanned without opening the cache
             self.numbers = [self.numbers[index] for index in indices]
 
-    def batch_limits(self) -> Mapping[Size, int] | int:
-        if self.max_tokens_per_batch is None:
-            return self.batch_size
+    def batch_limits(self) -> dict[Size, int]:
         tokens: dict[Size, int] = {}
         for size, number in zip(self.sizes, self.numbers, strict=True):
             tokens[size] = max(tokens.get(size, 1), self.index.tokens[number])
-        budget = self.max_tokens_per_batch
-        return {size: samples_per_batch(self.batch_size, budget, count) for size, count in tokens.items()}
+        of_batch = partial(samples_per_batch, self.batch_size, self.max_tokens_per_batch)
+        return {size: of_batch(count) for size, count in tokens.items()}
 
-    def is_uniform(self, module: Any) -> bool:
+    def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         shapes = {(size, self.index.tokens[number]) for size, number in zip(self.sizes, self.numbers, strict=True)}
-        limits = self.batch_limits()
-        limit = limits if isinstance(limits, int) else limits[self.sizes[0]]
-        return len(shapes) == 1 and len(self.numbers) % limit == 0
+        return len(shapes) == 1 and len(self.numbers) % self.batch_limits()[self.sizes[0]] == 0
 
     def reader(self, empty_prompt: bool) -> LatentReader:
-        """Reads batches; whether they carry the empty prompt's conditioning."""
+        """Reads batches; `empty_prompt`: whether they include the empty prompt's conditioning."""
         prompts = [sample.prompt for sample in self.samples]
         return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt, prompts)
 
@@ -190,18 +191,17 @@ class CachedDataModule(PairsDataModule):
         return ThreadedLoader(self.reader(self.caption_dropout_rate > 0), self.sampler(), self.num_workers)
 
     def examples(self, count: int, empty_prompt: bool) -> list[Example]:
-        reader = self.reader(empty_prompt)
-        batches = [reader([(index, 0)]) for index in range(min(count, len(self.numbers)))]
+        batches = list(itertools.islice(self.one_by_one(empty_prompt), count))
         if not self.samples:
             return [Example([], batch) for batch in batches]
         return [Example(pictures(raw), batch) for raw, batch in zip(self.pixels(count), batches, strict=True)]
 
-    def one_by_one(self) -> Iterator[LatentBatch]:
-        reader = self.reader(empty_prompt=False)
+    def one_by_one(self, empty_prompt: bool) -> Iterator[LatentBatch]:
+        reader = self.reader(empty_prompt)
         return (reader([(index, 0)]) for index in range(len(self.keys)))
 
     def describe(self) -> str:
         if self.shards is None:
             return f"{super().describe()}, encoded in {self.folder}"
-        held_out = "" if self.validation is None else f", {len(self.validation.keys)} held out"
-        return f"{len(self.keys):,} samples of {self.folder}{held_out}"
+        held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
+        return f"{self.sample_count:,} samples of {self.folder}{held_out}"

@@ -1,31 +1,32 @@
-"""What to predict: each image with each prompt, under each seed and LoRA scale."""
+"""What prediction makes: each image with each prompt, under each seed and LoRA scale."""
 
 import glob
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as L
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from datamodules.batch import RawBatch
+from datamodules.base import PromptData
+from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError, printable
 from datamodules.files import read_text
-from datamodules.images.conditions import ConditionImages, PromptRequest
-from datamodules.images.sources import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
+from datamodules.images.conditions import ConditionImages, model_of
+from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
 from datamodules.images.transforms import fit_area, image_size, verify_image
 
 
 @dataclass
 class EditRequest:
-    """One image, some prompts, and the pictures wanted of them.
+    """An image, some prompts for it, and the pictures to make of them.
 
     Attributes:
-        raw: a sample for each prompt; its keys are the starts of the files' names. The image is there once.
-        size: (width, height) of the result.
-        seeds, lora_scales: a picture of each prompt for each pair of them.
+        raw: a sample for each prompt, whose keys begin the names of the results' files; the control images are those
+            of the one image, (1, 3, h, w) each.
+        image: the image's path; None where the pictures are made from the prompt alone.
+        size: (width, height) of the results.
+        seeds, lora_scales: each prompt gives a picture for each pair of them.
         batch_size: pictures made at once.
     """
 
@@ -37,19 +38,19 @@ class EditRequest:
     batch_size: int
 
 
-class EditsDataModule(L.LightningDataModule):
+class EditsDataModule(PromptData):
     """Every image with every prompt.
 
     Args:
         image: a file, a folder or a glob; None makes pictures from the prompt alone.
             `X_control_1.*`, ... beside `X.*` are its further control images, as in training.
         prompt: one instruction, or several.
-        prompts_file: a UTF-8 file with one instruction a line, instead of `prompt`.
-        negative_prompt: encoded too where it is needed.
-        seeds, lora_scales: a picture for each pair of them.
-        height, width: of the result; None for the image's own, floored to 16, or 1024 where there is no image.
-        max_area: larger images are shrunk to so many pixels before the edit.
-        batch_size: pictures of an image that are made at once.
+        prompts_file: instead of `prompt`, a UTF-8 file with one instruction per line.
+        negative_prompt: encoded too, unless None.
+        seeds, lora_scales: each prompt gives a picture for each pair of them.
+        height, width: of the result; None for the image's own size floored to 16, or 1024 without an image.
+        max_area: larger images are shrunk to this many pixels before the edit.
+        batch_size: pictures of one image that are made at once.
     """
 
     def __init__(
@@ -82,24 +83,22 @@ class EditsDataModule(L.LightningDataModule):
                 verify_image(path)
 
     def setup(self, stage: str) -> None:
-        """Compare what there is to edit with what the model takes; raises UserError."""
-        assert self.trainer is not None
-        module: Any = self.trainer.lightning_module
-        model, self.condition_images = module.repository_name, module.condition_images
+        """Raise a UserError if the model takes fewer or more images than there are."""
+        model = model_of(self.run)
+        name, self.condition_images = model.base.name, model.condition_images
         least, most = self.condition_images.least, self.condition_images.most
         for paths in self.images:
             count = len(paths)
             if count == 0 and (least > 0 or (most != 0 and None in (self.height, self.width))):
                 alone = "" if least > 0 else "; for a picture from the prompt alone give width= and height="
-                raise UserError(f"no image= to edit, which {model} starts from{alone}")
+                raise UserError(f"no image= to edit, which {name} needs{alone}")
             if count and most == 0:
-                raise UserError(f"{model} makes pictures from the prompt alone: leave image= out")
+                raise UserError(f"{name} makes pictures from the prompt alone: leave image= out")
             if most and count > most:
                 listed = f"{paths[0]} and its further control images"
-                raise UserError(f"{model} takes {self.condition_images.limit}, {listed} are {count}")
+                raise UserError(f"{name} takes at most {self.condition_images.limit}, but {listed} are {count}")
 
     def all_prompts(self) -> list[PromptRequest]:
-        """Everything that this process's text encoders must see."""
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
         if not self.condition_images.text_sees_them:
             return [(prompt, ()) for prompt in dict.fromkeys([*self.prompts, *negative])]
@@ -107,31 +106,29 @@ class EditsDataModule(L.LightningDataModule):
         return list(dict.fromkeys((prompt, self.images[image]) for image, prompt in mine))
 
     def group(self, index: int) -> tuple[int, list[str]]:
-        """The number of a request's image, and its prompts."""
+        """The index of a request's image, and its prompts."""
         image, number = divmod(index, self._groups)
         return image, self.prompts[number * self.batch_size : (number + 1) * self.batch_size]
 
     @property
     def _groups(self) -> int:
-        """Requests of an image."""
+        """Requests per image."""
         return -(-len(self.prompts) // self.batch_size)
 
     def __len__(self) -> int:
-        """All requests."""
+        """The number of all requests."""
         return len(self.images) * self._groups
 
     def share(self) -> range:
-        """The numbers of this process's requests."""
-        assert self.trainer is not None
-        return range(self.trainer.global_rank, len(self), self.trainer.world_size)
+        """The indices of this process's requests."""
+        return range(self.run.global_rank, len(self), self.run.world_size)
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
-        """This process's share of the requests, one by one."""
+        """This process's requests, one per batch."""
         requests = _Requests(self)
-        trainer = self.trainer
-        assert trainer is not None
-        if trainer.world_size > len(requests):
-            raise UserError(f"{trainer.world_size} processes for {len(requests)} images and prompts: use fewer devices")
+        processes = self.run.world_size
+        if processes > len(requests):
+            raise UserError(f"{processes} processes for {len(requests)} images and prompts: use fewer devices")
         return DataLoader(
             dataset=Subset(requests, self.share()), batch_size=1, collate_fn=lambda items: items[0], num_workers=0
         )
@@ -142,7 +139,7 @@ class _Requests(Dataset[EditRequest]):
         self.data = data
         self.names: list[str] = []
         for paths in data.images:
-            # Any bytes may be in a name, and 255 of them: the settings of each picture follow.
+            # File names may hold any bytes, up to 255 of them; the settings of each picture follow the stem.
             stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
             numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
             self.names.append(next(name for name in numbered if name not in self.names))
@@ -175,10 +172,10 @@ class _Requests(Dataset[EditRequest]):
 
 
 def find_images(image: str) -> list[tuple[Path, ...]]:
-    """The control images that a file, a folder or a glob names, each with its further controls.
+    """The images that a file, a folder or a glob names, each with its further control images.
 
     Raises:
-        UserError: there is none.
+        UserError: there are none.
     """
     path = Path(image).expanduser()
     if path.is_file() and path.suffix.lower() not in IMAGE_SUFFIXES:

@@ -1,4 +1,4 @@
-"""What a cache lacks: the samples that are still to be encoded."""
+"""The samples that are missing from a cache, to be encoded by trainer.predict."""
 
 import logging
 from collections.abc import Iterable
@@ -6,16 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import lightning.pytorch as L
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.batch import RawBatch
+from datamodules.base import PromptData
+from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, Hashed, hash_file
-from datamodules.images.conditions import ConditionImages, PromptRequest
+from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
+from datamodules.images.sample_set import SampleSet
 from datamodules.images.sources import Sample
-from datamodules.pairs import PairsDataModule
 from datamodules.shards.cache import Cache
 from datamodules.shards.tar import sample_id
 
@@ -24,12 +24,12 @@ log = logging.getLogger("retouch")
 
 @dataclass
 class EncodeRequest:
-    """One sample, alone: what is cached must not depend on its neighbours in a batch.
+    """One sample: encoded alone, so that it does not depend on others in a batch.
 
     Attributes:
         raw: the sample as a batch of one.
-        id: its name in the cache, by its content.
-        images: the sha256 of every condition image.
+        id: its name in the cache, derived from its content.
+        images: the sha256 of each condition image.
         resized: whether a side was rounded down.
     """
 
@@ -40,50 +40,50 @@ class EncodeRequest:
 
 
 def roles(sample: Sample) -> list[tuple[str, Path]]:
-    """The sample's files, each with what it is for."""
+    """The sample's files, each with its role: target, control or mask."""
     files = [("target", sample.target), *(("control", path) for path in sample.controls)]
     return [*files, ("mask", sample.mask)] if sample.mask else files
 
 
 def content_id(sample: Sample, hashes: FileHashes) -> str | None:
-    """The sample's name in a cache; None where a file is new or has changed."""
+    """The sample's name in a cache; None if the checksum of a file is unknown."""
     files = [(role, hashes.get(path)) for role, path in roles(sample)]
     known = [(role, checksum) for role, checksum in files if checksum is not None]
     return sample_id(sample.prompt, known) if len(known) == len(files) else None
 
 
-def lacking(samples: Iterable[Sample], cache: Cache) -> list[Sample]:
-    """The samples that the cache does not have, as far as can be said without reading their files."""
+def missing_from_cache(samples: Iterable[Sample], cache: Cache) -> list[Sample]:
+    """The samples that the cache lacks, and those with files that are new or changed."""
     ids, hashes = cache.sample_ids(), cache.hashes()
     return [sample for sample in samples if content_id(sample, hashes) not in ids]
 
 
-class EncodingDataModule(L.LightningDataModule):
-    """The part of a data set that its cache lacks, one sample a batch, shared among the processes.
+class EncodingDataModule(PromptData):
+    """The samples that are missing from a cache, one per batch, divided among the processes.
 
     Args:
-        source: the raw samples, which know the model.
-        cache: where they are going.
+        sample_set: the samples, configured for the model that encodes them.
+        num_workers: processes that decode images.
+        cache: where they will be written.
     """
 
-    def __init__(self, source: PairsDataModule, cache: Cache) -> None:
+    def __init__(self, sample_set: SampleSet, num_workers: int, cache: Cache) -> None:
         super().__init__()
-        self.source = source
+        self.sample_set = sample_set
+        self.num_workers = num_workers
         self.cache = cache
         self.prepare_data_per_node = False
         self.allow_zero_length_dataloader_with_multiple_devices = True
-        self.requests = _Requests([], cache.hashes(), source.condition_images)
+        self.requests = _Requests([], cache.hashes(), sample_set.condition_images)
 
     def prepare_data(self) -> None:
         self.cache.recover()
 
     def setup(self, stage: str) -> None:
-        trainer = self.trainer
-        assert trainer is not None
-        samples = self.source.find()
-        absent = {sample.key for sample in lacking(samples, self.cache)}
-        # By its place in the whole data set: after a stop each sample comes to the same process, in the same order.
-        mine = samples[trainer.global_rank :: trainer.world_size]
+        samples = self.sample_set.find()
+        absent = {sample.key for sample in missing_from_cache(samples, self.cache)}
+        # By position in the whole data set: a build that is resumed gives each sample to the same process, in order.
+        mine = samples[self.run.global_rank :: self.run.world_size]
         mine = [sample for sample in mine if sample.key in absent]
         hashes, ids = self._hash(mine), self.cache.sample_ids()
         new: dict[str, Sample] = {}
@@ -94,7 +94,7 @@ class EncodingDataModule(L.LightningDataModule):
                 unread.append(sample)
             elif id not in ids:
                 new.setdefault(id, sample)
-        usable = {sample.key: rounded for sample, _, rounded in self.source.check([*new.values(), *unread])}
+        usable = {one.sample.key: one.rounded for one in self.sample_set.check([*new.values(), *unread])}
         self.requests = _Requests(
             [
                 (sample, id, [hashes.get(path) or "" for path in sample.controls], usable[sample.key])
@@ -102,23 +102,21 @@ class EncodingDataModule(L.LightningDataModule):
                 if sample.key in usable
             ],
             hashes,
-            self.source.condition_images,
+            self.sample_set.condition_images,
         )
 
     def _hash(self, samples: Iterable[Sample]) -> FileHashes:
-        """Read the files that are not known or have changed."""
-        assert self.trainer is not None
+        """Compute the checksums of files that are new or have changed."""
         hashes = self.cache.hashes()
         paths = dict.fromkeys(path for sample in samples for _, path in roles(sample) if hashes.get(path) is None)
         if paths:
             with ThreadPoolExecutor() as pool:
                 hashed = (one for one in pool.map(_hash_if_readable, paths) if one is not None)
-                self.cache.remember(self.trainer.global_rank, hashed)
+                self.cache.remember(self.run.global_rank, hashed)
         return self.cache.hashes()
 
     def all_prompts(self) -> list[PromptRequest]:
-        """What the text encoders may see before all else: nothing where each sample has a conditioning of its own."""
-        if self.source.condition_images.text_sees_them or not self.requests.items:
+        if self.sample_set.condition_images.text_sees_them or not self.requests.items:
             return []
         return [(prompt, ()) for prompt in dict.fromkeys([*(sample.prompt for sample, *_ in self.requests.items), ""])]
 
@@ -127,7 +125,7 @@ class EncodingDataModule(L.LightningDataModule):
             dataset=self.requests,
             batch_size=1,
             collate_fn=_alone,
-            num_workers=min(self.source.num_workers, len(self.requests)),
+            num_workers=min(self.num_workers, len(self.requests)),
             worker_init_fn=leave_signals_to_the_trainer,
         )
 
@@ -157,6 +155,6 @@ class _Requests(Dataset[EncodeRequest]):
     def __getitem__(self, index: int) -> EncodeRequest:
         sample, id, images, resized = self.items[index]
         raw = self.pixels[(index, 0)]
-        if content_id(sample, self.hashes) != id:  # else new pixels would go by the name of the old ones
+        if content_id(sample, self.hashes) != id:  # else the new pixels would be cached under the old ones' id
             raise UserError(f"{sample.target} or a file of its pair changed while it was encoded: start again")
         return EncodeRequest(raw, id, images, resized)

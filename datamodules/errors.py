@@ -1,12 +1,12 @@
-"""Mistakes that the person at the keyboard can mend, and what their lines may show."""
+"""Errors that the user can fix, and what their messages may show."""
 
 import re
 
 
 class UserError(Exception):
-    """A mistake that the person at the keyboard can mend: one line that says what, where and what to do.
+    """An error that the user can fix: one line that says what is wrong, where, and what to do.
 
-    train.py and predict.py print it without a traceback and leave with exit status 1.
+    train.py and predict.py print it without a traceback and exit with status 1.
     """
 
 
@@ -16,17 +16,17 @@ def listing(names: list[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-# Bytes that are no UTF-8 (as Python names them), line ends, and what moves a terminal's cursor.
+# Bytes that are not UTF-8 (surrogates in Python), line ends, and control characters of terminals.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """What may be a file's name, for one line of a terminal or a file."""
+    """A file's name, which may hold any bytes, as part of one line of text."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def without_credentials(text: str) -> str:
-    """A text with what opens a door masked: passwords and queries of addresses, tokens, keys."""
+    """The text with credentials masked: passwords and queries of URLs, tokens, keys."""
     text = re.sub(r"(?i)\b(bearer|basic) [\w+/=.~-]{16,}", r"\1 ***", text)
     text = re.sub(r"\b(hf_\w{8,}|A[KS]IA\w{12,}|gh[pousr]_\w{20,})", "***", text)
     text = re.sub(r"\b(?!abfss?:)(\w+://)[^/\s]*@", r"\1***@", text)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what is in them."""
+"""Files that are replaced atomically, read with one-line errors, and known by their checksums."""
 
 import contextlib
 import errno
@@ -18,19 +18,19 @@ from yaml import YAMLError
 
 from datamodules.errors import UserError
 
-# What parsers raise for bytes that are not what they should be; RuntimeError is PyTorch's.
+# What parsers raise for malformed content; RuntimeError is PyTorch's.
 DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError)
-# safetensors has one of its own for a disk that is full.
+# safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 
 
 @contextmanager
 def reading(path: str | Path, remedy: str) -> Iterator[None]:
-    """Around what reads a file that may be damaged, missing or unreadable.
+    """Wraps code that reads a file that may be damaged, missing or unreadable.
 
     Args:
-        path: named in the message.
-        remedy: what to do about it, in the imperative.
+        path: of the file, for the message.
+        remedy: what the user should do, in the imperative.
 
     Raises:
         UserError: one line with the file, what is wrong with it, and the remedy.
@@ -46,13 +46,13 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What the system or a library says, in one line."""
+    """The first line of an error's message."""
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
 
 
 def short_name(name: str, most: int) -> str:
-    """A name of at most `most` bytes: of a long one the beginning, told from others by a checksum."""
+    """A name of at most `most` bytes: a longer one is cut off, with a checksum to keep it unique."""
     raw = os.fsencode(name)
     if len(raw) <= most:
         return name
@@ -60,12 +60,12 @@ def short_name(name: str, most: int) -> str:
 
 
 def _beside(path: Path, end: str) -> Path:
-    """A hidden name of this process; file systems take 255 bytes."""
+    """A temporary name beside `path`, unique to this process; file systems allow 255 bytes."""
     return path.with_name(f".{short_name(path.name, 200)}.{os.getpid()}.{end}")
 
 
 def require_file(path: Path) -> None:
-    """Raise an OSError for what is no regular file, links followed: to open a pipe would wait for ever."""
+    """Raise an OSError unless it is a regular file or a link to one: opening a pipe would block."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -91,9 +91,9 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; what was written there takes `path`'s place at the end.
+    """Yield a temporary path to write to, which replaces `path` at the end.
 
-    When writing fails, an older file at `path` stays as it was and the temporary one is removed.
+    If writing fails, an older file at `path` is kept and the temporary one removed.
 
     Raises:
         UserError: the file could not be written (disk full, no permission).
@@ -114,10 +114,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`, which takes its place at the end; when writing fails, it is removed.
+    """Yield an empty temporary folder, which replaces `folder` at the end; if writing fails, it is removed.
 
     Args:
-        keep: leave what another process has put there meanwhile.
+        keep: do not replace a folder that another process has put there meanwhile.
 
     Raises:
         UserError: the folder could not be written (disk full, no permission).
@@ -144,12 +144,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A file's path, size, two times in ns, and the sha256 of its bytes.
+# A file's path, size, modification and change time in ns, and sha256.
 Hashed = tuple[str, int, int, int, str]
 
 
 def hash_file(path: Path) -> Hashed:
-    """Read the file for its checksum, and note by what a change would show."""
+    """The checksum of a file, with the size and times that would reveal a change."""
     require_file(path)
     return (*_signature(path), sha256(path))
 
@@ -160,23 +160,23 @@ def _signature(path: Path) -> tuple[str, int, int, int]:
 
 
 class FileHashes:
-    """Checksums of files that need no reading again while their size and times stay.
+    """Known checksums of files, valid as long as their size and times are the same.
 
     Args:
-        paths: files of one JSON list a line, as `line` gives it; later lines go before earlier ones.
+        paths: files with one JSON list per line, as `line` writes it; later lines override earlier ones.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known: dict[str, Hashed] = {}
         for path in paths:
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                # A line that a process was writing when it died is no JSON; its file is read again.
+                # A line cut short by a killed process is skipped, and its file hashed again.
                 with contextlib.suppress(ValueError, TypeError):
                     name, size, modified, changed, checksum = json.loads(line)
                     self._known[name] = (name, size, modified, changed, checksum)
 
     def get(self, path: Path) -> str | None:
-        """The checksum, if the file is as it was."""
+        """The checksum, or None if the file is new or has changed."""
         try:
             signature = _signature(path)
         except OSError:
@@ -186,8 +186,9 @@ class FileHashes:
 
     @staticmethod
     def line(hashed: Hashed) -> str:
+        """A file's checksum as a line of a list."""
         return json.dumps(hashed) + "\n"
 
     def lines(self) -> str:
-        """All that is known, each file once."""
+        """All known checksums, one line per file."""
         return "".join(map(self.line, self._known.values()))

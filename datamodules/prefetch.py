@@ -1,4 +1,4 @@
-"""Batches on their way to the device."""
+"""Batches copied to the device ahead of their step."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -8,11 +8,11 @@ import torch
 from datamodules.batch import LatentBatch, RawBatch
 
 
-class Feed:
+class Prefetcher:
     """A loader's batches, on the device.
 
-    The trainer asks for a batch before it takes the step with the one before: to a GPU it is copied from pinned memory
-    beside the work that is queued there.
+    The trainer fetches each batch before it runs the step of the previous one, so the copy from pinned memory to a
+    GPU overlaps with that step.
 
     Attributes:
         waited: seconds that the trainer has waited for the loader.
@@ -39,6 +39,6 @@ class Feed:
                 batch = batch.to(self.device)
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(side_stream)
-            for tensor in batch.tensors():  # or their memory would be given away while the step reads it
+            for tensor in batch.tensors():  # else their memory is reused while the step still reads it
                 tensor.record_stream(stream)
             yield batch

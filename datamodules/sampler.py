@@ -1,4 +1,4 @@
-"""Batches of like size, without end; every position can be computed from its number."""
+"""Batches of samples of one size, without end; any position of the order can be computed directly."""
 
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -9,23 +9,23 @@ from torch.utils.data import Sampler
 
 
 def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
-    """How many samples of so many tokens make a batch; one that alone is above the budget comes alone."""
+    """How many samples of `tokens` tokens make a batch; one that exceeds the budget by itself is a batch of one."""
     return batch_size if max_tokens_per_batch is None else max(1, int(max_tokens_per_batch // tokens))
 
 
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Yields this rank's batches for ever: lists of (index of the sample, number of the draw).
+    """Yields this rank's batches without end: lists of (index of the sample, number of the draw).
 
-    The samples of an epoch come in an order that is a function of (seed, epoch). They gather by size, and a
-    batch leaves when batch_size * world_size samples of one size are together; each rank takes its slice. What
-    is left at the end of the epoch leaves in smaller batches, filled up to a multiple of the ranks. So one
-    process with batch N * B sees what N processes with batch B see, where each size divides evenly, and with one
-    size in the data set the order does not depend on the batch size.
+    The order of the samples in an epoch is a function of (seed, epoch). Samples are collected by size; once there are
+    batch_size * world_size of one size they become a batch, of which each rank takes its slice. What is left at the
+    end of the epoch becomes smaller batches, filled up to a multiple of the ranks. So one process with batch size
+    N * B sees what N processes with batch size B see, if each size divides evenly; and if all samples have one size,
+    the order does not depend on the batch size.
 
     Args:
         sizes: for each sample, what the samples of a batch must have in common.
-        batch_size: samples a batch and rank; or for each size its own.
-        start: number of batches to pass over, to go on where a run stopped.
+        batch_size: samples per batch and rank; or one number for each size.
+        start: how many batches to skip, to resume a run.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         self.start = start
 
     def epoch(self, number: int) -> list[list[int]]:
-        """All batches of one epoch, for all ranks together; each divides evenly among the ranks."""
+        """All batches of one epoch, of all ranks together; each divides evenly among the ranks."""
         order = np.random.default_rng((self.seed, number)).permutation(len(self.sizes))
         waiting: dict[Hashable, list[int]] = {}
         batches = []
@@ -61,6 +61,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         return batches
 
     def batches_per_epoch(self) -> int:
+        """Of each rank."""
         return len(self.epoch(0))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:

@@ -1,12 +1,14 @@
 """Rectified flow, as pure functions. One convention: x_t = (1 - t) x0 + t eps, t in [0, 1], t = 1 is noise."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from datamodules.batch import LatentBatch, copy_to, pad_to
 from datamodules.errors import UserError
 
 
@@ -71,8 +73,8 @@ class TimestepLaw:
         if self.law not in ("uniform", "logit_normal", "mode"):
             raise UserError(f"model.timesteps.law={self.law}: choose uniform, logit_normal or mode")
 
-    def draw(self, generator: torch.Generator, dynamic: float) -> Tensor:
-        """One timestep, a float32 scalar in [0, 1]; `dynamic` is the shift that `dynamic` stands for."""
+    def draw(self, generator: torch.Generator, pipeline_shift: float) -> Tensor:
+        """One timestep, a float32 scalar in [0, 1]; `pipeline_shift` is what `shift: dynamic` stands for."""
         if self.law == "logit_normal":
             t = torch.sigmoid(self.logit_mean + self.logit_std * torch.randn((), generator=generator))
         else:
@@ -81,11 +83,11 @@ class TimestepLaw:
             t = 1 - t - self.mode_scale * (torch.cos(math.pi / 2 * t).square() - 1 + t)
         if self.shift is None:
             return t
-        return shift_time(t, dynamic if isinstance(self.shift, str) else self.shift)
+        return shift_time(t, pipeline_shift if isinstance(self.shift, str) else self.shift)
 
 
 @dataclass
-class Draw:
+class Noise:
     """The randomness of a batch, on the CPU in float32.
 
     Attributes:
@@ -101,7 +103,7 @@ class Draw:
     dropout: Tensor
 
 
-def draw(seed: int, draws: list[int], shape: torch.Size, law: TimestepLaw, dynamic: float) -> Draw:
+def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLaw, pipeline_shift: float) -> Noise:
     """All that is random about samples number `draws`; `shape` is one sample's latent (C, h, w).
 
     A function of (seed, number) alone: the same in any batch, on any rank, at any accumulation, on any device,
@@ -110,16 +112,16 @@ def draw(seed: int, draws: list[int], shape: torch.Size, law: TimestepLaw, dynam
     t, eps, latent_eps, dropout = [], [], [], []
     for number in draws:
         generator = _generator(seed, number)
-        t.append(law.draw(generator, dynamic))
+        t.append(law.draw(generator, pipeline_shift))
         dropout.append(torch.rand((), generator=generator))
         eps.append(torch.randn(shape, generator=generator))
         latent_eps.append(torch.randn(shape, generator=generator))
-    return Draw(torch.stack(t), torch.stack(eps), torch.stack(latent_eps), torch.stack(dropout))
+    return Noise(torch.stack(t), torch.stack(eps), torch.stack(latent_eps), torch.stack(dropout))
 
 
-def draw_timesteps(seed: int, count: int, law: TimestepLaw, dynamic: float) -> Tensor:
-    """(count,), what `draw` gives as t of the first samples."""
-    return torch.stack([law.draw(_generator(seed, number), dynamic) for number in range(count)])
+def draw_timesteps(seed: int, count: int, law: TimestepLaw, pipeline_shift: float) -> Tensor:
+    """(count,), what `sample_noise` gives as t of the first samples."""
+    return torch.stack([law.draw(_generator(seed, number), pipeline_shift) for number in range(count)])
 
 
 def _generator(seed: int, number: int) -> torch.Generator:
@@ -132,3 +134,77 @@ def mix(seed: int, number: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return (z ^ (z >> 31)) >> 1
+
+
+class FlowMatching:
+    """The training objective: a batch's flow-matching losses, all randomness drawn from (seed, draw number).
+
+    Args:
+        timesteps: the distribution of training timesteps.
+        vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
+
+    Attributes:
+        caption_dropout_rate: share of the samples that are seen with the empty prompt; the data's.
+    """
+
+    def __init__(self, timesteps: TimestepLaw, vae_encode_mode: str, seed: int) -> None:
+        if vae_encode_mode not in ("sample", "mode"):
+            raise UserError(f"model.vae_encode_mode={vae_encode_mode}: choose sample or mode")
+        self.timesteps = timesteps
+        self.vae_encode_mode = vae_encode_mode
+        self.seed = seed
+        self.caption_dropout_rate = 0.0
+
+    def losses(
+        self,
+        batch: LatentBatch,
+        pipeline_shift: float,
+        normalize: Callable[[Tensor], Tensor],
+        denoise: Callable[..., Tensor],
+    ) -> Tensor:
+        """Each sample's loss (B,) at the timesteps and with the noise of its draw.
+
+        Args:
+            pipeline_shift: what `shift: dynamic` stands for in the timesteps' distribution.
+            normalize: of `Family`.
+            denoise: `Family.velocity` of a transformer.
+        """
+        assert batch.target_mean is not None
+        noise = sample_noise(self.seed, batch.draws, batch.target_mean.shape[1:], self.timesteps, pipeline_shift)
+        return self.losses_at(batch, noise, normalize, denoise)
+
+    def losses_at(
+        self, batch: LatentBatch, noise: Noise, normalize: Callable[[Tensor], Tensor], denoise: Callable[..., Tensor]
+    ) -> Tensor:
+        """Each sample's loss (B,) at these timesteps, with this noise."""
+        mean = batch.target_mean
+        assert mean is not None
+        t, eps = copy_to(noise.t, mean.device), copy_to(noise.eps, mean.device)
+        target = mean.float()
+        if self.vae_encode_mode == "sample":
+            assert batch.target_std is not None
+            target = target + batch.target_std.float() * copy_to(noise.latent_eps, mean.device)
+        x0 = normalize(target)
+        controls = [normalize(control.float()) for control in batch.controls]
+        prompt = drop_captions(batch, noise.dropout < self.caption_dropout_rate)
+        velocity = denoise(interpolate(x0, eps, t), t, controls, prompt)
+        return flow_loss(velocity, velocity_target(x0, eps), batch.mask)
+
+
+def drop_captions(batch: LatentBatch, drop: Tensor) -> Mapping[str, Tensor]:
+    """The prompt conditioning with the empty prompt's in the place of some samples'.
+
+    Args:
+        drop: (B,), of which; on the host.
+    """
+    if not drop.any():
+        return batch.prompt
+    if drop.all():
+        return {name: empty.expand(len(drop), *empty.shape[1:]) for name, empty in batch.empty_prompt.items()}
+    mixed = {}
+    for name, tensor in batch.prompt.items():
+        empty = batch.empty_prompt[name]
+        longest = max(tensor.shape[1], empty.shape[1])
+        chosen = copy_to(drop, tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+        mixed[name] = torch.where(chosen, pad_to(empty, longest), pad_to(tensor, longest))
+    return mixed

@@ -1,12 +1,13 @@
-"""What quantizing the base costs: its velocity in each format against the unquantized one's."""
+"""task=compare_precision: what quantizing costs, as the velocity in each format against the unquantized one's."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -16,32 +17,57 @@ from datamodules.batch import LatentBatch
 from datamodules.files import replacing
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
+from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.quantization import Quantization, nbytes
+from tasks.encode import build_cache, cached_data
+from tasks.placement import compute_device
+from tasks.resolvers import CONF
+from tasks.terminal import log, silence_libraries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-log = logging.getLogger("retouch")
-
+# Equal parts of t.
 BANDS = 10
+# Samples that are compared.
+EXAMPLES = 4
 
 
-def compare_precision(
+def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
+    """Compare all formats on the first samples of data.root; writes precision.png."""
+    silence_libraries()  # before a trainer is made
+    device = compute_device(cfg)
+    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)
+    module.check()
+    module.base.source.check_unquantized("task=compare_precision")
+    build_cache(cfg, data := cached_data(cfg))
+    data.configure_for(module)
+    data.open(data.cache(module))
+    settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
+    alone = {"backend": None, "components_to_quantize": ["transformer"]}
+    quantizations = [instantiate(settings, format=format, **alone) for format in FORMATS]
+    examples = [example.batch for example in data.examples(EXAMPLES, empty_prompt=False)]
+    batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
+    compare_velocities(module.to(device), quantizations, batches, output_dir / "precision.png")
+    log.info(f"done: {output_dir / 'precision.png'}")
+
+
+def compare_velocities(
     module: EditModule, quantizations: Sequence[Quantization], batches: Sequence[LatentBatch], path: Path
 ) -> None:
     """Print the relative error of the velocity by timestep band for each way to quantize, and draw it.
 
     Args:
-        module: unquantized on disk; it is left without its transformer.
+        module: unquantized on disk; it has none of the transformers loaded in the end.
         batches: of one sample each.
     """
-    module.source.quantization = None
+    module.base.source.quantization = None
     log.info(f"{len(batches)} samples, {BANDS} timesteps each, in {1 + len(quantizations)} precisions")
-    precision = str(module.base_dtype).removeprefix("torch.")
+    precision = str(module.base.dtype).removeprefix("torch.")
     exact, size = _velocities(module, batches)
     sizes, errors = {precision: size}, {}
     for quantization in quantizations:
-        module.source.quantization = quantization
+        module.base.source.quantization = quantization
         quantized, sizes[quantization.format] = _velocities(module, batches)
         pairs = zip(quantized, exact, strict=True)
         errors[quantization.format] = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs]
@@ -53,23 +79,24 @@ def compare_precision(
 @torch.no_grad()
 def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[list[Tensor], int]:
     """All samples' velocities in the middle of each timestep band, flat; and what the transformer's weights take."""
-    module.transformer = module.load_transformer()
-    size = nbytes(module.transformer)
-    module.stream_blocks()
-    device, mixed = module.main_device, module.base_dtype != torch.float32
+    transformer = module.base.load_transformer()
+    size = nbytes(transformer)
+    module.execution.stream_blocks(transformer)
+    objective = module.objective
+    device, mixed = module.base.device, module.base.dtype != torch.float32
     bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
-    with torch.autocast(device.type, module.base_dtype) if mixed else nullcontext():
+    with torch.autocast(device.type, module.base.dtype) if mixed else nullcontext():
         for number, one in enumerate(batches):
-            batch = module.transfer_batch_to_device(one, device, 0)
+            batch = one.to(device)
             assert batch.target_mean is not None
             x0 = module.normalize(batch.target_mean.float())
             controls = [module.normalize(control.float()) for control in batch.controls]
-            eps = flow.draw(module.seed, [number], x0.shape[1:], module.timesteps, 1.0).eps.to(device)
+            eps = flow.sample_noise(objective.seed, [number], x0.shape[1:], objective.timesteps, 1.0).eps.to(device)
             for band, velocities in enumerate(bands):
                 t = torch.full((1,), (band + 0.5) / BANDS, device=device)
-                predicted = module.velocity(flow.interpolate(x0, eps, t), t, controls, batch.prompt)
+                predicted = module.velocity(transformer, flow.interpolate(x0, eps, t), t, controls, batch.prompt)
                 velocities.append(predicted.float().cpu().flatten())
-    module.transformer = None
+    del transformer
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return [torch.cat(band) for band in bands], size

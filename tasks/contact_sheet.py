@@ -24,7 +24,7 @@ def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
         data: whose samples are known.
     """
     with replacing(path) as temporary, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph ")  # of a script that the font lacks: boxes say so
+        warnings.filterwarnings("ignore", message="Glyph ")  # a character that the font lacks is drawn as a box
         contact_sheet(data).savefig(temporary, format="png", dpi=100)
 
 

@@ -1,8 +1,10 @@
-"""The plan of a run: what `task=dry_run` prints."""
+"""task=dry_run: print the plan of a run."""
 
-import logging
+from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
@@ -14,24 +16,25 @@ from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
 from datamodules.streamed import StreamedDataModule
 from lightning_modules.edit_module import EditModule
-from tasks.footprint import Footprint, local_configuration, measure
+from tasks.footprint import Footprint, measure, without_network
+from tasks.terminal import log, silence_libraries
 
-log = logging.getLogger("retouch")
 
-
-def dry_run(cfg: DictConfig) -> None:
+def dry_run(cfg: DictConfig, _: Path) -> None:
     """Print what the run of train.py's config will need, without reading weights."""
-    with local_configuration(cfg.model.pretrained_model_name_or_path):
-        module = instantiate(cfg.model, _convert_="all")
-        module.preflight()
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise UserError("task=dry_run plans one run: leave -m and the lists out")
+    silence_libraries()
+    with without_network(cfg.model) as module:
+        module.check()
         data = instantiate(cfg.data, _convert_="all")
         caches = isinstance(data, CachedDataModule)
         if isinstance(data, StreamedDataModule) or (caches and data.shards is not None):
             raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
-        data.serve(module)
+        data.configure_for(module)
         log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
         data.scan()
-        log.info(f"working out what {module.repository_name} takes, which may be a minute or two")
+        log.info(f"working out what {module.base.name} takes, which may be a minute or two")
         plan = measure(module, data)
     samples = cfg.callbacks.get("sample_images") is not None
     shown = rows(plan, module, data, caches, samples)
@@ -47,25 +50,24 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     """
     adapter = module.adapter
     assert adapter is not None
-    on_host = {
-        part for part in plan.encoders if (place := module.components.place(part)) is not None and place.type == "cpu"
-    }
+    places = {part: module.base.components.place(part) for part in plan.encoders}
+    on_host = {part for part, place in places.items() if place is not None and place.type == "cpu"}
     encoders = {part: size for part, size in plan.encoders.items() if part not in on_host}
     texts = {part: size for part, size in encoders.items() if part != "vae"}
     vae = encoders.get("vae", 0)
-    chosen = module.gradient_checkpointing
-    if chosen == "auto":  # the most that it may come to
+    chosen = module.execution.checkpointing
+    if chosen == "auto":  # the least memory that it can settle for
         chosen = "full"
-    resting = module.offload["encoders"]  # beside the transformer
+    offloaded = module.base.offloads_encoders  # to the host, while the transformer computes
     weights = plan.weights - plan.waiting
     training = {
         "weights": weights,
-        "LoRA": plan.adapter,
+        "adapter": plan.adapter,
         "optimizer": plan.optimizer,
         "activations": plan.activations[chosen],
     }
     beside = encoders if not caches else {"vae": vae} if samples and vae else {}
-    if not resting:
+    if not offloaded:
         training |= beside
     encoding = texts | ({"vae": vae, "its activations": plan.encode} if vae else {})
     # Prompts that are shared come first, and their encoders go before the autoencoder comes.
@@ -74,24 +76,24 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     trained = weights + plan.adapter + plan.optimizer
     decoding = trained + vae + plan.decode
     # Each step encodes before it computes: pictures, then prompts.
-    stepwise = trained + max(sum(texts.values()), vae + plan.encode) if resting and not caches else 0
-    count, (images, _), tokens = plan.batch
+    stepwise = trained + max(sum(texts.values()), vae + plan.encode) if offloaded and not caches else 0
+    images, _ = plan.batch.size
     pictures = " + ".join(f"{width}x{height}" for width, height in images)
     peak = max(sum(training.values()), encoding_peak if caches else 0, decoding if samples else 0, stepwise)
     host = {"this process": plan.process, "prompts while encoding": plan.prompts, "reading ahead": plan.read_ahead}
     host |= {part: plan.encoders[part] for part in sorted(on_host)}
     host |= {"blocks": plan.waiting} if plan.waiting else {}
-    host |= beside if resting else {}
+    host |= beside if offloaded else {}
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]
     return {
-        "model": f"{module.repository_name} ({plan.precision}), {plan.parameters:,} parameters",
+        "model": f"{module.base.name} ({plan.precision}), {plan.parameters:,} parameters",
         "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
-        "heaviest batch": f"{count} of {pictures}, {tokens:,} tokens",
+        "heaviest batch": f"{plan.batch.samples} of {pictures}, {plan.batch.tokens:,} tokens",
         "GPU, training": _sum(training),
         "": "activations by gradient checkpointing: "
-        + ", ".join(f"{position} {decimal(size)}" for position, size in plan.activations.items()),
+        + ", ".join(f"{policy} {decimal(size)}" for policy, size in plan.activations.items()),
         "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
         "GPU, sampling": f"{decimal(decoding)} while a picture is decoded" if samples else "no sample pictures",
         "host": _sum(host),

@@ -14,23 +14,24 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from tasks.terminal import is_first_process, log, one_line_errors
 
 # How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
 INHERITED = "RETOUCH_OUTPUT_DIR"
 LOCK = ".lock"
-# Whether a command begins; else its config is only shown (--cfg), and no folder is made.
+# False while a config is only shown (--cfg): then no folder is made.
 BEGINS = ContextVar("begins", default=False)
 
 
 def run_folder(ckpt_path: str | None) -> str:
-    """Where a run without output_dir= goes: a new folder, or with ckpt_path=last the newest that can go on."""
+    """Where a run without output_dir= goes: a new folder, or with ckpt_path=last the newest one with a checkpoint."""
     if ckpt_path == "last" and is_first_process():
-        checkpoints = Path("outputs").glob("**/checkpoints/last.ckpt")
+        checkpoints = Path("outputs").glob(str(RunFolder("**").checkpoint))
         newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
         if newest is not None:
-            os.environ[INHERITED] = str(newest.parent.parent)
+            os.environ[INHERITED] = str(RunFolder.of_checkpoint(newest))
             return os.environ[INHERITED]
     return new_folder("%Y-%m-%d_%H-%M-%S")
 
@@ -40,13 +41,8 @@ def prediction_folder() -> str:
     return new_folder("prediction_%Y-%m-%d_%H-%M-%S")
 
 
-# Once in a command: the value is kept, also for a sweep's jobs.
-for _resolver in (run_folder, prediction_folder):
-    OmegaConf.register_new_resolver(_resolver.__name__, _resolver, use_cache=True, replace=True)
-
-
 def new_folder(pattern: str) -> str:
-    """A folder under outputs/ named by the time, or beside one of that name NAME-2, NAME-3, ...; it is made here."""
+    """Make a folder under outputs/ that is named by the time: NAME, or where that exists NAME-2, NAME-3, ..."""
     name = os.path.join("outputs", time.strftime(pattern))
     if not is_first_process():
         return os.environ.get(INHERITED, name)
@@ -57,17 +53,11 @@ def new_folder(pattern: str) -> str:
             Path(folder).mkdir(parents=True)
         except FileExistsError:
             continue
-        except OSError:  # `MakeFolder` comes next, and says it
+        except OSError:  # reported by `MakeFolder`, which comes next
             pass
         os.environ[INHERITED] = folder
         return folder
     raise AssertionError
-
-
-def shorten(folder: str) -> Path:
-    """Hydra's absolute path, relative where it is below the working directory."""
-    path = Path(folder)
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 @contextmanager
@@ -86,7 +76,7 @@ def in_use(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 file = stack.enter_context(path.open("w"))
-            except FileNotFoundError:  # who held it has just removed the folder
+            except FileNotFoundError:  # the command that held the lock has just removed the folder
                 continue
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,7 +90,7 @@ def in_use(folder: Path) -> Iterator[None]:
             try:
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     break
-            except FileNotFoundError:  # who held it has just removed it
+            except FileNotFoundError:  # the command that held the lock has just removed the file
                 continue
         try:
             yield
@@ -133,7 +123,7 @@ def make_folder(config: DictConfig, key: str) -> Path:
     """Make the folder that this setting names.
 
     Raises:
-        UserError: it cannot be made, or processes that do not know of each other would choose one each.
+        UserError: it cannot be made; or the processes were started from elsewhere, and each would choose a folder.
     """
     alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
     if OmegaConf.is_interpolation(config, "output_dir") and not alone and INHERITED not in os.environ:

@@ -1,4 +1,4 @@
-"""Going on with a run: from which checkpoint, and whether its settings fit."""
+"""Resuming a run: from which checkpoint, and whether its settings fit."""
 
 import pickle
 import shutil
@@ -8,42 +8,31 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import reading
 from tasks.terminal import is_first_process, log
 
-# What goes on from its saved state, which would hide a new setting.
+# Restored from the checkpoint, which would hide a changed setting.
 SAVED = ("adapter", "optimizer", "scheduler")
-WEIGHTS = ("lora", "model")
-# What a run writes beside its weights and checkpoints; config.yaml goes last: it marks a run's folder.
-TRACES = (
-    "samples",
-    "tensorboard",
-    "metrics.csv",
-    "validation.csv",
-    "active_ranks.png",
-    "grid.png",
-    "report.html",
-    "config.yaml",
-)
 
 
-def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> tuple[Path, int] | None:
-    """The checkpoint to go on from, and its step.
+def find_checkpoint(ckpt_path: str | None, run: RunFolder) -> tuple[Path, int] | None:
+    """The checkpoint to resume from, and its step; None for a new run.
 
     Raises:
-        UserError: it is not there or damaged, or output_dir holds a run that this one would overwrite.
+        UserError: it is not there or damaged, or the folder holds another run, which this one would overwrite.
     """
-    last = output_dir / "checkpoints" / "last.ckpt"
+    last = run.checkpoint
     path = None if ckpt_path is None else last if ckpt_path == "last" else Path(ckpt_path).expanduser()
     # Other processes of a run may come here after the first has saved.
     if is_first_process() and (path is None or path.resolve() != last.resolve()):
-        check_unused(output_dir)
+        check_unused(run)
     if path is None:
         return None
-    weights = saved_weights(path.parent.parent)
+    weights = RunFolder.of_checkpoint(path).saved_weights()
     if not path.is_file():
-        nothing = path == last and (output_dir / "config.yaml").is_file()
+        nothing = path == last and run.config.is_file()
         hint = "the run has saved nothing: leave ckpt_path out to start it anew" if nothing else "name another"
         raise UserError(
             f"ckpt_path={ckpt_path}: there is no checkpoint {path}; {_from_weights(weights) if weights else hint}"
@@ -51,23 +40,17 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> tuple[Path, int]
     return path, _step(path, f"name another ckpt_path, or {_from_weights(weights)}")
 
 
-def check_unused(output_dir: Path) -> None:
+def check_unused(run: RunFolder) -> None:
     """Raise a UserError for a folder with what another run has learned."""
-    here = f"output_dir={output_dir} already contains a run"
-    if (output_dir / "checkpoints" / "last.ckpt").is_file():
+    here = f"output_dir={run} already contains a run"
+    if run.checkpoint.is_file():
         raise UserError(f"{here}: resume it with ckpt_path=last, or choose another folder")
-    if weights := saved_weights(output_dir):
+    if weights := run.saved_weights():
         raise UserError(f"{here} without a checkpoint: choose another folder, and {_from_weights(weights)}")
 
 
-def saved_weights(run: Path) -> Path | None:
-    """The newest weights in a run's folder."""
-    folders = [folder for kind in WEIGHTS for folder in (run / kind).glob("*") if any(folder.glob("[!.]*"))]
-    return max(folders, key=lambda folder: (folder.name == "last", folder.stat().st_mtime), default=None)
-
-
 def _from_weights(weights: Path | None) -> str:
-    """What to do instead of going on."""
+    """What to do instead of resuming."""
     if weights is None:
         return "start anew"
     setting = "model.pretrained_model_name_or_path" if weights.parent.name == "model" else "adapter.init_from"
@@ -75,7 +58,7 @@ def _from_weights(weights: Path | None) -> str:
 
 
 def _step(path: Path, remedy: str) -> int:
-    """The step of a checkpoint; all of its structure is read, and none of its tensors."""
+    """The step of a checkpoint. Its structure is read as a whole; its tensors are not."""
     import torch
 
     with reading(path, remedy):
@@ -83,7 +66,7 @@ def _step(path: Path, remedy: str) -> int:
             raise ValueError("its end is missing, or it is no checkpoint")
         try:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:  # which PyTorch explains by how to run it all the same
+        except pickle.UnpicklingError as error:  # PyTorch's own message explains how to run its code all the same
             raise ValueError("it holds more than tensors and numbers, which is not run") from error
         if not isinstance(checkpoint, dict):
             raise ValueError("it is no checkpoint")
@@ -92,20 +75,21 @@ def _step(path: Path, remedy: str) -> int:
         return int(checkpoint["global_step"])
 
 
-def start_anew(output_dir: Path) -> None:
-    """Take away what a run left that ended before it saved anything; nothing where there is no run's config.yaml.
+def start_anew(run: RunFolder) -> None:
+    """Remove what an earlier run left in the folder that ended before it saved anything.
+
+    Nothing happens to a folder without a config.yaml: no run has started there.
 
     Raises:
-        UserError: the config.yaml is none of a run's.
+        UserError: the config.yaml is not a run's.
     """
-    config = output_dir / "config.yaml"
-    if not config.is_file():
+    if not run.config.is_file():
         return
-    with reading(config, "choose another output_dir"):
-        if "_target_: lightning_modules." not in config.read_text(encoding="utf-8"):
-            raise UserError(f"{config} is not a run's: choose another output_dir")
-    log.info(f"note: the run in {output_dir} ended before it saved anything: it is started anew")
-    for path in (output_dir / name for name in TRACES):
+    with reading(run.config, "choose another output_dir"):
+        if "_target_: lightning_modules." not in run.config.read_text(encoding="utf-8"):
+            raise UserError(f"{run.config} is not a run's: choose another output_dir")
+    log.info(f"note: the run in {run} ended before it saved anything: it is started anew")
+    for path in run.leftovers():
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -113,24 +97,24 @@ def start_anew(output_dir: Path) -> None:
 
 
 def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
-    """Compare with the run that wrote the checkpoint.
+    """Compare the settings with those of the run that wrote the checkpoint.
 
     Raises:
-        UserError: adapter, optimizer or schedule differ. These go on from their saved state, which would hide a
-            new setting.
+        UserError: adapter, optimizer or schedule differ: they are restored from the checkpoint, which would hide a
+            changed setting.
     """
     from datamodules.shards.failures import shown
 
-    config = checkpoint.parent.parent / "config.yaml"
+    config = RunFolder.of_checkpoint(checkpoint).config
     if not config.is_file():
         return
-    with reading(config, "remove the file, to go on without comparing the settings"):
+    with reading(config, "remove the file, to resume without comparing the settings"):
         saved: Any = OmegaConf.load(config)
         earlier: Any = OmegaConf.to_container(saved)
         keys = [
             (group, key) for group in (*SAVED, "model", "data") for key in sorted({**earlier[group], **settings[group]})
         ]
-        # What follows from other settings, as the length of a schedule, may change with them.
+        # A value that is computed from other settings, such as the length of a schedule, may change with them.
         values = [OmegaConf.select(saved, f"{group}.{key}") for group, key in keys]
     present = OmegaConf.create(settings)
     for (group, key), value in zip(keys, values, strict=True):
@@ -139,7 +123,7 @@ def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
             what = f"{group}.{key} was {shown(str(value))} in {config.parent} and is {shown(str(now))} now"
             if group in SAVED:
                 raise UserError(
-                    f"{what}: a run goes on with its own settings. To start a new one from its weights, pass "
-                    f"adapter.init_from={config.parent} instead of ckpt_path"
+                    f"cannot resume with a changed setting: {what}. Leave ckpt_path out and "
+                    f"{_from_weights(RunFolder.of_checkpoint(checkpoint).saved_weights())}"
                 )
             log.warning(f"note: {what}")

@@ -76,7 +76,7 @@ PIXELS = Number(1024, whole=True, null=True)
 SIDE = Number(16, whole=True, multiple=16, null=True)
 SCALE = Number(0)
 
-# By key, a * at a part's end standing for anything. What is given twice by interpolation stands here once.
+# By key; a * at the end of a part stands for anything. A setting that only repeats another one needs no rule.
 SHARED: dict[str, Number | Switch] = {
     "seed": SEED,
     "trainer.devices": Number(-1, whole=True, words=("auto",), several=True),
@@ -152,7 +152,7 @@ TRAINING: dict[str, Number | Switch] = {
     "callbacks.metrics.window": COUNT,
     "callbacks.progress.line_every": POSITIVE,
     "callbacks.lora_checkpoint.save_every": COUNT_OR_NONE,
-    "callbacks.report.report.preview_count": COUNT,
+    "callbacks.report.preview_count": COUNT,
     "callbacks.rank_histogram.num_inference_steps": COUNT,
     "callbacks.sample_images.sample_every": COUNT_OR_NONE,
     "callbacks.sample_images.count": COUNT_OR_NONE,
@@ -194,7 +194,7 @@ def check_settings(cfg: DictConfig, rules: Mapping[str, Number | Switch]) -> Non
 
 
 def _select(cfg: Any, parts: list[str], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings that a pattern stands for, by their names; what is not there is left out."""
+    """The settings that a pattern matches, each with its name; a config has only some of them."""
     if not isinstance(cfg, DictConfig):
         return
     first, *rest = parts

@@ -10,9 +10,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TextIO
 
+from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning
 from callbacks.signals import Stopped
 from datamodules.errors import UserError
 
@@ -30,24 +30,7 @@ DISK_ERRORS = {
     errno.ENOTDIR,
     errno.EEXIST,
 }
-TEXTS = {"prompt", "negative_prompt", "data.source.instance_prompt"}
-PATHS = {
-    "image",
-    "prompts_file",
-    "lora",
-    "output_dir",
-    "ckpt_path",
-    "data.cache_dir",
-    "data.root",
-    "data.shards",
-    "data.val_root",
-    "adapter.init_from",
-    "model.pretrained_model_name_or_path",
-    "model.transformer_name_or_path",
-}
-
-
-# By what Lightning, torchrun and SLURM tell a process its number.
+# The variables by which Lightning, torchrun and SLURM tell a process its rank.
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
@@ -58,8 +41,8 @@ def is_first_process() -> bool:
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Around a whole command: lines go to stderr, output may be cut off, Ctrl-C may come before anything has begun."""
-    sys.stdout, sys.stderr = _or_nowhere(sys.stdout), _or_nowhere(sys.stderr)
+    """Around a whole command: set up logging, survive a closed or broken output pipe, answer Ctrl-C in one line."""
+    sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
     try:
         yield
@@ -69,8 +52,8 @@ def command_line() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-class _OrNowhere(io.FileIO):
-    """A pipe; when nobody reads it any more, as after `| head`, all that goes there is dropped, and work goes on."""
+class _TolerantPipe(io.FileIO):
+    """A pipe whose reader may leave, as in `| head`: what is written then is dropped, and the command continues."""
 
     def write(self, data: Any) -> int:
         try:
@@ -81,21 +64,21 @@ class _OrNowhere(io.FileIO):
             return super().write(data)
 
 
-def _or_nowhere(stream: TextIO | None) -> TextIO:
-    """The process's own stdout or stderr, if it is a pipe; a place for lines where it was started with it closed."""
+def _tolerant(stream: TextIO | None) -> TextIO:
+    """The stream; a `_TolerantPipe` where it is a pipe, and /dev/null where the process was started with it closed."""
     if stream is None:
         return open(os.devnull, "w")
     own = any(stream is one for one in (sys.__stdout__, sys.__stderr__))
     if not own or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
         return stream
-    buffer = io.BufferedWriter(_OrNowhere(stream.fileno(), "w", closefd=False))
+    buffer = io.BufferedWriter(_TolerantPipe(stream.fileno(), "w", closefd=False))
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream is sys.__stderr__)
 
 
 def configure_logging() -> None:
     """Retouch's lines go to stderr as they are."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # They speak while they are imported.
+    # These libraries log while they are imported.
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     for name in ("bitsandbytes", "torch.utils._pytree", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -105,14 +88,14 @@ def configure_logging() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what sys.stderr is now: a progress bar puts itself there, to keep lines above it."""
+    """Writes to the present sys.stderr: a progress bar replaces it, to keep lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
 def silence_libraries() -> None:
-    """Let libraries speak from errors upwards, and no loading bar flash for each small file."""
+    """Show only the errors of libraries, and none of their progress bars."""
     import diffusers.utils.logging
     import lightning.pytorch
     import transformers.utils.logging
@@ -129,13 +112,6 @@ def silence_libraries() -> None:
         library.set_verbosity_error()
 
 
-def has_a_meaning(key: str, value: str) -> bool:
-    """Whether a value is more than its letters: quoted text, a list, null, or a path that may be a sweep over two."""
-    quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
-    several = key in PATHS and "," in value and not Path(value).exists()
-    return quoted or several or value in ("", "null")
-
-
 def quote_values(arguments: list[str]) -> list[str]:
     """Protect prompts and paths from Hydra, to which commas, brackets, quotes and letters beyond ASCII mean something.
 
@@ -148,14 +124,14 @@ def quote_values(arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if key not in PATHS | TEXTS or has_a_meaning(key, value):
             return argument
-        value = os.path.expanduser(value) if key in PATHS else value  # a shell does it for the first word only
+        value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
         return f"{key}=" + QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
 
     return [quote(argument) for argument in arguments]
 
 
 def end_workers() -> None:
-    """Kill data workers that an error left behind: they pass over the signal by which Python would end them."""
+    """Kill data workers that an error left behind: they ignore SIGTERM, by which Python would end them."""
     for child in multiprocessing.active_children():
         child.kill()
 
@@ -173,8 +149,8 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         yield
         return
     except Stopped as stopped:
-        # Lightning kills the first when another leaves with an error.
-        if not is_first_process() and not stopped.at_once:
+        # Lightning kills the first process when another one leaves with an error status.
+        if not is_first_process() and not stopped.immediate:
             raise SystemExit(0) from None
         print(_with_notes(str(stopped), stopped), file=sys.stderr)
         raise SystemExit(128 + stopped.signal) from None
@@ -211,7 +187,7 @@ def _one_line(error: BaseException) -> str | None:
     line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
     if isinstance(error, UserError):
         return line
-    # Not above: a mistake in the settings is said before these are imported, which takes seconds.
+    # Imported here: it takes seconds, and mistakes in the settings are reported before.
     import torch
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 

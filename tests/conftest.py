@@ -1,12 +1,11 @@
 """Tiny real pipelines and real photographs, offline."""
 
+import functools
 import gc
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,25 +13,25 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine 
 os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores
 os.environ["COLUMNS"] = "250"  # long paths stay on one line
 
-import hydra
 import pytest
-import skimage.data
 import torch
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
-from peft import LoraConfig
 from PIL import Image
 
 import predict
 import train
-from lightning_modules.adapters.lora import adapter_state
+from tests.support.commands import Outcome, short
+from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_pipelines import MODELS
+from tests.support.warm import Warm
 
-ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
-# What is imported stays: the garbage collection after each run need not look through it.
-gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_frozen():
+    """What was imported and made so far stays: the garbage collection after each run need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -60,89 +59,10 @@ def stock(tiny):
     return pipeline
 
 
-def randomize(transformer: torch.nn.Module) -> None:
-    """Make the second half of a fresh adapter, which is zero, as random as the first."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in transformer.named_parameters():
-        if ".lora_B." in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-
-
-def adapt_like(transformer: torch.nn.Module, own: torch.nn.Module) -> None:
-    """Give a stock transformer, by peft alone, the adapter of ours (rank 4, alpha 6)."""
-    transformer.requires_grad_(False)
-    transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    weights = adapter_state(own)
-    for name, parameter in transformer.named_parameters():
-        if "lora_" in name:
-            parameter.data = weights[name.replace(".default", "")].clone()
-
-
-def assert_same_gradients(own: torch.nn.Module, stock: torch.nn.Module) -> None:
-    """Of the adapters of two transformers."""
-    ours, theirs = ({n: p.grad for n, p in one.named_parameters() if p.requires_grad} for one in (own, stock))
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
-
-
-def shrink_condition_images(monkeypatch, vae: int, condition: int) -> None:
-    """Let the stock Qwen pipelines resize condition images to fewer pixels than their own, to save time."""
-    dimensions = pipeline_qwenimage_edit.calculate_dimensions
-    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(vae, ratio))
-    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", vae)
-    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", condition)
-
-
-def photograph(name: str, width: int, height: int) -> Image.Image:
-    """A real photograph, scaled."""
-    return Image.fromarray(getattr(skimage.data, name)()).resize((width, height), Image.Resampling.LANCZOS)
-
-
-def make_pairs(root: Path, sizes, target=lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)) -> Path:
-    """Pairs in folders: photographs, and the same mirrored."""
-    for folder in ("training_images", "control_images"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    names = ("astronaut", "chelsea", "coffee", "rocket", "retina")
-    for i, (width, height) in enumerate(sizes):
-        image = photograph(names[i % len(names)], width + i, height).crop((i, 0, width + i, height))
-        image.save(root / "control_images" / f"{i:02d}.png")
-        target(image).save(root / "training_images" / f"{i:02d}.png")
-        (root / "training_images" / f"{i:02d}.txt").write_text(f"mirror picture {i}")
-    return root
-
-
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory) -> Path:
     """Eight pairs of 32x32."""
     return make_pairs(tmp_path_factory.mktemp("pairs"), [(32, 32)] * 8)
-
-
-def compose(name: str, *overrides: str) -> DictConfig:
-    """The composed config of train.py or predict.py."""
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
-        HydraConfig.instance().set_config(cfg)
-        with open_dict(cfg):
-            cfg.pop("hydra")
-    return cfg
-
-
-class Outcome:
-    """What a command left: exit status and what it printed."""
-
-    def __init__(self, status: int, text: str) -> None:
-        self.status = status
-        self.text = text
-
-    @property
-    def error(self) -> str:
-        """The one line that a mistake should give."""
-        assert self.status == 1, self.text
-        assert "Traceback" not in self.text
-        lines = [line for line in self.text.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1, self.text
-        return lines[0]
 
 
 @pytest.fixture
@@ -166,56 +86,35 @@ def run(monkeypatch, capfd):
     return run
 
 
-def start(script: str, *overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen:
-    """Start train.py or predict.py as a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / f"{script}.py"), *map(str, overrides)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **environment},
-        cwd=cwd,
-        start_new_session=True,
-    )
+@pytest.fixture(scope="session")
+def learned(tiny, pairs, tmp_path_factory):
+    """For each adapter= a run whose weights visibly change pictures, alpha different from rank."""
+
+    @functools.cache
+    def learned(adapter: str) -> Path:
+        folder = tmp_path_factory.mktemp("learned") / adapter
+        settings = [f"adapter={adapter}", "adapter.alpha=8", "optimizer.lr=3e-2", "scheduler=constant"]
+        process = Warm("train", *short(tiny, pairs, folder, 8), *settings)
+        text, _ = process.communicate(timeout=300)
+        process.end()
+        assert process.returncode == 0, text
+        return folder
+
+    return learned
 
 
-def run_code(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code that must end well in a process of its own."""
-    command, text = [sys.executable, "-c", code, *arguments], {"capture_output": True, "text": True}
-    done = subprocess.run(command, env={**os.environ, **environment}, cwd=cwd, check=False, **text)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+@pytest.fixture
+def start():
+    """Start train.py or predict.py as a process of its own, in a session of its own."""
+    processes = []
 
+    def start(script: str, *overrides: str, **more: Any) -> Warm:
+        processes.append(Warm(script, *overrides, **more))
+        return processes[-1]
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 90) -> None:
-    """Wait for what a running process does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.002)
-
-
-def short(tiny: Path, pairs: Path, output: Path, steps: int, data: str = "cached") -> list[str]:
-    """Overrides of a short quiet run."""
-    cache = [f"data.cache_dir={output.parent / 'cache'}"] if data != "pairs" else []
-    return [
-        f"data={data}",
-        *cache,
-        f"model.pretrained_model_name_or_path={tiny}",
-        f"data.root={pairs}",
-        f"output_dir={output}",
-        f"trainer.max_steps={steps}",
-        "trainer.accelerator=cpu",
-        "data.num_workers=0",
-        "adapter.rank=4",
-        "logger=none",
-        "callbacks.sample_images=null",
-    ]
-
-
-def lora_bytes(run: Path, name: str = "last") -> bytes:
-    return (run / "lora" / name / "pytorch_lora_weights.safetensors").read_bytes()
+    yield start
+    for process in processes:
+        process.end()
 
 
 @pytest.fixture(scope="session")
@@ -243,8 +142,46 @@ def datasets(tmp_path_factory):
 def arguments(repositories, datasets):
     """Overrides of a short quiet run."""
 
-    def arguments(model, output, steps, *more):
-        common = short(repositories[model], datasets[model], output, steps, MODELS[model].data)
+    def arguments(model, output, steps, *more, shown=False):
+        common = short(repositories[model], datasets[model], output, steps, MODELS[model].data, shown)
         return [f"model={model}", "model.dtype=float32", *common, *MODELS[model].settings, *more]
 
     return arguments
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two sizes, one with a second control of a size of its own, masks, prompts of very different lengths."""
+    root = make_pairs(tmp_path / "mixed", [(32, 32)] * 4 + [(48, 32)] * 4)
+    for number in range(4, 8):
+        photograph("coffee", 64, 32).save(root / "control_images" / f"{number:02d}_control_1.png")
+        photograph("chelsea", 48, 32).save(root / "control_images" / f"{number:02d}_mask.png")
+    (root / "training_images" / "01.txt").write_text("snow " * 10)
+    (root / "training_images" / "02.txt").write_text("")
+    return root
+
+
+@pytest.fixture
+def trained(learned):
+    """A run whose LoRA visibly changes pictures."""
+    return learned("lora")
+
+
+@pytest.fixture
+def photo(tmp_path):
+    """A picture on disk, 48x32."""
+    photograph("coffee", 48, 32).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+@pytest.fixture
+def fails(run, tiny, pairs, tmp_path):
+    """Run train.py with more overrides than a good run has; returns the error's line."""
+
+    def fails(*overrides, root=pairs, output=tmp_path / "run"):
+        arguments = [a for a in short(tiny, root, output, 2, shown=True) if a != "logger=none"]
+        line = run("train", *arguments, *overrides, ok=False).error
+        assert not output.exists(), "a run that did not start leaves no folder"
+        return line
+
+    return fails

@@ -1,17 +1,19 @@
 """What can only be measured on a GPU runs, at a tiny size."""
 
 import json
+import os
 import subprocess
 import sys
 
-from tests.conftest import ROOT
+from tests.support.commands import ROOT
 
 
 def test_full_size_benchmark_runs(tiny, tmp_path):
     output = tmp_path / "results.json"
     small = ["--folder", str(tiny), "--size", "64", "--rounds", "1", "--matrix", "64", "--output", str(output)]
     command = [sys.executable, "benchmarks/full_size.py", *small, "--precisions", "bf16", "fp8", "nf4"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
     assert [(row["precision"], row["checkpointing"]) for row in result["rows"]] == [

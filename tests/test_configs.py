@@ -1,5 +1,6 @@
 """Every YAML composes, and what it names accepts its arguments."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from tests.conftest import ROOT, compose
+from tests.support.commands import ROOT, compose
 
-FILES = sorted(path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml"))
+# Not those that others build on.
+FILES = sorted(path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("[!_]*.yaml"))
+MODELS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("[!_]*.yaml"))
+NEEDS = {Path("logger/wandb.yaml"): "wandb"}
 
 
 def choice(file: Path) -> tuple[str, list[str]]:
@@ -22,6 +26,8 @@ def choice(file: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
+    if file in NEEDS:
+        pytest.importorskip(NEEDS[file])
     primary, overrides = choice(file)
     cfg = compose(primary, *overrides, f"output_dir={tmp_path}")
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -34,15 +40,26 @@ def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
         instantiate(cfg.scheduler)(optimizer).step()
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")))
+@pytest.mark.parametrize("name", MODELS)
 def test_model_loads_nothing_before_it_is_asked_to(name):
     module = instantiate(compose("train", f"model={name}").model)
     assert module.transformer is None
-    assert module.components.models() == {}
+    assert module.base.components.models() == {}
 
 
-def test_defaults_stand_in_yaml_once():
-    """A variant's YAML holds only the difference."""
-    base = OmegaConf.load(ROOT / "conf/model/flux_kontext.yaml")
-    variant = OmegaConf.load(ROOT / "conf/model/embedded.yaml")
-    assert all(base[key] != value for key, value in variant.items() if key != "defaults")
+@pytest.mark.parametrize("name", MODELS)
+def test_defaults_stand_in_yaml_once(name):
+    """A model's YAML holds only the difference from the one that it builds on."""
+    own = OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml")
+    [parent, *_] = own.pop("defaults")
+    base = compose("train", f"+model@base={parent}", f"model={name}").base
+    assert all(base.get(key) != value for key, value in own.items())
+
+
+def test_logger_without_its_library_is_one_line(run, tmp_path):
+    if find_spec("wandb") is not None:
+        pytest.skip("it is installed")
+    outcome = run("train", "logger=wandb", f"output_dir={tmp_path / 'run'}", ok=False)
+    assert "logger.wandb: " in outcome.error
+    assert "pip install" in outcome.error
+    assert "encoded" not in outcome.text, "it is said before anything is encoded"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from datamodules.errors import UserError
 from datamodules.files import reading
 from lightning_modules.adapters.formats.diffusers import HEADER_KEY, read_header, require_finite, save_lora
-from tests.conftest import compose
+from tests.support.commands import compose
 
 MODELS = {"flux_kontext": ("tokenizer_2", "text_encoder_2"), "qwen_image_edit": ("tokenizer", "text_encoder")}
 TRANSFORMER = "diffusion_pytorch_model.safetensors"
@@ -38,8 +38,8 @@ def copy(repositories, tmp_path):
 
 
 def check(module):
-    module.preflight()
-    module.check_files()
+    module.check()
+    module.base.check_files()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -97,7 +97,7 @@ def test_a_damaged_component_is_named_before_anything_is_loaded(copy, model, com
         check(module())
     assert message in str(raised.value)
     assert str(folder) in str(raised.value)
-    assert "get it again" in str(raised.value)
+    assert "download it again" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -110,8 +110,9 @@ def test_a_tensor_that_a_base_lacks_is_not_made_up(copy, component):
     name = next(name for name, tensor in state.items() if tensor.ndim == 2 and "shared" not in name)
     del state[name]
     save_file(state, path, {"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks .*get it again|lacks .*is it whole") as raised:
-        module().components[component] if component != "transformer" else module().load_transformer()
+    base = module().base
+    with pytest.raises(UserError, match=r"lacks .*download it again|lacks .*is it complete") as raised:
+        base.components[component] if component != "transformer" else base.load_transformer()
     assert name.rpartition(".")[0] in str(raised.value)
 
 
@@ -139,7 +140,7 @@ def test_weights_that_are_not_finite_do_not_replace_others(tmp_path, value):
     with pytest.raises(UserError, match=r"not finite \(x.lora_B.weight\) and are not saved"):
         save_lora(good | {"x.lora_B.weight": torch.full((2, 2), value)}, path, 1.0, {})
     assert path.read_bytes() == before
-    require_finite(good)
+    require_finite(good, "stop")
 
 
 def test_task_quantize_on_a_full_disk_leaves_nothing_and_can_be_tried_again(run, repositories, tmp_path):
@@ -160,11 +161,11 @@ def test_task_quantize_on_a_full_disk_leaves_nothing_and_can_be_tried_again(run,
 
 def test_a_rank_that_no_layer_has_is_refused(copy):
     _, module = copy()
-    module("adapter.rank=64").preflight()
+    module("adapter.rank=64").check()
     with pytest.raises(UserError, match=r"adapter\.rank=1000000: no layer that adapter.target_modules names"):
-        module("adapter.rank=1000000").preflight()
+        module("adapter.rank=1000000").check()
 
 
 def test_memory_that_is_short_is_no_damage(tmp_path):
-    with pytest.raises(torch.OutOfMemoryError), reading(tmp_path, "get it again"):
+    with pytest.raises(torch.OutOfMemoryError), reading(tmp_path, "download it again"):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -3,18 +3,21 @@
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import safetensors.torch
 import torch
 
 from callbacks.report.figures import read_rows
-from tests.conftest import ROOT, lora_bytes
-from tests.lightning_modules.test_quantized_linear import WAYS
+from tests.lightning_modules.quantization.test_quantized_linear import WAYS
+from tests.support.commands import ROOT, lora_bytes, short
+from tests.support.quantized import MODEL, quantized
+from tests.support.several_runs import as_rank
 from tests.support.tiny_pipelines import MODELS
-from tests.test_quantized_training import MODEL, quantized, short
 
 DDP = ["trainer.devices=2", "trainer.strategy=ddp"]
 FSDP = ["trainer=fsdp", "trainer.devices=2"]
@@ -26,21 +29,39 @@ SPLIT = {
 }
 
 
-def in_two_processes(runs, timeout=100):
-    """The text of both."""
+def arguments_of(runs):
+    return json.dumps([[str(part) for part in overrides] for overrides in runs])
+
+
+@pytest.fixture
+def in_two_processes(start):
+    """The status and the text of two processes such as torchrun starts."""
+
+    def in_two_processes(runs):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        script = "tests.support.several_runs"
+        ranks = [start(script, arguments_of(runs), before=partial(as_rank, rank, port)) for rank in range(2)]
+        texts = [rank.communicate(timeout=300)[0] for rank in ranks]
+        return max(rank.returncode for rank in ranks), "".join(texts)
+
+    return in_two_processes
+
+
+def by_torchrun(runs):
+    """The text of both processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOGLEVEL": "ERROR"}
-    arguments = json.dumps([[str(part) for part in overrides] for overrides in runs])
     done = subprocess.run(
-        [*command, "-m", "tests.several_runs", arguments],
+        [*command, "-m", "tests.support.several_runs", arguments_of(runs)],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=300,
         env=environment,
         cwd=ROOT,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def assert_close(one, other):
@@ -56,30 +77,29 @@ def column(run_folder, name):
     return [row[name] for row in csv.DictReader((run_folder / "metrics.csv").open())]
 
 
-def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, pairs, tmp_path):
+def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two_processes, tiny, pairs, tmp_path):
     """So are a float32 base, and an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
-    where = f"data.cache_dir={tmp_path / 'cache'}"
     bases = {f"{format}-{backend}": (format, backend) for format, backend in WAYS}
 
     def overrides(kind, name, *more):
-        return quantized(tiny, pairs, tmp_path / kind / name, 2, *bases[name], *SETTINGS, where, *more)
+        return quantized(tiny, pairs, tmp_path / kind / name, 2, *bases[name], *SETTINGS, *more)
 
     def plain(kind, *more):
-        return [*short(tiny, pairs, tmp_path / kind / "plain", 5), where, *more]
+        return [*short(tiny, pairs, tmp_path / kind / "plain", 5), *more]
 
     def orthogonal(kind, *more):
-        return [*short(tiny, pairs, tmp_path / kind / "ortho", 4), *SETTINGS, "adapter=ortho_tlora", where, *more]
+        return [*short(tiny, pairs, tmp_path / kind / "ortho", 4), *SETTINGS, "adapter=ortho_tlora", *more]
 
     def full(kind, *more):
         common = [part for part in short(tiny, pairs, tmp_path / kind / "full", 2) if not part.startswith("adapter.")]
-        return [*common, *SETTINGS, "adapter=full", "adapter.text_encoders=true", where, *more]
+        return [*common, *SETTINGS, "adapter=full", "adapter.text_encoders=true", *more]
 
     for name in bases:
         run("train", *overrides("one", name, "data.batch_size=2"))
     run("train", *full("one", "data.batch_size=2"))
     run("train", *orthogonal("one", "data.batch_size=2"))
     run("train", *plain("one", "data.batch_size=2"))
-    dump = "+callbacks.dump={_target_: tests.dump_weights.DumpWeights, folder: " + str(tmp_path) + "}"
+    dump = "+callbacks.dump={_target_: tests.support.probes.DumpWeights, folder: " + str(tmp_path) + "}"
     others = [orthogonal("two", *DDP), plain("two", *DDP, dump), full("two", *DDP)]
     status, text = in_two_processes([*(overrides("two", name, *DDP) for name in bases), *others])
     assert status == 0, text
@@ -97,14 +117,13 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, tiny, 
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
 
 
-def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, tiny, pairs, tmp_path):
+def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_processes, tiny, pairs, tmp_path):
     """As DDP does in bf16, and one process with the doubled batch. Held-out samples are measured on the way."""
 
     def overrides(kind, name, steps, *more):
         output = tmp_path / kind / name
-        common = [part for part in short(tiny, pairs, output, steps) if part != "callbacks.sample_images=null"]
-        where = f"data.cache_dir={tmp_path / 'cache'}"
-        return [*MODEL, *common, *SETTINGS, *SPLIT[name], where, "data.val_count=2", *more]
+        common = short(tiny, pairs, output, steps, shown=True)
+        return [*MODEL, *common, *SETTINGS, *SPLIT[name], "data.val_count=2", *more]
 
     quiet, measured = "callbacks.sample_images=null", "callbacks.sample_images.num_inference_steps=2"
     whole = [overrides("whole", name, 4, *DDP, measured) for name in SPLIT if "model.dtype=bfloat16" in SPLIT[name]]
@@ -142,10 +161,10 @@ def short_runs(repositories, datasets, tiny, pairs, tmp_path_factory):
         common = [part for part in common if not part.startswith("adapter.")]
         every = ["adapter.target_modules=all-linear"] if name == "lora" else []
         runs.append([*qwen, *common, f"adapter={name}", *every])
-    watch = f"+callbacks.watch={{_target_: tests.watch_and_stop.WatchAndStop, folder: {folder}, stop_at: 3}}"
+    watch = f"+callbacks.watch={{_target_: tests.support.watch.WatchAndStop, folder: {folder}, stop_at: 3}}"
     stopped = short(tiny, pairs, folder / "stopped", 8)
     runs.append([*stopped, *SETTINGS, *DDP, "save_every=0", "trainer.log_every_n_steps=8", watch])
-    _, text = in_two_processes(runs, timeout=200)
+    text = by_torchrun(runs)
     return folder, text
 
 
@@ -172,7 +191,7 @@ def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(short
     ("setting", "message"),
     [
         ("model.quantization.format=nf4", "trainer=fsdp cannot split transformer_blocks.0.attn.to_q"),
-        ("optimizer=adamw_8bit", "trainer=fsdp does not go with AdamW8bit, which wants whole weights"),
+        ("optimizer=adamw_8bit", "trainer=fsdp does not go with AdamW8bit, which needs whole weights"),
         ("optimizer=prodigy", "trainer=fsdp does not go with Prodigy"),
         ("model.offload.blocks=2", "model.offload.blocks does not go with trainer=fsdp"),
         (

@@ -5,27 +5,28 @@ import re
 
 import pytest
 
+from lightning_modules.families.flux import denoise as flux_denoise
 from lightning_modules.families.flux import module as flux
-from lightning_modules.families.flux import pipeline as kontext_pipeline
-from lightning_modules.families.qwen_image import module as qwen_image
-from lightning_modules.families.qwen_image import pipeline as qwen_pipelines
+from lightning_modules.families.flux import pipeline as flux_pipeline
+from lightning_modules.families.qwen_image import denoise as qwen_denoise
+from lightning_modules.families.qwen_image import module as qwen
+from lightning_modules.families.qwen_image import pipeline as qwen_pipeline
 from lightning_modules.family import Family
-from tests.conftest import ROOT
+from tests.support.commands import ROOT
 from tests.support.tiny_pipelines import MODELS
 
 GUIDE = (ROOT / "docs" / "add-a-model.md").read_text()
 # Rows of its table of sizes: what is counted, and the part of the row that names it
 SIZES = [
     (flux.FluxDev, "`FluxDev`"),
-    (flux, "a family of its own"),
-    (qwen_image, "a family of its own"),
-    (kontext_pipeline, "its pipeline for latents"),
-    (qwen_pipelines, "its pipeline for latents"),
+    *((one, "module.py of a family of its own") for one in (flux, qwen)),
+    *((one, "denoise.py: ") for one in (flux_denoise, qwen_denoise)),
+    *((one, "pipeline.py: ") for one in (flux_pipeline, qwen_pipeline)),
 ]
 
 
 def test_every_method_and_attribute_of_a_family_is_named():
-    for name in (*Family.__abstractmethods__, *Family.__annotations__, "condition_images"):
+    for name in (*Family.__abstractmethods__, *Family.__annotations__, "condition_images", "geometry"):
         assert f"`{name}`" in GUIDE
 
 

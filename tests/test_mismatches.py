@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from tests.conftest import photograph, short
+from tests.support.commands import short
+from tests.support.pictures import photograph
 from tests.support.tiny_pipelines import MODELS
 
 MISMATCHES = {
@@ -12,7 +13,7 @@ MISMATCHES = {
         "flux_kontext",
         "cached",
         "flux_dev",
-        "pictures from their captions",
+        "To train on pictures and captions",
     ),
     "captions for an edit model": ("qwen_image_edit", "captions", "flux_dev", "edits pictures, but 0, 1, 2 and 3 more"),
     "pairs for text to image": ("flux_dev", "cached", "flux_kontext", "makes pictures from text alone, but 0, 1, 2"),
@@ -21,7 +22,7 @@ MISMATCHES = {
         "qwen_image_edit",
         "cached",
         "qwen_image_edit_plus",
-        "takes 1 condition image, there",
+        "takes at most 1 condition image, but",
     ),
 }
 
@@ -42,15 +43,15 @@ def test_more_images_than_plus_takes(run, arguments, datasets, tmp_path):
         photograph("cat", 32, 32).save(root / "control_images" / f"0_control_{k}.png")
     overrides = [a for a in arguments("qwen_image_edit_plus", tmp_path / "run", 1) if not a.startswith("data.root=")]
     line = run("train", *overrides, f"data.root={root}", ok=False).error
-    assert "takes 3 condition images, there are more in 0 (4) of data.root=" in line
+    assert "takes at most 3 condition images, but 0 (4) of data.root=" in line
 
 
 @pytest.mark.parametrize(
     ("model", "images", "words"),
     [
         ("qwen_image_edit", 0, "no image= to edit, which"),
-        ("qwen_image_edit", 2, "takes 1 condition image"),
-        ("qwen_image_edit_plus", 4, "takes 3 condition images"),
+        ("qwen_image_edit", 2, "takes at most 1 condition image, but"),
+        ("qwen_image_edit_plus", 4, "takes at most 3 condition images, but"),
         ("flux_dev", 1, "makes pictures from the prompt alone: leave image= out"),
     ],
 )
@@ -75,6 +76,6 @@ def test_repository_of_another_model_is_refused_or_said(run, repositories, pairs
     line = train("qwen_image_edit", "flux_kontext").error
     assert "has no processor, which QwenImageEdit needs: it is made for FluxKontextPipeline" in line
     outcome = train("qwen_image_edit", "qwen_image_edit_plus")
-    note = "is made for QwenImageEditPlusPipeline, QwenImageEdit uses it as QwenImageEditPipeline does"
+    note = "names QwenImageEditPlusPipeline, QwenImageEdit expects QwenImageEditPipeline: check model="
     assert outcome.text.count(note) == 1
     assert outcome.status == 0

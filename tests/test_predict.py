@@ -1,6 +1,5 @@
 """predict.py by its real command line, against the stock pipeline."""
 
-import json
 from functools import partial
 
 import numpy as np
@@ -10,42 +9,13 @@ import torch._dynamo
 from PIL import Image
 
 from lightning_modules.adapters.applied import MergedLoRAs
-from lightning_modules.adapters.lora import ADAPTER
+from lightning_modules.adapters.peft_layers import ADAPTER
 from lightning_modules.execution import kernels as execution
-from tests.conftest import make_pairs, photograph, short
+from tests.support.commands import short
+from tests.support.pictures import pixels, records
 from tests.support.tiny_adapters import LAYER, build, learn
 
 STAGES = {"load", "encode_prompt", "encode_image", "denoise", "decode"}
-
-
-@pytest.fixture(scope="session")
-def trained(tiny, pairs, tmp_path_factory):
-    """A run whose LoRA visibly changes pictures, alpha different from rank."""
-    from tests.conftest import start
-
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    arguments = short(tiny, pairs, folder, 8)
-    process = start("train", *arguments, "adapter.alpha=8", "optimizer.lr=3e-2", "scheduler=constant")
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, text
-    return folder
-
-
-@pytest.fixture
-def photo(tmp_path):
-    photograph("coffee", 48, 32).save(tmp_path / "photo.png")
-    return tmp_path / "photo.png"
-
-
-def pixels(path):
-    """Of a picture, or of the only one that was predicted of an image of that name."""
-    if not path.is_file():
-        [path] = path.parent.glob(f"{path.stem}_p00_*.png")
-    return np.asarray(Image.open(path)).astype(int)
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 
 def stock_picture(stock, photo, prompt="mirror picture 1", seed=42, **arguments):
@@ -100,19 +70,6 @@ def test_scales_seeds_and_prompts_multiply(run, stock, trained, photo, tmp_path)
     assert np.abs(with_lora - unadapted).max() > 5
 
 
-def test_folder_glob_and_further_controls(run, trained, tmp_path):
-    folder = make_pairs(tmp_path / "in", [(32, 32), (48, 32), (40, 36)]) / "control_images"
-    photograph("rocket", 32, 64).save(folder / "00_control_1.png")
-    common = [f"lora={trained}", "prompt=x", "num_inference_steps=1"]
-    run("predict", *common, f"image={folder}", f"output_dir={tmp_path / 'a'}")
-    sizes = {path.name.partition("_")[0]: Image.open(path).size for path in (tmp_path / "a").glob("*.png")}
-    assert sizes == {"00": (32, 32), "01": (48, 32), "02": (32, 32)}
-    run("predict", *common, f"image={folder}/0[12].*", f"output_dir={tmp_path / 'b'}")
-    assert {path.name.partition("_")[0] for path in (tmp_path / "b").glob("*.png")} == {"01", "02"}
-    for name in ("01.png", "02.png"):
-        assert np.array_equal(pixels(tmp_path / "a" / name), pixels(tmp_path / "b" / name))
-
-
 def test_size_and_prompt_alone(run, stock, trained, tmp_path):
     common = [f"lora={trained}", "prompt=x", "num_inference_steps=2", "width=48", "height=64"]
     run("predict", *common, f"output_dir={tmp_path / 'a'}")
@@ -122,15 +79,6 @@ def test_size_and_prompt_alone(run, stock, trained, tmp_path):
         max_sequence_length=16, generator=torch.Generator().manual_seed(42),
     ).images[0]  # fmt: skip
     assert np.abs(pixels(tmp_path / "a" / "picture.png") - np.asarray(expected).astype(int)).max() <= 1
-
-
-def test_large_image_is_shrunk_to_max_area(run, trained, tmp_path):
-    photograph("coffee", 320, 160).save(tmp_path / "large.png")
-    run(
-        "predict", f"lora={trained}", f"image={tmp_path / 'large.png'}", "prompt=x", "num_inference_steps=1",
-        "max_area=5000", f"output_dir={tmp_path / 'out'}",
-    )  # fmt: skip
-    assert pixels(tmp_path / "out" / "large.png").shape == (48, 96, 3)
 
 
 def test_several_loras_add_up_as_in_diffusers(run, stock, trained, photo, tmp_path):
@@ -161,14 +109,9 @@ def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(ru
     assert np.array_equal(pixels(tmp_path / "a" / "photo.png"), pixels(tmp_path / "c" / "photo.png"))
 
 
-def test_components_may_be_placed_one_by_one(run, trained, photo, tmp_path):
-    devices = [f"model.devices.{name}=cpu" for name in ("transformer", "text_encoder", "vae")]
-    run("predict", f"lora={trained}", f"image={photo}", "prompt=x", "num_inference_steps=1", *devices, f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
-
-
 def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp_path):
     """Nobody should see better samples in training than pictures later."""
-    arguments = [a for a in short(tiny, pairs, tmp_path / "run", 4) if "sample_images" not in a]
+    arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)
     run("train", *arguments, "optimizer.lr=3e-2", "callbacks.sample_images.num_inference_steps=3")
     image = pairs / "control_images" / "02.png"
     run(
@@ -181,74 +124,9 @@ def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp
     assert np.abs(strip[:, 32:64] - pixels(tmp_path / "out" / "02.png")).max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["image=/nowhere.png", "prompt=x"], "image=/nowhere.png: no such file"),
-        (["width=32", "height=32"], "say what to do: prompt="),
-        (["prompt=x"], "starts from; for a picture from the prompt alone give width= and height="),
-        (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
-        (["prompt=x", "seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295 or a list of them"),
-        (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a whole number from 256 on"),
-        (["prompt=[]"], "prompt=[]: the list is empty"),
-        (["lora=[]"], "lora=[]: the list is empty"),
-        (["prompt=x", "image=[a.png,b.png]"], "give one; several images are a folder or a glob"),
-        (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
-        (["prompt=x", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number from 1 on"),
-        (
-            ["prompt=x", "height=100", "width=32"],
-            "height=100: must be a whole number, a multiple of 16, from 16 on or null",
-        ),
-        (["prompt=x", "lora_scale=0.5"], "lora_scale needs lora="),
-        (["width=32", "height=32", "prompts_file=/nowhere.txt"], "prompts_file=/nowhere.txt: No such file"),
-        (["prompt=x", "width=32", "height=32", "model.devices.vae=cuda:3"], "this machine has cpu"),
-    ],
-)
-def test_bad_request_is_one_line(run, tmp_path, overrides, words):
-    assert words in run("predict", *overrides, f"output_dir={tmp_path / 'out'}", ok=False).error
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "prompt", ["snow, please", "it's (very) {cold}: 50%", '"STOP" on a sign = red', "[draft] ${x} \\"]
-)
-def test_prompt_needs_no_quoting_of_its_own(run, tmp_path, prompt):
-    arguments = ["width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path}"]
-    run("predict", f"prompt={prompt}", *arguments)
-    assert records(tmp_path)[0]["prompt"] == prompt
-
-
-def test_earlier_predictions_are_not_overwritten(run, tmp_path):
-    arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
-    assert "no lora=: the model alone (embedded)" in run("predict", *arguments).text
-    before = pixels(tmp_path / "out" / "picture.png")
-    assert "holds predictions" in run("predict", *arguments, "seed=1", ok=False).error
-    assert np.array_equal(pixels(tmp_path / "out" / "picture.png"), before)
-
-
-def test_header_of_a_file_from_elsewhere_can_call_nothing(run, trained, photo, tmp_path):
-    """A downloaded LoRA says which model it was trained on; it must not say what is run here."""
-    import safetensors.torch
-
-    trap = tmp_path / "trap"
-    file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
-    with safetensors.safe_open(file, "pt") as source:
-        header = json.loads(source.metadata()["retouch"])
-    header["model"]["revision"] = {"_target_": "builtins.open", "_args_": [str(trap), "w"]}
-    header["model"]["_target_"] = "os.system"
-    header["model"]["max_sequence_length"] = "${oc.env:HOME}"
-    header["model"]["unheard_of"] = 1
-    safetensors.torch.save_file(
-        safetensors.torch.load_file(file), tmp_path / "x.safetensors", {"retouch": json.dumps(header)}
-    )
-    common = [f"image={photo}", "prompt=x", "num_inference_steps=1"]
-    run("predict", f"lora={tmp_path / 'x.safetensors'}", *common, f"output_dir={tmp_path / 'out'}")
-    assert not trap.exists()
-
-
 def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
     """Loaders cast the LoRA to the base's dtype; pictures made while training must not look better than that."""
-    arguments = [a for a in short(tiny, pairs, tmp_path / "run", 4) if "sample_images" not in a]
+    arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)
     steps = "num_inference_steps=3"
     run("train", *arguments, "model.dtype=bfloat16", "optimizer.lr=3e-2", f"callbacks.sample_images.{steps}")
     out = tmp_path / "out"
@@ -256,11 +134,6 @@ def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
     run("predict", f"lora={tmp_path / 'run'}", f"image={image}", "prompt=mirror picture 2", steps, f"output_dir={out}")
     strip = pixels(tmp_path / "run" / "samples" / "step-000004" / "02.png")
     assert np.array_equal(strip[:, 32:64], pixels(out / "02.png"))
-
-
-def test_missing_negative_prompt_is_said(run, tmp_path):
-    arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", "true_cfg_scale=2"]
-    assert 'using ""' in run("predict", *arguments, f"output_dir={tmp_path / 'out'}").text
 
 
 def test_pictures_made_at_once_are_those_made_alone(run, trained, photo, tmp_path, monkeypatch):
@@ -311,26 +184,6 @@ def test_merged_weights_come_back_bitwise(tiny):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["merge_lora=true", "model/quantization=fp8"], "merge_lora=true: a weight of fp8 cannot take a LoRA in"),
-        (["merge_lora=true", "model.offload.blocks=1"], "merge_lora=true does not go with model.offload.blocks"),
-        (["batch_size=0"], "batch_size=0: must be a whole number from 1 on"),
-    ],
-)
-def test_what_does_not_go_together_is_named(run, trained, photo, tmp_path, more, message):
-    request = [f"lora={trained}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
-    assert run("predict", *request, *more, ok=False).error.startswith(f"error: {message}")
-
-
-def test_t_lora_is_not_merged(run, tiny, pairs, photo, tmp_path):
-    run("train", *short(tiny, pairs, tmp_path / "run", 1), "adapter=tlora")
-    request = [f"lora={tmp_path / 'run'}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
-    error = run("predict", *request, "merge_lora=true", ok=False).error
-    assert error.startswith("error: merge_lora=true: a T-LoRA cannot be merged")
-
-
 def test_compiled_prediction_is_the_same(run, trained, photo, tmp_path, monkeypatch):
     """By eager's own kernels: one graph for each kind of block, pictures to a rounding of 8 bits."""
     monkeypatch.chdir(tmp_path)
@@ -342,17 +195,3 @@ def test_compiled_prediction_is_the_same(run, trained, photo, tmp_path, monkeypa
     [eager], [compiled] = ((tmp_path / name).glob("*.png") for name in ("eager", "compiled"))
     assert np.abs(pixels(eager) - pixels(compiled)).max() <= 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
-
-
-def test_pictures_of_long_names_are_written(run, trained, tmp_path):
-    """Their marks do not fit any more: each has a name of its own all the same, and the same one each time."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for end in "ab":
-        photograph("rocket", 32, 32).save(folder / f"{'x' * 244}{end}.png")
-    common = [f"lora={trained}", f"image={folder}", "prompt=x", "num_inference_steps=1"]
-    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'one'}")
-    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'two'}")
-    names = [{path.name for path in (tmp_path / out).glob("*.png")} for out in ("one", "two")]
-    assert names[0] == names[1] == {record["file"] for record in records(tmp_path / "one")}
-    assert len(names[0]) == 4

@@ -1,6 +1,7 @@
 """Training, going on and predicting on quantized bases."""
 
-import logging
+from itertools import cycle
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,24 +12,19 @@ from hydra.utils import instantiate
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.formats.diffusers import read_header
-from lightning_modules.pretrained import repository as loading
+from lightning_modules.pretrained import components, transformer
 from lightning_modules.quantization.quantization import Quantization
-from tests.conftest import compose, lora_bytes, short
-from tests.lightning_modules.test_quantized_linear import WAYS
-from tests.lightning_modules.test_weights import FORMATS, write
+from tests.lightning_modules.pretrained.test_weights import FORMATS, write
+from tests.lightning_modules.quantization.test_quantized_linear import WAYS
+from tests.support.commands import compose, lora_bytes, short
+from tests.support.losses import losses
+from tests.support.quantized import MODEL, quantized
 from tests.support.tiny_pipelines import FLUX, MODELS
 
-MODEL = ["model=flux_kontext_fp8", *FLUX["settings"]]
 
-
-def quantized(tiny, pairs, output, steps, format, backend, *more):
-    """Overrides of a short run."""
-    how = [f"model.quantization.format={format}", f"model.quantization.backend={backend}"]
-    return [*MODEL, *how, *short(tiny, pairs, output, steps), *more]
-
-
-@pytest.mark.parametrize(("format", "backend"), WAYS)
-@pytest.mark.parametrize("adapter", ["lora", "tlora"])
+@pytest.mark.parametrize(
+    ("format", "backend", "adapter"), [(*way, adapter) for way, adapter in zip(WAYS, cycle(["lora", "tlora"]))]
+)
 def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, format, backend, adapter):
     settings = [f"adapter={adapter}", "scheduler=constant", "optimizer.lr=1e-3"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -65,16 +61,16 @@ def learned(tiny, *more):
     target, control, text, pooled = (torch.randn(shape, generator=generator) for shape in shapes.values())
     prompt = {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
     batch = LatentBatch(list("abcd"), [0, 1, 2, 3], target, 0.1 * target.abs(), [control], prompt, {}, None)
-    optimizer = module.optimizer(list(trainable(module.transformer).values()))
-    losses = []
+    optimizer = module.optimization.optimizer(list(trainable(module.transformer).values()))
+    taken = []
     for _ in range(12):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = module.losses(batch).mean()
+            loss = losses(module, batch).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        taken.append(loss.item())
+    return taken
 
 
 def test_loss_falls_on_each_format_as_on_bf16(tiny):
@@ -103,7 +99,7 @@ def test_another_precision_of_the_base_is_noted(run, tiny, pairs, tmp_path):
 
 def test_any_model_is_quantized_by_one_word(run, pairs, tmp_path):
     """Prediction knows it from the LoRA."""
-    settings = short("embedded", pairs, tmp_path / "run", 1)
+    settings = [*short(Path("embedded"), pairs, tmp_path / "run", 1), f"data.cache_dir={tmp_path / 'cache'}"]
     assert "quantizing to fp8 by retouch" in run("train", *settings, "model/quantization=fp8").text
     asked = [
         f"lora={tmp_path / 'run'}",
@@ -136,7 +132,8 @@ def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path,
     else:
         stand_in = repositories["flux_dev"]
     stand_ins = {repository: str(stand_in), "black-forest-labs/FLUX.1-Kontext-dev": str(folder)}
-    monkeypatch.setattr(loading, "STAND_INS", stand_ins)
+    for module in (components, transformer):
+        monkeypatch.setattr(module, "resolve_repository", lambda name: stand_ins.get(name, name))
     quick = [f"data.root={pairs}", f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}"]
     quick += ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none"]
     outcome = run("train", f"experiment={experiment}", *quick, "callbacks.sample_images=null", "adapter.rank=2")
@@ -163,14 +160,15 @@ def test_files_of_another_format_than_the_settings_are_noted(run, repositories, 
     )
     more = [f"model.transformer_name_or_path={tmp_path / 'fp8'}"]
     outcome = run("train", *quantized(tiny, pairs, tmp_path / "run", 1, "int8", "bitsandbytes", *more))
-    assert "is fp8 on disk: model.quantization.format=int8 is idle" in outcome.text
+    assert "is already fp8: model.quantization.format=int8 is ignored" in outcome.text
 
 
 def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path):
     """Their outputs change, so the cache is another one, and a LoRA's header says so."""
     for name, which in (("plain", "[transformer]"), ("t5", "[transformer,text_encoder_2]")):
         which = f"model.quantization.components_to_quantize={which}"
-        run("train", *quantized(tiny, pairs, tmp_path / name, 1, "nf4", "bitsandbytes", which))
+        own = f"data.cache_dir={tmp_path / 'cache'}"
+        run("train", *quantized(tiny, pairs, tmp_path / name, 1, "nf4", "bitsandbytes", which, own))
     caches = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(caches) == 2
     headers = [read_header(tmp_path / name / "lora/last/pytorch_lora_weights.safetensors") for name in ("plain", "t5")]
@@ -245,44 +243,13 @@ def test_quantized_encoders_stay_near(repositories, model, format, backend):
         where = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}"]
         module = instantiate(compose("train", *where, *MODELS[model].settings, *more).model, _convert_="all")
         with torch.no_grad():
-            embeds.append(module.encode_prompt("make it snow", [torch.full((3, 28, 28), 99, dtype=torch.uint8)]))
+            embeds.append(
+                module.encode_prompt(
+                    module.base.components,
+                    "make it snow",
+                    [torch.full((3, 28, 28), 99, dtype=torch.uint8)],
+                )
+            )
     for name, exact in embeds[0].items():
         error = (embeds[1][name].float() - exact.float()).norm() / exact.float().norm()
         assert error < (0.4 if format in ("fp4", "nf4") else 0.1)
-
-
-def test_precisions_are_compared(run, repositories, pairs, tmp_path, caplog):
-    tiny = repositories["flux_kontext"]
-    where = [
-        f"model.pretrained_model_name_or_path={tiny}",
-        f"data.root={pairs}",
-        f"data.cache_dir={tmp_path / 'cache'}",
-    ]
-    compare = ["task=compare_precision", "model=flux_kontext", *FLUX["settings"], *where]
-    library = logging.getLogger("lightning.pytorch")
-    library.setLevel(logging.INFO)  # as in a new process
-    library.addHandler(caplog.handler)
-    outcome = run("predict", *compare, f"output_dir={tmp_path / 'compared'}")
-    library.removeHandler(caplog.handler)
-    assert caplog.messages == []
-    [mean] = [line for line in outcome.text.splitlines() if "mean" in line]
-    fp8, fp4, nf4, int8 = (float(part) for part in mean.replace("│", " ").replace("%", " ").split()[1:])
-    assert 0 < int8 < fp8 < nf4 < fp4 < 30
-    assert sum(" to " in line and "%" in line for line in outcome.text.splitlines()) == 10
-    assert (tmp_path / "compared" / "precision.png").stat().st_size > 10_000
-    run("predict", "task=quantize", *MODEL, where[0], f"output_dir={tmp_path / 'fp8'}")
-    again = [*compare, f"model.transformer_name_or_path={tmp_path / 'fp8'}", f"output_dir={tmp_path / 'no'}"]
-    assert "needs unquantized weights" in run("predict", *again, ok=False).error
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["model=flux_kontext"], "task=quantize needs a model that quantizes: model=flux_kontext_fp8"),
-        ([*MODEL, "model.quantization.backend=quanto"], "task=quantize cannot write quanto's layers"),
-    ],
-)
-def test_what_cannot_be_written_is_one_line(run, tiny, tmp_path, settings, message):
-    where = [f"model.pretrained_model_name_or_path={tiny}", f"output_dir={tmp_path / 'out'}"]
-    assert message in run("predict", "task=quantize", *settings, *where, ok=False).error
-    assert not (tmp_path / "out").exists()

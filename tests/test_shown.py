@@ -14,16 +14,18 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from callbacks import never_costing_the_run, progress
+from callbacks import progress
+from callbacks.best_effort import best_effort
 from callbacks.image_writer import LONGEST, in_a_row, save_png, to_image
-from callbacks.report.commands import override, to_be_found
+from callbacks.report.commands import override, portable_path
 from callbacks.report.figures import POINTS, curves
 from callbacks.sample_images import file_names
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
 from tasks.contact_sheet import contact_sheet
 from tasks.terminal import quote_values
-from tests.conftest import compose, make_pairs
+from tests.support.commands import compose
+from tests.support.pictures import make_pairs
 
 
 def pasted(command: str) -> list[str]:
@@ -60,11 +62,11 @@ def test_home_is_where_the_shell_says(monkeypatch):
 
 def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert to_be_found("outputs/run") == "outputs/run"
-    assert to_be_found(str(tmp_path / "my runs" / "one")) == "my runs/one"
-    assert to_be_found("/home/ann/one") == "PATH_TO/one"
-    assert to_be_found("~/one") == "PATH_TO/one"
-    assert to_be_found("black-forest-labs/FLUX.1-Kontext-dev") == "black-forest-labs/FLUX.1-Kontext-dev"
+    assert portable_path("outputs/run") == "outputs/run"
+    assert portable_path(str(tmp_path / "my runs" / "one")) == "my runs/one"
+    assert portable_path("/home/ann/one") == "PATH_TO/one"
+    assert portable_path("~/one") == "PATH_TO/one"
+    assert portable_path("black-forest-labs/FLUX.1-Kontext-dev") == "black-forest-labs/FLUX.1-Kontext-dev"
 
 
 @pytest.mark.parametrize("size", [(20000, 16), (16, 20000), (1, 1), (64, 48), (3000, 3000)])
@@ -156,12 +158,12 @@ def test_time_left_is_judged_by_steps_after_the_first(monkeypatch, caplog):
 
 def test_whatever_fails_in_showing_is_a_note(caplog):
     for error in (ValueError("height and width must be > 0"), MemoryError(), RecursionError("deep\nmore")):
-        with never_costing_the_run("report"):
+        with best_effort("report"):
             raise error
     assert caplog.messages == [
         "note: no report: height and width must be > 0", "note: no report: MemoryError", "note: no report: deep",
     ]  # fmt: skip
-    with pytest.raises(KeyboardInterrupt), never_costing_the_run("report"):
+    with pytest.raises(KeyboardInterrupt), best_effort("report"):
         raise KeyboardInterrupt
 
 
@@ -173,7 +175,7 @@ def test_contact_sheet_has_room_for_its_words(tmp_path, count):
     Image.new("RGB", (2000, 16)).save(root / "control_images" / "00.png")
     cfg = compose("train", f"data.root={root}")
     module, data = instantiate(cfg.model), instantiate(cfg.data)
-    data.serve(module)
+    data.configure_for(module)
     data.scan()
     data.notes += [f"a long note about what stands out in these pairs, number {n}" for n in range(4)]
     figure = contact_sheet(data)

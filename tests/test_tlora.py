@@ -1,9 +1,6 @@
 """What is promised of T-LoRA by the command line, for every model."""
 
 import csv
-import json
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,40 +12,17 @@ from PIL import Image
 
 from datamodules.images.dataset import collate
 from lightning_modules.adapters.formats.diffusers import read_adapter
-from lightning_modules.adapters.rank_mask import attach_rank_schedule, mask_forwards
-from tests.conftest import ROOT, compose, lora_bytes, randomize, short
-from tests.stock_pictures import same_request, stock_picture
+from lightning_modules.adapters.rank_mask import mask_forwards
+from tests.support.commands import compose, lora_bytes, short
+from tests.support.losses import losses
+from tests.support.pictures import level
+from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import MODELS
 
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
+
+
 BOTH = pytest.mark.parametrize("adapter", ["tlora", "ortho_tlora"])
-
-
-def level(picture):
-    """A PNG's pixels."""
-    return np.asarray(Image.open(picture)).astype(int)
-
-
-@BOTH
-@EVERY_MODEL
-def test_stock_pipeline_with_the_schedule_makes_the_picture_of_predict(
-    run, arguments, repositories, datasets, tmp_path, monkeypatch, model, adapter
-):
-    """With true CFG, both of whose passes have the same mask; without the schedule, the full rank."""
-    settings = [f"adapter={adapter}", "adapter.alpha=7", "adapter.target_modules=all-linear", "optimizer.lr=3e-2"]
-    run("train", *arguments(model, tmp_path / "run", 6, *settings, "data.batch_size=2"))
-    monkeypatch.chdir(tmp_path)
-    call, request = same_request(model, datasets[model])
-    run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
-    (picture,) = (tmp_path / "out").glob("*.png")
-    lora = tmp_path / "run" / "lora" / "last"
-    expected, full_rank = (
-        stock_picture(repositories[model], lora, monkeypatch, prepare=prepare, prompt="make it snow", **call)
-        for prepare in (attach_rank_schedule, None)
-    )
-    own = level(picture)
-    assert np.abs(own - (expected * 255).round().astype(int)).max() <= 1
-    assert np.abs(own - full_rank * 255).max() > 4
 
 
 @BOTH
@@ -62,7 +36,7 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
     module.configure_model()
     randomize(module.transformer)
     mask_forwards(module.transformer, module.rank_gates, lambda: None)
-    data.serve(module)
+    data.configure_for(module)
     data.scan()
     samples = data.pixels(4)
     for number, sample in enumerate(samples):
@@ -71,16 +45,17 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
     with torch.no_grad():
         alone = []
         for sample in samples:
-            alone.append(module.losses(module.encode(sample)))
+            alone.append(losses(module, module.encoder(sample)))
             ranks += module.rank_gates[0].active_ranks.tolist()
-        together = module.losses(module.encode(collate(samples)))
+        together = losses(module, module.encoder(collate(samples)))
     assert module.rank_gates[0].active_ranks.tolist() == ranks
     assert len(set(ranks)) > 1
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("model", "adapter"), [*((model, "tlora") for model in MODELS), ("flux_kontext", "ortho_tlora")]
+    ("model", "adapter"),
+    [("flux_kontext", "tlora"), ("flux_dev", "ortho_tlora"), ("qwen_image_edit_plus", "tlora")],
 )
 def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, model, adapter):
     settings = [f"adapter={adapter}", "adapter.dropout=0.2", "data.batch_size=2", "scheduler=constant"]
@@ -121,19 +96,6 @@ def test_components_that_no_timestep_uses_stay_as_they_were_drawn(run, tiny, pai
     assert (rows[True, 4][1:].abs() < rows[False, 4][1:].abs()).all()
 
 
-@EVERY_MODEL
-def test_sampling_timesteps_are_the_pipelines(repositories, datasets, arguments, tmp_path, monkeypatch, model):
-    module = instantiate(compose("train", *arguments(model, tmp_path / "run", 1)).model)
-    seen = []
-    call, _ = same_request(model, datasets[model])
-    stock_picture(
-        repositories[model], None, monkeypatch, prompt="x", **call,
-        callback_on_step_end=lambda pipeline, *_: seen.append(pipeline.scheduler.timesteps) or {},
-    )  # fmt: skip
-    ours = module.sampling_timesteps(torch.Size((4, 8)), call["num_inference_steps"])
-    torch.testing.assert_close(ours, seen[0], rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(
     ("adapter", "kind"), [("tlora", "timestep"), ("ortho_tlora", "normalised"), ("tlora", "step_index")]
 )
@@ -144,7 +106,7 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
     settings = [f"adapter={adapter}", f"adapter.rank_schedule={kind}", "adapter.target_modules=all-linear"]
     settings += ["optimizer.lr=3e-2", "scheduler=constant", "trainer.accumulate_grad_batches=2"]
     settings += ["model.gradient_checkpointing=true", "model.dtype=bfloat16"]
-    common = [a for a in short(tiny, pairs, tmp_path / "run", 3) if not a.startswith("callbacks.sample_images=")]
+    common = short(tiny, pairs, tmp_path / "run", 3, shown=True)
     pictures = ["callbacks.sample_images.count=1", "callbacks.sample_images.num_inference_steps=3"]
     run("train", *common, *settings, *pictures, "sample_every=1")
     run("train", *short(tiny, pairs, tmp_path / "without", 3), *settings)
@@ -187,73 +149,19 @@ def test_plain_lora_has_nothing_of_it(run, tiny, pairs, tmp_path):
     assert "rank_schedule" not in read_adapter(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors")
 
 
-def test_a_t_lora_and_a_plain_one_are_mixed_each_with_its_own_ranks(run, tiny, stock, pairs, tmp_path):
-    for adapter in ("lora", "tlora"):
-        settings = [f"adapter={adapter}", "optimizer.lr=3e-2", "adapter.target_modules=all-linear"]
-        run("train", *short(tiny, pairs, tmp_path / adapter, 4), *settings)
-    image = pairs / "control_images" / "00.png"
-    loras = [tmp_path / name / "lora" / "last" for name in ("tlora", "lora")]
-    request = [
-        f"image={image}",
-        "prompt=x",
-        "num_inference_steps=3",
-        "lora_scale=0.7",
-        f"output_dir={tmp_path / 'out'}",
-    ]
-    run("predict", f"lora=[{loras[0]},{loras[1]}]", *request, "seed=5")
-    for name, lora in zip("ab", loras, strict=True):
-        stock.load_lora_weights(lora, adapter_name=name)
-    stock.set_adapters(["a", "b"], [0.7, 0.7])
-    attach_rank_schedule(stock, loras[0], "a")
-    expected = stock(
-        image=Image.open(image), prompt="x", height=32, width=32, max_area=1024, _auto_resize=False, guidance_scale=2.5,
-        num_inference_steps=3, max_sequence_length=16, generator=torch.Generator().manual_seed(5),
-    ).images[0]  # fmt: skip
-    [picture] = (tmp_path / "out").glob("*.png")
-    assert np.abs(level(picture) - np.asarray(expected).astype(int)).max() <= 1
-
-
-def test_training_without_the_callback_is_one_line(run, tiny, pairs, tmp_path):
-    outcome = run(
-        "train", *short(tiny, pairs, tmp_path / "run", 1), "adapter=tlora", "~callbacks.rank_schedule", ok=False
-    )
-    assert "ran without a rank mask: train and predict with callbacks.rank_schedule" in outcome.error
-
-
-def test_the_lines_of_the_docs_attach_the_schedule(run, arguments, repositories, tmp_path, monkeypatch):
-    model = "flux_dev"
-    run("train", *arguments(model, tmp_path / "outputs" / "RUN", 4, "adapter=tlora", "optimizer.lr=3e-2"))
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tlora.md").read_text(encoding="utf-8"), re.DOTALL)
-    code = code.replace("black-forest-labs/FLUX.1-dev", str(repositories[model])).replace("cuda", "cpu")
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(code, names)
-    run("predict", "lora=outputs/RUN", "model.dtype=bfloat16", "prompt=x", "width=32", "height=32",
-        "num_inference_steps=3", "output_dir=out", "seed=4")  # fmt: skip
-    generator = torch.Generator().manual_seed(4)
-    expected = names["pipe"](
-        "x", width=32, height=32, num_inference_steps=3, max_sequence_length=64, generator=generator, output_type="np"
-    ).images[0]
-    [picture] = Path("out").glob("*.png")
-    assert np.abs(level(picture) - (expected * 255).round().astype(int)).max() <= 1
+def test_masks_are_there_whatever_callbacks_a_run_has(run, tiny, pairs, tmp_path):
+    """No YAML can leave them out: without any other callback, the same weights."""
+    others = ("metrics", "progress", "rank_histogram", "validation", "report")
+    for name, more in (("usual", []), ("bare", [f"callbacks.{other}=null" for other in others])):
+        common = [one for one in short(tiny, pairs, tmp_path / name, 2) if one != "callbacks.report=null"]
+        run("train", *common, "adapter=tlora", *more)
+    assert lora_bytes(tmp_path / "bare") == lora_bytes(tmp_path / "usual")
 
 
 @BOTH
 def test_dry_run_plans_it(run, tiny, pairs, tmp_path, adapter):
     text = run("train", *short(tiny, pairs, tmp_path / "run", 1), "task=dry_run", f"adapter={adapter}").text
     assert ("orthogonal T-LoRA" if adapter == "ortho_tlora" else "T-LoRA") + " rank 1 to 4 (timestep)" in text
-
-
-def test_header_of_a_file_from_elsewhere_cannot_ask_for_nonsense(run, tiny, pairs, tmp_path):
-    run("train", *short(tiny, pairs, tmp_path / "run", 1), "adapter=tlora")
-    file = tmp_path / "run/lora/last/pytorch_lora_weights.safetensors"
-    with safetensors.safe_open(file, framework="pt") as opened:
-        header = json.loads(opened.metadata()["retouch"])
-    header["adapter"]["rank_schedule"]["kind"] = "os.system"
-    safetensors.torch.save_file(safetensors.torch.load_file(file), file, {"retouch": json.dumps(header)})
-    outcome = run("predict", f"lora={file}", "prompt=x", "width=32", "height=32", ok=False)
-    assert "os.system" in outcome.error
-    assert str(file) in outcome.error
 
 
 @pytest.mark.parametrize(

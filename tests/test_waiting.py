@@ -1,109 +1,21 @@
 """Nothing waits: neither a step for the device, nor the trainer for data without saying so."""
 
 import csv
+import time
 from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from lightning.pytorch import Trainer
 
 from callbacks import metrics
-from datamodules.prefetch import Feed
+from datamodules.prefetch import Prefetcher
 from lightning_modules.edit_module import EditModule
-from tests.conftest import short
+from lightning_modules.flow import FlowMatching
+from lightning_modules.timing import StageTimer
+from tests.support.commands import short
 from tests.support.tiny_pipelines import MODELS
-
-# Methods that give the host a number or a copy.
-READS = (
-    "item",
-    "tolist",
-    "cpu",
-    "numpy",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__contains__",
-    "__format__",
-)
-# Operators whose result's shape the host must know, or that read a number.
-SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
-
-
-class _Marks:
-    """Which tensors would be on a device: what stems from weights or from a batch that was copied there."""
-
-    def __init__(self):
-        self.storages = set()
-
-    def add(self, *tensors):
-        self.storages |= {tensor.untyped_storage()._cdata for tensor in tensors}
-        self.kept = [*getattr(self, "kept", []), *tensors]  # or their places would be another's
-
-    def __contains__(self, tensor):
-        return isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self.storages
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self, marks, found):
-        super().__init__()
-        self.marks, self.found = marks, found
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        on_device = any(leaf in self.marks for leaf in tree_leaves((args, kwargs)))
-        if on_device and any(name in func.name() for name in SYNCHRONIZING):
-            self.found.append(func.name())
-        result = func(*args, **(kwargs or {}))
-        if on_device:
-            self.marks.add(*(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)))
-        return result
-
-
-class _Methods(TorchFunctionMode):
-    def __init__(self, marks, found):
-        super().__init__()
-        self.marks, self.found = marks, found
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name, rest = getattr(func, "__name__", ""), [*args[1:], *(kwargs or {}).values()]
-        if args and args[0] in self.marks:
-            if name in READS or (name == "to" and "cpu" in [one for one in rest if isinstance(one, str)]):
-                self.found.append(name)
-        elif name == "to" and not kwargs.get("non_blocking") and any(isinstance(one, torch.device) for one in rest):
-            self.found.append("to of a tensor of the host")
-        result = func(*args, **kwargs)
-        if isinstance(kwargs.get("device"), torch.device) and isinstance(result, torch.Tensor):
-            if name == "tensor":
-                self.found.append("numbers of the host")
-            self.marks.add(result)  # made there
-        return result
-
-
-class Watch(Callback):
-    """Looks for what would wait for a device, from a step's start to its end; here on a CPU, where nothing does."""
-
-    def __init__(self):
-        self.found = {}
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.begin(trainer.global_step + 1, *pl_module.parameters(), *batch.tensors())
-
-    def begin(self, step, *tensors):
-        self.step = step
-        found = self.found[step] = []
-        self.marks = _Marks()
-        self.marks.add(*tensors)
-        self._modes = [_Operators(self.marks, found), _Methods(self.marks, found)]
-        for mode in self._modes:
-            mode.__enter__()
-
-    def end(self):
-        for mode in reversed(self._modes):
-            mode.__exit__(None, None, None)
+from tests.support.watch import Watch
 
 
 @pytest.fixture
@@ -141,9 +53,7 @@ SETTINGS = ["trainer.log_every_n_steps=4", "save_every=0", "data.batch_size=2", 
     ],
 )
 def test_no_step_waits_for_the_device_between_two_readings(run, tiny, pairs, tmp_path, watch, more):
-    run(
-        "train", *short(tiny, pairs, tmp_path / "run", 8), "data=cached", f"data.cache_dir={tmp_path}", *SETTINGS, *more
-    )
+    run("train", *short(tiny, pairs, tmp_path / "run", 8), *SETTINGS, *more)
     assert list(watch.found) == list(range(1, 9))
     waits = {step for step, found in watch.found.items() if found}
     assert waits == {1, 4, 8}, watch.found
@@ -159,18 +69,18 @@ def test_no_family_waits_for_the_device(run, arguments, tmp_path, watch, model):
 
 @pytest.mark.parametrize("waiting", ["item", "cpu", "bool", "to"])
 def test_the_watch_sees_what_waits(run, tiny, pairs, tmp_path, watch, monkeypatch, waiting):
-    losses = EditModule.losses
+    losses = FlowMatching.losses
 
-    def waits(self, batch):
-        result = losses(self, batch)
+    def waits(self, *arguments):
+        result = losses(self, *arguments)
         if waiting == "to":
             torch.zeros(1).to(result.device)
         else:
             {"item": lambda x: x.item(), "cpu": torch.Tensor.cpu, "bool": bool}[waiting](result.mean())
         return result
 
-    monkeypatch.setattr(EditModule, "losses", waits)
-    run("train", *short(tiny, pairs, tmp_path / "run", 3), "data=cached", f"data.cache_dir={tmp_path}", *SETTINGS)
+    monkeypatch.setattr(FlowMatching, "losses", waits)
+    run("train", *short(tiny, pairs, tmp_path / "run", 3), *SETTINGS)
     assert watch.found[2]
 
 
@@ -194,9 +104,10 @@ def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocator.peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.reset)
     monkeypatch.setattr(metrics, "matrix_peak", lambda device, dtype: allocator.take(9e10) or 1e12)
-    module = mock.Mock(spec=EditModule, device=torch.device("cuda"), base_dtype=torch.bfloat16, rank_gates=[])
-    module.grad_norm = module.batch_loss = torch.ones(())
-    module.batch_tokens, module.batch_flops, module.batch_rank, module.stopwatch = 1, 1, None, mock.Mock(seconds={})
+    module = mock.Mock(spec=EditModule, device=torch.device("cuda"), rank_gates=[])
+    module.base = mock.Mock(dtype=torch.bfloat16, timer=StageTimer())
+    module.optimization = mock.Mock(grad_norm=torch.ones(()))
+    outputs = {"losses": torch.ones(1), "tokens": 1, "flops": 1}
     trainer = mock.Mock(global_step=0, world_size=1, is_global_zero=True, log_every_n_steps=1, loggers=[])
     trainer.train_dataloader.waited = 0.0
     callback, peaks = metrics.Metrics(str(tmp_path), 50), []
@@ -206,34 +117,29 @@ def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
         callback.on_train_batch_start(trainer, module, None, 0)
         allocator.take(size)
         trainer.global_step += 1
-        callback.on_train_batch_end(trainer, module, None, mock.Mock(keys=["a"]), 0)
+        callback.on_train_batch_end(trainer, module, outputs, mock.Mock(keys=["a"]), 0)
         peaks.append(callback.latest["peak_memory_gb"])
     callback.teardown(trainer, module, "fit")
     assert peaks == [1, 3, 3]
 
 
 def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):
-    """A loader that takes half a second for each batch, and one that is ready."""
+    """A loader that takes half a second for each batch, and one that is ready for steps that take as long."""
     from datamodules.shards.reader import LatentReader
 
-    read = LatentReader.__call__
     shares = []
-    for delay in (0.0, 0.5):
-        monkeypatch.setattr(LatentReader, "__call__", lambda self, items, s=delay: pause(s) or read(self, items))
-        folder = tmp_path / str(delay)
-        run("train", *short(tiny, pairs, folder, 3), "data=cached", f"data.cache_dir={tmp_path}", "save_every=0")
+    for slow, method in ((EditModule, "training_step"), (LatentReader, "__call__")):
+        folder = tmp_path / method
+        at_once = getattr(slow, method)
+        monkeypatch.setattr(slow, method, lambda *args, act=at_once: time.sleep(0.5) or act(*args))
+        run("train", *short(tiny, pairs, folder, 3), "save_every=0")
         with (folder / "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
         shares.append(float(rows[-1]["data_wait"]))
         assert all(float(row["tflops"]) > 0 for row in rows)
+        monkeypatch.setattr(slow, method, at_once)
     assert shares[0] < 0.3
     assert shares[1] > 0.6
-
-
-def pause(seconds):
-    import time
-
-    time.sleep(seconds)
 
 
 def test_feed_passes_errors_of_the_loader_on():
@@ -242,4 +148,4 @@ def test_feed_passes_errors_of_the_loader_on():
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        next(iter(Feed(broken(), torch.device("cpu"))))
+        next(iter(Prefetcher(broken(), torch.device("cpu"))))

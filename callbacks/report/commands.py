@@ -8,16 +8,17 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from callbacks.report.page import Strip, without_secrets
+from callbacks.report.quoting import PATHS, has_a_meaning
+from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
 from lightning_modules.edit_module import EditModule
-from tasks.terminal import PATHS, has_a_meaning
 
 
 def commands(
-    module: EditModule, run: Path, model_name: str, sampler: SampleImages | None, sample: Strip | None
+    module: EditModule, run: RunFolder, model_name: str, sampler: SampleImages | None, sample: Strip | None
 ) -> dict[str, str]:
-    """What makes the sample pictures again, by where it is entered."""
-    folder = to_be_found(str(run))
+    """The commands that make the sample pictures again, by where they are entered."""
+    folder = portable_path(str(run))
     seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(sampler))
     prompt = sample.prompt if sample is not None and sample.prompt else "..."
     width, height = sample.target.size if sample is not None else (1024, 1024)
@@ -30,8 +31,8 @@ def commands(
     return found
 
 
-def to_be_found(path: str) -> str:
-    """A path for others to read: as it is where it is relative, from here where it is below, or what to fill in."""
+def portable_path(path: str) -> str:
+    """A path without folders of this machine: relative to the working directory, or else PATH_TO/NAME to fill in."""
     full = Path(path).expanduser()
     if not full.is_absolute():
         return path
@@ -47,7 +48,7 @@ def override(key: str, value: Any) -> str:
 
 
 def predict_command(module: EditModule, run: str, model_name: str, settings: Mapping[str, Any]) -> str:
-    """For the command line."""
+    """A command line of predict.py."""
     assert module.adapter is not None
     weights = module.adapter.predict_arguments(run, model_name)
     image = {} if module.condition_images.most == 0 else {"image": "PHOTO.png"}
@@ -55,16 +56,16 @@ def predict_command(module: EditModule, run: str, model_name: str, settings: Map
 
 
 def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed: int, images: int) -> str:
-    """For the stock pipeline.
+    """Python code for the stock diffusers pipeline.
 
     Args:
         arguments: of the pipeline's call, without those below.
         images: condition images.
     """
     assert module.adapter is not None
-    weights = f"{run}/{module.adapter.folder}/last"
+    weights = str(RunFolder(run).weights(module.adapter.folder, "last"))
     loading = module.adapter.loading_code(weights)
-    base = without_secrets(to_be_found(module.components.repository_name)) if loading else weights
+    base = without_secrets(portable_path(module.base.name)) if loading else weights
     base = "assets/shapes" if base == "embedded" else base
     names = ["PHOTO.png"] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
     photos = ", ".join(f"load_image({name!r})" for name in names)
@@ -74,7 +75,7 @@ def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed
         f"from diffusers import {module.pipeline_name}",
         *(["from diffusers.utils import load_image"] if images else []),
         "",
-        f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base_dtype)[6:]})",
+        f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base.dtype)[6:]})",
         *loading,
         "picture = pipe(",
         *([f"    image={image},"] if images else []),
@@ -83,8 +84,8 @@ def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed
         ").images[0]",
         "picture.save('edited.png')",
     ]
-    if module.transformer_name != module.repository_name:
-        lines.insert(0, f"# Its transformer is that of {without_secrets(to_be_found(module.transformer_name))}.")
+    if module.base.transformer_name != module.base.name:
+        lines.insert(0, f"# Its transformer is that of {without_secrets(portable_path(module.base.transformer_name))}.")
     return "\n".join(lines)
 
 

@@ -32,9 +32,8 @@ def read_rows(path: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-def read_metrics(run: Path) -> list[dict[str, str]]:
-    """A run's metrics.csv."""
-    path = run / "metrics.csv"
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    """A run's metrics.csv; nothing where it has none."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -42,7 +41,7 @@ def read_metrics(run: Path) -> list[dict[str, str]]:
 
 
 def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """What stands above all else."""
+    """The numbers at the top of the page: name and value."""
     numbers = []
     if validation:
         first, now = validation[0], validation[-1]

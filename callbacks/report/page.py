@@ -12,6 +12,7 @@ import jinja2
 from PIL import Image, ImageDraw
 
 from callbacks.image_writer import save_png, scaled
+from callbacks.run_folder import RunFolder
 from callbacks.sample_images import PARTS
 from datamodules.errors import without_credentials
 from datamodules.files import replacing
@@ -31,7 +32,7 @@ class Strip(NamedTuple):
 
 
 def read_strip(path: Path) -> Strip:
-    """Part the strips that `SampleImages` writes."""
+    """Cut a picture that `SampleImages` wrote into its parts."""
     with Image.open(path) as file:
         facts, image = file.info, file.convert("RGB")
     widths = [int(width) for width in facts[PARTS].split()]
@@ -40,21 +41,11 @@ def read_strip(path: Path) -> Strip:
     return Strip(controls, result, target, facts.get("prompt", ""))
 
 
-def sample_files(run: Path) -> dict[int, dict[str, Path]]:
+def sample_files(run: RunFolder) -> dict[int, dict[str, Path]]:
     """A run's sample pictures, by step and name."""
-    folders = sorted((run / "samples").glob("step-*"))
     return {
-        int(folder.name.removeprefix("step-")): {
-            path.stem: path for path in sorted(folder.glob("*.png")) if _is_strip(path)
-        }
-        for folder in folders
+        step: {path.stem: path for path in sorted(folder.glob("*.png"))} for step, folder in run.sampled_steps().items()
     }
-
-
-def _is_strip(path: Path) -> bool:
-    """Strips of earlier versions do not tell their parts."""
-    with Image.open(path) as image:
-        return PARTS in image.info
 
 
 def data_url(image: Image.Image, largest: int = LARGEST) -> str:
@@ -104,7 +95,7 @@ def render(path: Path, **page: Any) -> None:
         temporary.write_text(template.render(nothing | page), encoding="utf-8")
 
 
-def write_grid(run: Path) -> None:
+def write_grid(run: RunFolder) -> None:
     """grid.png: control, before, after and target of each sample, two samples a row."""
     samples = sample_files(run)
     if len(samples) < 2:
@@ -129,4 +120,4 @@ def write_grid(run: Path) -> None:
             resized = scaled(part, scale, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
             grid.paste(resized, (left + column * cell + 3, 20 + number // across * cell + 3))
             canvas.text((left + column * cell + 3, 4), name, fill="black")
-    save_png(grid, run / "grid.png")
+    save_png(grid, run.grid)

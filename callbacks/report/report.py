@@ -6,8 +6,9 @@ from typing import Any
 import lightning.pytorch as L
 from omegaconf import OmegaConf
 
-from callbacks import find_callback, never_costing_the_run
+from callbacks.best_effort import best_effort
 from callbacks.image_writer import to_image
+from callbacks.lookup import find_callback
 from callbacks.report.commands import commands
 from callbacks.report.figures import curves, headline, read_metrics, read_rows
 from callbacks.report.page import (
@@ -20,11 +21,12 @@ from callbacks.report.page import (
     without_secrets,
     write_grid,
 )
+from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
+from datamodules.base import TrainingData
 from datamodules.images.dataset import pictures
-from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
-from lightning_modules.pretrained.components import ASIDE
+from lightning_modules.timing import NOT_TRAINING
 
 
 class Report(L.Callback):
@@ -37,20 +39,23 @@ class Report(L.Callback):
     """
 
     def __init__(self, output_dir: str, model_name: str, preview_count: int) -> None:
-        self.run = Path(output_dir)
+        self.run = RunFolder(output_dir)
         self.model_name = model_name
         self.preview_count = preview_count
         self._data: dict[str, Any] = {}
         self._started = False
-        self._results: dict[Path, str] = {}  # as they stand in the page
+        self._results: dict[Path, str] = {}  # as data URLs
         self._sampled_step = -1
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """At the first epoch: the first sample pictures and config.yaml are made in on_train_start."""
         assert isinstance(pl_module, EditModule)
+        if self._started:
+            return
+        self._started = True
         if trainer.is_global_zero:
-            with pl_module.stopwatch.stage(ASIDE):
+            with pl_module.base.timer.stage(NOT_TRAINING):
                 self._write(trainer, pl_module, unfinished=True)
-            self._started = True
         sampler = find_callback(trainer, SampleImages)
         self._sampled_step = -1 if sampler is None else sampler.sampled_step
 
@@ -60,7 +65,7 @@ class Report(L.Callback):
         if sampler is None or not trainer.is_global_zero or sampler.sampled_step in (self._sampled_step, -1):
             return
         self._sampled_step = sampler.sampled_step
-        with pl_module.stopwatch.stage(ASIDE):
+        with pl_module.base.timer.stage(NOT_TRAINING):
             self._write(trainer, pl_module, unfinished=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -69,16 +74,16 @@ class Report(L.Callback):
             self._write(trainer, pl_module, unfinished=False)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """A page that reloads itself must not wait for what will not come."""
+        """Write the page once more, without the script by which it reloads itself."""
         assert isinstance(pl_module, EditModule)
         if trainer.is_global_zero and pl_module.transformer is not None and self._started:
             self._write(trainer, pl_module, unfinished=False)
 
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         if not unfinished:
-            with never_costing_the_run("grid.png"):
+            with best_effort("grid.png"):
                 write_grid(self.run)
-        with never_costing_the_run("report"):
+        with best_effort("report"):
             self._write_page(trainer, module, unfinished)
 
     def _result(self, path: Path) -> str:
@@ -87,7 +92,7 @@ class Report(L.Callback):
         return self._results[path]
 
     def _write_page(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
-        metrics, validation = read_metrics(self.run), read_rows(self.run / "validation.csv")
+        metrics, validation = read_metrics(self.run.metrics), read_rows(self.run.validation)
         samples = {step: files for step, files in sample_files(self.run).items() if step <= trainer.global_step}
         last = {name: read_strip(path) for name, path in samples[max(samples)].items()} if samples else {}
         rows = []
@@ -102,18 +107,18 @@ class Report(L.Callback):
                     "size": "small" if max(strip.target.size) <= THUMBNAIL else "",
                 }
             )
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = TrainingData.of(trainer)
         if not self._data:
-            with never_costing_the_run("part of the report on the data"):
+            with best_effort("part of the report on the data"):
                 self._data = describe_data(data, self.preview_count)
-        config = self.run / "config.yaml"
+        config = self.run.config
         settings: Any = OmegaConf.to_container(OmegaConf.load(config)) if config.is_file() else {}
         step = trainer.global_step
         sampler = find_callback(trainer, SampleImages)
         render(
-            self.run / "report.html",
-            title=self.run.name,
-            subtitle=f"{without_secrets(module.repository_name)}, {module.adapter}, step {step} of {trainer.max_steps}",
+            self.run.report,
+            title=self.run.path.name,
+            subtitle=f"{without_secrets(module.base.name)}, {module.adapter}, step {step} of {trainer.max_steps}",
             numbers=headline(metrics, validation),
             rows=rows,
             steps=sorted(samples),
@@ -128,13 +133,12 @@ class Report(L.Callback):
         )
 
 
-def describe_data(data: Any, count: int) -> dict[str, Any]:
+def describe_data(data: TrainingData, count: int) -> dict[str, Any]:
     """The page's part on the data: what there is, and its first samples."""
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
-    shown = data.pixels(count) if isinstance(data, PairsDataModule) else []
     thumbs = [
         {"pictures": [data_url(to_image(one), THUMBNAIL) for one in pictures(raw)], "caption": raw.prompts[0]}
-        for raw in shown
+        for raw in data.pixels(count)
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]
     return {"data_lines": lines, "thumbs": thumbs}

@@ -1,4 +1,4 @@
-"""Pictures with captions, for text-to-image."""
+"""A data source of pictures with captions, for text-to-image."""
 
 import os
 from collections.abc import Iterable
@@ -6,21 +6,19 @@ from pathlib import Path
 
 from datamodules.errors import UserError
 from datamodules.files import read_text
-from datamodules.images.sources import (
+from datamodules.images.folders import (
     FORMATS,
-    Found,
-    Sample,
     controls_folder,
     folder_images,
     is_mask,
     none_of_the_formats,
-    scan_roots,
     unread_files,
 )
+from datamodules.images.sources import Found, Sample, scan_roots
 
 
 def find_captioned(roots: Iterable[str | Path], instance_prompt: str | None) -> Found:
-    """Every `X.png` (.jpg, ...) in the folders and below with the caption `X.txt`; `X_mask.*` weighs the loss.
+    """Every `X.png` (.jpg, ...) in the folders and their subfolders, with caption `X.txt` and loss mask `X_mask.*`.
 
     Args:
         instance_prompt: the caption of pictures without one; None for the empty caption.
@@ -37,8 +35,8 @@ def _scan(root: Path, instance_prompt: str) -> Found:
         raise UserError(f"data.root={root}: {what}")
     if controls_folder(root) is not None:
         raise UserError(
-            f"data.root={root} is a set of pairs, for data=cached and a model that edits; data=captions learns from "
-            "pictures alone: name the folder of the targets"
+            f"data.root={root} is a set of pairs, for data=cached and a model that edits; data=captions takes pictures "
+            "alone: give the folder of the targets"
         )
     samples: list[Sample] = []
     unread: list[str] = []
@@ -46,7 +44,7 @@ def _scan(root: Path, instance_prompt: str) -> Found:
     for place, below, _ in os.walk(root, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
         folder = Path(place)
-        if (real := os.path.realpath(folder)) in seen:  # a link back
+        if (real := os.path.realpath(folder)) in seen:  # a link to a parent folder
             below.clear()
             continue
         seen.add(real)

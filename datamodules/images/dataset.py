@@ -1,4 +1,4 @@
-"""Raw samples as pixels: the part of the data that runs in data workers."""
+"""Samples decoded to pixels, in data workers."""
 
 import signal
 import sys
@@ -16,12 +16,12 @@ from datamodules.images.transforms import load_image, load_mask
 
 
 def pictures(raw: RawBatch) -> list[Tensor]:
-    """The controls and the target."""
+    """The controls, then the target."""
     return [image for image in (*raw.controls, raw.target) if image is not None]
 
 
 class PairDataset(Dataset[RawBatch]):
-    """Batches of one sample; `collate` joins them."""
+    """Samples decoded to batches of one, by (index of the sample, number of the draw)."""
 
     def __init__(self, samples: Sequence[Sample], condition_images: ConditionImages) -> None:
         self.samples = samples
@@ -48,7 +48,7 @@ class PairDataset(Dataset[RawBatch]):
 
 
 def collate(samples: list[RawBatch]) -> RawBatch:
-    """Samples of one size to one batch."""
+    """Joins batches whose samples have one size."""
 
     def join(tensors: Sequence[Tensor | None]) -> Tensor | None:
         present = [tensor for tensor in tensors if tensor is not None]
@@ -66,13 +66,16 @@ def collate(samples: list[RawBatch]) -> RawBatch:
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
-    """Ctrl-C and a cluster's SIGTERM reach every process of a job; a worker that died would take the run along."""
+    """Make a data worker ignore Ctrl-C and SIGTERM, which reach every process of a job: only the trainer acts on them.
+
+    A worker that died of one would end the run at once.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _unless_the_trainer_has_left
 
 
 def _unless_the_trainer_has_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The thread that hands tensors over is cut off when the trainer stops: no matter for a traceback."""
+    """Print no traceback when the trainer has stopped and closed the connection to this worker."""
     if not issubclass(kind, ConnectionError):
         sys.__excepthook__(kind, error, trace)

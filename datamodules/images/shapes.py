@@ -1,141 +1,53 @@
-"""Shapes: a small drawn world, whose pictures and instructions come from a seed.
+"""A data source that draws its pairs: scenes of coloured shapes, and edits whose exact result is known.
 
-One to three coloured shapes of different kinds on a plain ground, and edits whose result is known to the pixel.
+Pictures and instructions are a function of a seed.
 """
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from PIL import Image, ImageChops, ImageDraw, ImageOps
+from PIL import Image, ImageChops, ImageOps
 
 from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
+from datamodules.images.scenes import COLORS, KINDS, Scene, Shape, draw, random_scene
 from datamodules.images.sources import TABLES, Found, find_samples
 
-# In place of data.root.
+# The value of data.root.
 DRAWN = "drawn shapes"
-SIDE = 64
 STEP = 16  # pixels that "move" moves by
-COLORS = {
-    "red": (220, 40, 40),
-    "green": (40, 160, 60),
-    "blue": (40, 80, 220),
-    "yellow": (240, 220, 60),
-    "orange": (245, 140, 30),
-    "purple": (140, 50, 180),
-    "white": (245, 245, 245),
-    "black": (25, 25, 25),
-}
 DIRECTIONS = {"left": (-STEP, 0), "right": (STEP, 0), "up": (0, -STEP), "down": (0, STEP)}
-KINDS = ("circle", "square", "triangle", "star")
-# What pictures are drawn at, before they are scaled down: edges become smooth.
-OVERSAMPLING = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A shape around (x, y), in pixels."""
-
-    kind: str
-    color: str
-    x: int
-    y: int
-    radius: int
-
-    def inside(self) -> bool:
-        """Whether all of it is in the picture."""
-        return all(self.radius < place < SIDE - self.radius for place in (self.x, self.y))
-
-    def clear_of(self, other: "Shape") -> bool:
-        """Whether they are apart."""
-        return math.hypot(self.x - other.x, self.y - other.y) > self.radius + other.radius + 1
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What a picture shows."""
-
-    background: str
-    shapes: tuple[Shape, ...]
-
-    def changed(self, old: Shape, *new: Shape) -> "Scene":
-        """The scene with `new` in place of `old`; with nothing in its place, it is removed."""
-        at = self.shapes.index(old)
-        return replace(self, shapes=(*self.shapes[:at], *new, *self.shapes[at + 1 :]))
 
 
 class Edit(NamedTuple):
-    """An instruction, its result, and where there is one the instruction that leads back."""
+    """An instruction, its result, and the instruction that undoes it, if there is one."""
 
     prompt: str
     result: Image.Image
     back: str | None = None
 
 
-def random_scene(random: Random) -> Scene:
-    """One to three shapes of different kinds that do not touch, none in the colour of the ground."""
-    background = random.choice(list(COLORS))
-    colors = [color for color in COLORS if color != background]
-    kinds = random.sample(KINDS, random.randint(1, 3))
-    while True:
-        shapes = tuple(_random_shape(random, kind, random.choice(colors)) for kind in kinds)
-        if all(one.clear_of(other) for one, other in combinations(shapes, 2)):
-            return Scene(background, shapes)
-
-
-def _random_shape(random: Random, kind: str, color: str) -> Shape:
-    radius = random.randint(9, 12)
-    x, y = (random.randint(radius + 1, SIDE - radius - 1) for _ in range(2))
-    return Shape(kind, color, x, y, radius)
-
-
-def draw(scene: Scene, outlines: bool = False) -> Image.Image:
-    """The scene as a picture; or its shapes' outlines alone."""
-    size = SIDE * OVERSAMPLING
-    image = Image.new("RGB", (size, size), COLORS[scene.background])
-    canvas = ImageDraw.Draw(image)
-    for shape in scene.shapes:
-        canvas.polygon(list(_corners(shape)), fill=COLORS[shape.color])
-        if outlines:
-            canvas.polygon(list(_corners(replace(shape, radius=shape.radius - 3))), fill=COLORS[scene.background])
-    return image.reduce(OVERSAMPLING)
-
-
-def _corners(shape: Shape) -> Iterator[tuple[float, float]]:
-    """In the pixels it is drawn at. A star's inner corners are at half the radius."""
-    count, first = {"circle": (60, 0.0), "square": (4, 45.0), "triangle": (3, -90.0), "star": (10, -90.0)}[shape.kind]
-    for corner in range(count):
-        radius = shape.radius * (0.5 if shape.kind == "star" and corner % 2 else 1.0)
-        angle = math.radians(first + 360 * corner / count)
-        yield (
-            OVERSAMPLING * (shape.x + radius * math.cos(angle)),
-            OVERSAMPLING * (shape.y + radius * math.sin(angle)),
-        )
-
-
-# Edits, each of a scene and one of its shapes; None where it does not go.
+# Edits, each of a scene and one of its shapes; None where the edit is not possible.
 
 
 def recolor(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Another colour, not that of the ground."""
+    """Gives the shape another colour, not the background's."""
     color = random.choice([color for color in COLORS if color not in (shape.color, scene.background)])
     prompts = [f"make the {shape.kind} {name}" for name in (color, shape.color)]
     return Edit(prompts[0], draw(scene.changed(shape, replace(shape, color=color))), prompts[1])
 
 
 def remove(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Gone."""
+    """Removes the shape."""
     return Edit(f"remove the {shape.kind}", draw(scene.changed(shape)))
 
 
 def move(random: Random, scene: Scene, shape: Shape) -> Edit | None:
-    """A step aside, where there is room."""
+    """Moves the shape by `STEP`, where there is room."""
     name, (dx, dy) = random.choice(list(DIRECTIONS.items()))
     moved = replace(shape, x=shape.x + dx, y=shape.y + dy)
     if not moved.inside() or any(not moved.clear_of(other) for other in scene.shapes if other is not shape):
@@ -146,7 +58,7 @@ def move(random: Random, scene: Scene, shape: Shape) -> Edit | None:
 
 
 def background(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Another ground, in no shape's colour."""
+    """Gives the background another colour, no shape's."""
     taken = {scene.background, *(one.color for one in scene.shapes)}
     color = random.choice([color for color in COLORS if color not in taken])
     prompts = [f"make the background {name}" for name in (color, scene.background)]
@@ -154,34 +66,34 @@ def background(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 def turn(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Another kind of shape at the same place."""
+    """Turns the shape into another kind."""
     kind = random.choice([kind for kind in KINDS if kind not in [one.kind for one in scene.shapes]])
     prompts = [f"turn the {old} into a {new}" for old, new in ((shape.kind, kind), (kind, shape.kind))]
     return Edit(prompts[0], draw(scene.changed(shape, replace(shape, kind=kind))), prompts[1])
 
 
 def segment(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """The shapes in white on black."""
+    """Draws the shapes white on black."""
     white = tuple(replace(one, color="white") for one in scene.shapes)
     return Edit("segment the shapes", draw(Scene("black", white)).point(lambda value: 255 * (value - 25) / 220))
 
 
 def outline(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """The shapes' outlines on the same ground."""
+    """Draws the shapes' outlines on the same background."""
     return Edit("outline the shapes", draw(scene, outlines=True))
 
 
 def mirror(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Left and right exchanged."""
+    """Flips the picture horizontally."""
     return Edit("mirror the picture", ImageOps.mirror(draw(scene)))
 
 
 def invert(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """The negative."""
+    """Inverts all colours."""
     return Edit("invert the colors", ImageChops.invert(draw(scene)))
 
 
-# What the embedded model was trained on, and what it has never seen.
+# Edits that the embedded model was trained on, and edits that it has never seen.
 KNOWN = (recolor, remove, move, background, turn)
 HELD_BACK = (segment, outline, mirror, invert)
 EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__: edit for edit in KNOWN + HELD_BACK}
@@ -190,22 +102,22 @@ EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__
 def find_shapes(
     roots: Sequence[str], folder: str | None, edits: Sequence[str], count: int, seed: int, change_weight: float
 ) -> Found:
-    """A data source: draws its pairs into a folder below `folder`, once, and finds them there.
+    """Draws the pairs into a folder below `folder`, once, and finds them there.
 
-    Scenes take the edits in turn. Where an edit has a way back, it is a pair of its own with the same two pictures.
+    Scenes take the edits in turn. An edit that can be undone gives a second pair, with the two pictures exchanged.
 
     Args:
-        roots: `DRAWN` alone: there is nothing to read.
+        roots: must be `DRAWN`: there is nothing to read.
         folder: data.cache_dir; None for its default.
         edits: names of `EDITS`.
-        count: pairs.
-        seed: of all that is drawn.
-        change_weight: how much more than the rest the loss weighs what an edit changes; 1 writes no masks.
+        count: how many pairs.
+        seed: all that is drawn is a function of it.
+        change_weight: weight in the loss of the pixels that an edit changes, relative to the others; 1 writes no masks.
     """
     if list(roots) != [DRAWN]:
         raise UserError(
-            f"data.root={listing(list(roots))}: data=shapes draws its own pairs and reads no folder: leave out the one "
-            "or the other (experiment=shapes is data=shapes too)"
+            f"data.root={listing(list(roots))}: data=shapes draws its own pairs and reads no folder: leave one of the "
+            "two out (experiment=shapes sets data=shapes)"
         )
     if unknown := [name for name in edits if name not in EDITS]:
         raise UserError(f"data.source.edits: there is no {listing(unknown)}; choose from {', '.join(EDITS)}")
@@ -246,7 +158,7 @@ def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int, chang
 
 
 def weights(control: Image.Image, target: Image.Image, change_weight: float) -> Image.Image:
-    """White where blocks of 8x8 pixels differ, the thin edge of a shape that was turned included; darker elsewhere."""
+    """The mask of an edit: white in blocks of 8x8 pixels that differ, even in a thin edge; darker elsewhere."""
     red, green, blue = ImageChops.difference(control, target).split()
     difference = ImageChops.lighter(ImageChops.lighter(red, green), blue).reduce(8)
     changed = difference.point(lambda value: 255 if value > 8 else round(255 / change_weight))

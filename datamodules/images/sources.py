@@ -1,31 +1,43 @@
-"""Where samples come from: folders of pairs, or a table of file names."""
+"""A data source of pairs: folders of images, or a table of file names."""
 
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import read_text, reason, require_file
+from datamodules.images.folders import (
+    CONTROL_FOLDERS,
+    FORMATS,
+    FURTHER_CONTROL,
+    TARGET_FOLDERS,
+    controls_folder,
+    folder_images,
+    further_controls,
+    none_of_the_formats,
+    primary_images,
+    targets_folder,
+    unread_files,
+)
 from datamodules.images.tables import read_table
 
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
-TARGET_FOLDERS = ("training_images", "images", "target", "targets")
-CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
-FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
 TABLES = ("metadata.jsonl", "metadata.csv")
-FURTHER_CONTROL = re.compile(r"(?P<stem>.+)_control_(?P<number>\d+)$")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One pair: the picture to reach, the pictures to start from, and the instruction.
+    """The files and the prompt of one sample.
 
-    `key` is the target's path inside its root without the suffix, unique over all roots, in valid UTF-8.
+    Attributes:
+        key: the target's path in its root without suffix; unique over all roots, in valid UTF-8.
+        target: the picture to learn.
+        controls: the condition images to start from.
+        prompt: the instruction or caption.
+        mask: the weight of each pixel in the loss.
     """
 
     key: str
@@ -37,14 +49,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Found:
-    """What a scan of the roots gave: the complete samples, and what is wrong with the others, a line each."""
+    """The result of a scan: the complete samples, and a line about each incomplete one."""
 
     samples: list[Sample]
     incomplete: list[str]
 
 
 def find_samples(roots: Iterable[str | Path]) -> Found:
-    """Scan every root, in order; within a root the samples are sorted by name (or stand as in the table).
+    """The samples of all roots in order; within a root they are sorted by name, or in the order of the table.
 
     Raises:
         UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
@@ -53,7 +65,7 @@ def find_samples(roots: Iterable[str | Path]) -> Found:
 
 
 def scan_roots(roots: Iterable[str | Path], scan: Callable[[Path], Found]) -> Found:
-    """What `scan` finds in all roots, keys made unique over them."""
+    """What `scan` finds in all roots, with keys that are unique over them."""
     folders = [Path(root).expanduser() for root in roots]
     samples: list[Sample] = []
     incomplete: list[str] = []
@@ -63,7 +75,7 @@ def scan_roots(roots: Iterable[str | Path], scan: Callable[[Path], Found]) -> Fo
         prefix = "" if len(folders) == 1 else f"{folder}/"
         for sample in found.samples:
             key = printable(prefix + sample.key)
-            seen[key] += 1  # above 1 where a root is named twice
+            seen[key] += 1  # above 1 if a root is named twice
             samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}"))
         incomplete += map(printable, found.incomplete)
     return Found(samples, incomplete)
@@ -79,13 +91,13 @@ def _scan(root: Path) -> Found:
         raise UserError(f"data.root={root}: two tables, {' and '.join(TABLES)}: name one of them as data.root")
     if tables:
         return _from_table(tables[0])
-    targets = _folder(root, TARGET_FOLDERS)
+    targets = targets_folder(root)
     controls = controls_folder(root)
     if targets is None or controls is None:
         if targets is not None or folder_images(root):
             raise UserError(
                 f"data.root={root}: pictures, but no condition images in {'/'.join(CONTROL_FOLDERS)}, which editing "
-                "starts from. To learn pictures from their captions: model=flux_dev data=captions"
+                "needs. To train on pictures and captions: model=flux_dev data=captions"
             )
         raise UserError(
             f"data.root={root}: no pairs found. Looked for {' or '.join(TABLES)}, or for a folder "
@@ -95,64 +107,6 @@ def _scan(root: Path) -> Found:
     if not found.samples and not found.incomplete:
         raise UserError(f"data.root={root}: no images ({FORMATS}) in {targets} and {controls}")
     return found
-
-
-def controls_folder(root: Path) -> Path | None:
-    """Where a set of pairs keeps its condition images."""
-    return _folder(root, CONTROL_FOLDERS)
-
-
-def _folder(root: Path, names: tuple[str, ...]) -> Path | None:
-    return next((root / name for name in names if (root / name).is_dir()), None)
-
-
-def folder_images(folder: Path) -> dict[str, Path]:
-    """The folder's images by stem. Two files of one stem would make a pair ambiguous."""
-    images: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."):
-            if path.stem in images:
-                raise UserError(f"{images[path.stem]} and {path}: two images of one name, keep one")
-            images[path.stem] = path
-    return images
-
-
-def unread_files(folder: Path) -> dict[str, Path]:
-    """By stem, what stands beside pictures and captions: pictures in other formats perhaps."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() not in {*IMAGE_SUFFIXES, ".txt"})
-    return {path.stem: path for path in paths if not path.name.startswith(".") and not path.is_dir()}
-
-
-def none_of_the_formats(path: Path) -> str:
-    """What to say of a file that is no picture to us."""
-    return f"{path} is none of {FORMATS}"
-
-
-def further_controls(images: dict[str, Path], stem: str) -> list[Path]:
-    """`X_control_1.*`, `X_control_2.*`, ... beside `X.*`, by number."""
-    numbered = [
-        (int(match["number"]), path)
-        for name, path in images.items()
-        if name.startswith(f"{stem}_control_") and (match := FURTHER_CONTROL.match(name)) and match["stem"] == stem
-    ]
-    return [path for _, path in sorted(numbered)]
-
-
-def primary_images(folder: Path) -> dict[str, Path]:
-    """The images that stand for a sample of their own: neither a further control nor a mask of another one."""
-    images = folder_images(folder)
-    return {stem: path for stem, path in images.items() if not belongs_to_another(stem, images)}
-
-
-def belongs_to_another(stem: str, stems: Container[str]) -> bool:
-    """Whether an image is a further control or the mask of one of `stems`."""
-    match = FURTHER_CONTROL.match(stem)
-    return (match is not None and match["stem"] in stems) or is_mask(stem, stems)
-
-
-def is_mask(stem: str, stems: Container[str]) -> bool:
-    """Whether an image is the mask of one of `stems`."""
-    return stem.endswith("_mask") and stem.removesuffix("_mask") in stems
 
 
 def _from_folders(target_folder: Path, control_folder: Path) -> Found:
@@ -183,7 +137,7 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
                 continue
             more = further_controls(numbered.get(stem, {}), stem)
             samples.append(Sample(stem, target, (controls[stem], *more), prompt, masks.get(f"{stem}_mask")))
-    for stem, path in unread.items():  # else nobody would hear of a target and its control in such a format
+    for stem, path in unread.items():  # else a pair in such a format would be left out silently
         if stem not in targets and (stem in controls or path.with_suffix(".txt").is_file()):
             incomplete.append(f"target {none_of_the_formats(path)}")
     incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in {*targets, *unread}]
@@ -191,7 +145,7 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
 
 
 def _from_table(table: Path) -> Found:
-    """A row names files relative to the table's folder.
+    """The samples of a table, whose file names are relative to its folder.
 
     Columns: file_name, control_file_name (one name, or a JSON list), prompt, and optionally mask_file_name.
     """
@@ -213,7 +167,7 @@ def _from_table(table: Path) -> Found:
             row["prompt"].encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{table} row {number}: the prompt has half a character, {error.object[error.start]!r}"
+                f"{table} row {number}: the prompt holds an incomplete character, {error.object[error.start]!r}"
             ) from error
         except UserError as error:
             raise UserError(f"{table} row {number}: {error}") from error

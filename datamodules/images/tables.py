@@ -14,10 +14,10 @@ from datamodules.files import read_text
 
 
 def read_table(table: Path) -> list[dict[str, Any]]:
-    """The rows by column, each column a text in CSV and anything in JSON.
+    """The rows as dicts by column; values are text in CSV, and any JSON value in JSON lines.
 
     Raises:
-        UserError: it cannot be read without doubt about where a value ends.
+        UserError: it is malformed, or its quotes leave in doubt where a value ends.
     """
     text = read_text(table)
     return list(_csv_rows(table, text) if table.suffix == ".csv" else _json_rows(table, text))
@@ -30,7 +30,7 @@ def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
     try:
         for values in reader:
             first, line = line, reader.line_num + 1
-            if not any(values):  # spreadsheets write such rows
+            if not any(values):  # spreadsheets write empty rows
                 continue
             if not columns:
                 columns = values
@@ -39,11 +39,11 @@ def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
             if len(values) != len(columns):
                 raise UserError(
                     f"{table} line {first}: {len(values)} values for {len(columns)} columns ({', '.join(columns)}); a "
-                    "prompt with a comma stands in quotes"
+                    "prompt with a comma needs quotes"
                 )
             if swallowed := _swallowed_row(table, values):
                 raise UserError(
-                    f"{table} line {first}: a quote is left open, its prompt takes in the row of {swallowed}"
+                    f"{table} line {first}: a quote is left open, so its prompt includes the row of {swallowed}"
                 )
             yield dict(zip(columns, values, strict=True))
     except csv.Error as error:
@@ -51,7 +51,7 @@ def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
 
 
 def _swallowed_row(table: Path, values: list[str]) -> str | None:
-    """The file that a later line of a value begins with, as rows do."""
+    """The image file named at the start of a line inside a value: a quote left open has swallowed its row."""
     names = [line.partition(",")[0] for value in values for line in value.splitlines()[1:] if "," in line]
     return next((name for name in names if name and os.path.isfile(table.parent / name)), None)
 

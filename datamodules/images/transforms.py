@@ -1,4 +1,4 @@
-"""An image file to a tensor, as the diffusers pipelines see it: RGB, upright, sides floored to 16, in [-1, 1]."""
+"""Image files to tensors as the diffusers pipelines see them: RGB, upright, sides floored to 16, in [-1, 1]."""
 
 import math
 import struct
@@ -17,22 +17,22 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.files import DAMAGED, reason, require_file
 
-# Counts up when the same file would give other pixels: what is cached from them is then encoded again.
+# Increased when the same file gives other pixels: caches are then built again.
 PREPROCESSING = 1
 SIDE_MULTIPLE = 16
-# What is learned at its own size may have so many: 65,536 tokens a picture, whose attention costs their square.
+# The largest picture to train on at its own size: 65,536 tokens, and attention is quadratic in them.
 MOST_PIXELS = 2**24
-# What is read at all: PIL's own bound, without its warning from half of it on.
+# The largest picture to read at all: PIL's limit, without its warning above half of it.
 MOST_READ = 2 * 89_478_485
 Image.MAX_IMAGE_PIXELS = None
-# Threads check files: of those that must be decoded for it, and take gigabytes, one at a time.
+# Threads that check files decode large ones one at a time: each takes gigabytes.
 ONE_LARGE = Lock()
-# What is shrunk may be reduced by whole factors first, down to so many times the sides that are wanted.
+# Before a picture is resized it may be reduced by a whole factor, to this multiple of the wanted sides.
 REDUCING_GAP = 3
 ORIENTATION = 0x0112
-# What PIL raises for files that are no image, end too early or are damaged.
+# What PIL raises for files that are not images, end too early or are damaged.
 UNREADABLE = (*DAMAGED, OSError, SyntaxError, OverflowError, struct.error, zlib.error)
-# It warns of damaged EXIF and the like, which hides nothing of the pixels.
+# PIL warns of damaged EXIF and the like, which does not affect the pixels.
 warnings.filterwarnings("ignore", module="PIL")
 
 
@@ -41,8 +41,8 @@ def picture(path: Path) -> Iterator[Image.Image]:
     """The file, opened but not decoded.
 
     Raises:
-        UserError: it is no image, is damaged or ends too early, has more pixels than PIL reads (179 million), or has
-            numbers in place of them, of which nobody knows which is white.
+        UserError: it is no image, is damaged or ends too early, has more pixels than PIL reads (179 million), or its
+            pixels are floating-point numbers, whose range is unknown.
     """
     try:
         require_file(path)
@@ -66,14 +66,14 @@ def floor_size(width: int, height: int, multiple: int = SIDE_MULTIPLE) -> tuple[
 
 
 def fit_area(width: int, height: int, max_area: int) -> tuple[int, int]:
-    """The floored size, shrunk in proportion where its area is above `max_area` pixels."""
+    """The floored size; scaled down to `max_area` pixels if it has more, keeping the aspect ratio."""
     scale = min(1.0, (max_area / (width * height)) ** 0.5)
     longest = max_area // SIDE_MULTIPLE
     return floor_size(*(min(longest, max(SIDE_MULTIPLE, round(side * scale))) for side in (width, height)))
 
 
 def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
-    """The size of so many pixels in the same proportions, both sides rounded to 32, as the Qwen pipelines do."""
+    """The size of `area` pixels in the same aspect ratio, both sides rounded to 32, as the Qwen pipelines do."""
     target_width = math.sqrt(area * (width / height))
     target_height = target_width / (width / height)
     return max(32, round(target_width / 32) * 32), max(32, round(target_height / 32) * 32)
@@ -87,8 +87,8 @@ def image_size(path: Path) -> tuple[int, int]:
     """
     with picture(path) as image:
         width, height = image.size
-        # A PNG's own getexif would decode all pixels, to see what comes behind them.
-        late = image.format == "PNG" and _tells_more_behind_its_pixels(path)
+        # PIL's getexif of a PNG would decode all pixels, to find chunks after them.
+        late = image.format == "PNG" and _has_text_after_pixels(path)
         exif = image.getexif() if late else Image.Image.getexif(image)
         if exif.get(ORIENTATION, 1) in range(5, 9):
             width, height = height, width
@@ -97,7 +97,7 @@ def image_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def _tells_more_behind_its_pixels(png: Path) -> bool:
+def _has_text_after_pixels(png: Path) -> bool:
     """Whether chunks that may hold EXIF follow the first one with pixels."""
     pixels = False
     with png.open("rb") as file:
@@ -112,7 +112,7 @@ def _tells_more_behind_its_pixels(png: Path) -> bool:
 
 
 def verify_image(path: Path) -> None:
-    """Find a damaged file without paying for all of its pixels: JPEG at an eighth of its size, PNG by checksums.
+    """Find damage without decoding all pixels: a JPEG at an eighth of its size, a PNG by its checksums.
 
     Raises:
         UserError: the file is unreadable or ends too early.
@@ -127,10 +127,10 @@ def verify_image(path: Path) -> None:
 
 
 def open_image(path: Path, area: int | None = None) -> Image.Image:
-    """Decode to upright 8-bit RGB; 16-bit depth is scaled down, transparency laid on white.
+    """Decode to upright 8-bit RGB; 16 bits are scaled down, and transparency is blended onto white.
 
     Args:
-        area: pixels that are wanted: of many more not all are kept, and of a JPEG not all are decoded.
+        area: pixels that will be used: a picture with many more is reduced, a JPEG while it is decoded.
 
     Raises:
         UserError: the file is unreadable or ends too early.
@@ -163,7 +163,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image at (width, height)."""
+    """The image resized to (width, height)."""
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 

@@ -1,8 +1,8 @@
-"""What went wrong on the way to a URL, in words that name no credentials, and whether trying again is in vain."""
+"""Why a URL cannot be read, without credentials in the message, and whether retrying is useless."""
 
 import http.client
 import re
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
 from webdataset.gopen import Pipe
@@ -11,16 +11,16 @@ from datamodules.errors import without_credentials
 from datamodules.shards.stores import kind_of
 
 TAR = re.compile(r"[^/\s\"']+\.tar")
-PASSING = (408, 425, 429)  # and 500 and above
+RETRIED = (408, 425, 429)  # statuses; and 500 and above
 REGION = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
-# Where machines in a cloud ask for credentials.
+# Where machines in a cloud request credentials.
 METADATA = re.compile(r"169\.254\.169\.254|fd00:ec2|/latest/(api/token|meta-data)|token request")
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_SKIP_SIGNATURE=true for a public bucket)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS (GOOGLE_SKIP_SIGNATURE=true for a public bucket)",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (AZURE_SKIP_SIGNATURE=true for a public container)",
 }
-# What obstore says of the network, and whether it lasts; None: it does if it never was otherwise.
+# obstore's network errors in plain words, and whether they last; None: unless the host was reached before.
 NETWORK: dict[str, tuple[str, bool | None]] = {
     r"[Cc]ertificate|UnknownIssuer": ("its certificate is not one that this machine trusts", True),
     r"InvalidContentType|kind: Builder": ("no server of that protocol is there", True),
@@ -33,22 +33,22 @@ NETWORK: dict[str, tuple[str, bool | None]] = {
 
 
 class Failure(NamedTuple):
-    """What stands behind the URL in a line; `lasts`: no further attempt would help."""
+    """The message, which follows the URL; and `lasts`: whether retrying is useless."""
 
     what: str
     lasts: bool
 
 
 def shown(url: str) -> str:
-    """A URL as messages name it: of a command, which may hold anything, no more than the program and the tar."""
+    """A URL without credentials; of a `pipe:` command, which may hold some, only the program and the tar."""
     if not url.startswith("pipe:"):
         return without_credentials(url)
     program = next((word for word in url[5:].split() if "=" not in word), "")
     return " ... ".join([f"pipe:{program}", *TAR.findall(url)[-1:]])
 
 
-def command_failure(stream: Any) -> Failure | None:
-    """Of a command that has ended badly."""
+def command_failure(stream: IO[bytes] | None) -> Failure | None:
+    """The failure of a `pipe:` command, if it has ended with an error."""
     if not isinstance(stream, Pipe) or not stream.status:
         return None
     if stream.status in (126, 127):
@@ -57,11 +57,11 @@ def command_failure(stream: Any) -> Failure | None:
 
 
 def failure(error: Exception, url: str, known: bool) -> Failure:
-    """What an error means.
+    """The failure that an error stands for.
 
     Args:
-        error: obstore's, the file system's, or of a tar that is cut or damaged.
-        known: whether the place was read from before, so that a host that is not found may come back.
+        error: from obstore, the file system, or a tar that is cut short or damaged.
+        known: whether the host was reached before.
     """
     from obstore.exceptions import BaseError
 
@@ -107,5 +107,5 @@ def _status_failure(number: int, code: str | None, credentials: str | None) -> F
     what = f"{number} {code or http.client.responses.get(number, '')}".strip()
     if number in (401, 403):
         return Failure(f"may not be read ({what})" + (f": check {credentials}" if credentials else ""), True)
-    lasts = number < 500 and number not in PASSING
+    lasts = number < 500 and number not in RETRIED
     return Failure(f"cannot be read: {what}" if lasts else what, lasts)

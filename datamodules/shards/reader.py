@@ -1,4 +1,4 @@
-"""Samples in local shards: an index in memory, and batches read straight from the tars."""
+"""Local shards: an index in memory, and batches read directly from the tars."""
 
 import json
 import os
@@ -14,30 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch
+from datamodules.batch import LatentBatch, Size
 from datamodules.files import reading
-from datamodules.pairs import Size
 from datamodules.shards.tar import Row
 
-# As safetensors names them; what a cache holds.
+# By safetensors' names: those that a cache may hold.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
-REMEDY = "delete it and start again, and its samples are encoded again; one of data.shards, copy it again"
-# Bytes that hold the header of a safetensors file with a handful of tensors.
+REMEDY = "delete it and start again, and its samples are encoded again; if it is of data.shards, copy it again"
+# One batch of a sampler: for each sample its index and the number of the draw.
+BatchEntry = list[tuple[int, int]]
+# Bytes to read for the header of a safetensors file: enough for a handful of tensors.
 HEADER = 4096
 
 
 class ShardIndex:
-    """Where each sample is, without what else stands in the rows.
+    """Where each sample is, in compact arrays.
 
     Args:
-        rows: of an index; the prompts of a shard stand before the samples that use them.
+        rows: of an index; the prompts of a shard come before the samples that use them.
 
     Attributes:
         shards: their file names.
         spans: for each row three numbers: shard, offset, bytes.
         samples: for each sample three rows: its own, its prompt's, the empty prompt's.
-        ids: the samples' numbers by their names in the cache.
+        ids: the samples' numbers by their ids.
         keys, sizes, tokens: of each sample.
+        resized: the numbers of the samples with a side that was rounded down.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -67,19 +69,19 @@ class ShardIndex:
 
 
 def size_of(row: Row) -> Size:
-    """What the samples of a batch have in common."""
+    """The sizes of a sample, which all samples of a batch have in common."""
     return tuple((width, height) for width, height in row["sizes"]), row["mask"]
 
 
 class LatentReader:
-    """Batches by random access into the tars; the bytes go from the file into the batch and nowhere between.
+    """Batches by random access into the tars; the bytes are read from the file straight into the batch.
 
     Args:
         folder: of the tars.
         numbers: the samples' numbers in the index.
         keys: the samples' names.
-        empty_prompt: whether batches carry the empty prompt's conditioning.
-        prompts: those of the samples, where they are known.
+        empty_prompt: whether batches include the empty prompt's conditioning.
+        prompts: of the samples, where they are known.
     """
 
     def __init__(
@@ -97,19 +99,19 @@ class LatentReader:
         self.keys = keys
         self.prompts = prompts
         self.empty_prompt = empty_prompt
-        # A file that leaves the cache is closed once no thread reads from it.
+        # A file that is evicted is closed once no thread reads from it.
         self._open = lru_cache(maxsize=128)(self._open_shard)
         self._read_empty = lru_cache(maxsize=8)(self._read)
 
-    def __call__(self, items: Sequence[tuple[int, int]]) -> LatentBatch:
-        """The batch of these (index, number of the draw), which must be of one size."""
+    def __call__(self, items: BatchEntry) -> LatentBatch:
+        """The batch of these samples, which must be of one size."""
         places = [3 * self.numbers[index] for index, _ in items]
         own, prompts, empty = (tuple(self.index.samples[place + i] for place in places) for i in range(3))
         tensors = self._read(own)
         empty_prompt = {}
         if self.empty_prompt:
             shared = empty[:1] if len(set(empty)) == 1 else empty
-            # Where each sample has its own, there is nothing to keep.
+            # Only one that all samples share is worth keeping in memory.
             read = self._read_empty if len(shared) == 1 else self._read
             empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in read(shared).items()}
         keys, draws = [self.keys[index] for index, _ in items], [draw for _, draw in items]
@@ -118,7 +120,7 @@ class LatentReader:
         return batch
 
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
-        """The tensors of some groups, each (B, longest, ...): what is shorter ends in zeros."""
+        """The tensors of some rows by name, each (B, longest, ...), padded with zeros."""
         spans = [self.index.spans[3 * row : 3 * row + 3] for row in rows]
         files, found = [], []
         for shard, offset, length in spans:
@@ -147,7 +149,7 @@ class LatentReader:
 
 
 def _header(file: FileIO, offset: int, length: int) -> tuple[dict[str, tuple[torch.dtype, list[int]]], int]:
-    """Of a safetensors file in a shard: its tensors' dtype and shape by name, in their order, and where they begin.
+    """The dtype and shape of each tensor of a safetensors file in a shard, in order, and where their bytes begin.
 
     Raises:
         ValueError, KeyError, TypeError: there is no such file of `length` bytes at `offset`.
@@ -174,7 +176,7 @@ def latent_batch(
     prompt: dict[str, Tensor],
     empty_prompt: dict[str, Tensor],
 ) -> LatentBatch:
-    """What the shards hold by name, each tensor (B, ...), as a batch."""
+    """A batch of the tensors of some samples, each (B, ...)."""
     return LatentBatch(
         keys=keys,
         draws=draws,
@@ -188,17 +190,18 @@ def latent_batch(
 
 
 class ThreadedLoader:
-    """Batches in the sampler's order, read ahead by threads.
+    """Batches in the sampler's order, prefetched by threads.
 
-    Reading is copying, which needs no process of its own: what data workers would save in time they lose twice
-    over by passing the tensors on.
+    Reading is mostly copying, which threads do in parallel; processes would spend more time passing tensors on.
 
     Args:
-        load: a sampler's entry -> the batch.
-        num_workers: threads; 0 reads when asked.
+        load: reads the batch of an entry of the sampler.
+        num_workers: threads; 0 reads each batch on demand.
     """
 
-    def __init__(self, load: Callable[[Any], LatentBatch], sampler: Iterable[Any], num_workers: int) -> None:
+    def __init__(
+        self, load: Callable[[BatchEntry], LatentBatch], sampler: Iterable[BatchEntry], num_workers: int
+    ) -> None:
         self.load = load
         self.sampler = sampler
         self.num_workers = num_workers

@@ -1,4 +1,4 @@
-"""Tars that are somewhere else: found by their manifest, read to their end whatever the network does."""
+"""Remote tars: listed by their manifest, and read completely despite network failures."""
 
 import json
 import tarfile
@@ -11,14 +11,14 @@ from webdataset.gopen import Pipe
 from webdataset.shardlists import expand_urls
 
 from datamodules.errors import UserError, listing
-from datamodules.shards.cache import MANIFEST
 from datamodules.shards.failures import TAR, shown
+from datamodules.shards.manifest import MANIFEST
 from datamodules.shards.tar import Row
 from datamodules.shards.transfer import BROKEN, Attempts, DamagedError, fetch, open_url
 
 
 class Shard(NamedTuple):
-    """Where a tar is, and what it holds."""
+    """A tar: where it is, and how many samples and prompts it holds."""
 
     url: str
     samples: int
@@ -26,14 +26,14 @@ class Shard(NamedTuple):
 
 
 def find_shards(pattern: str) -> tuple[list[Shard], dict[str, Any]]:
-    """The shards that a URL stands for, and the manifest beside them.
+    """The shards that a URL names, and the manifest beside them.
 
     Args:
-        pattern: the URL of a cache's folder, or of its tars with braces: `s3://bucket/latents-{00000..00099}.tar`;
-            `pipe:` and a command that writes a tar.
+        pattern: the URL of a cache's folder; or of its tars, as `s3://bucket/latents-{00000..00099}.tar`; or `pipe:`
+            and a command that writes a tar.
 
     Raises:
-        UserError: there is no manifest, or it does not know one of the tars.
+        UserError: there is no manifest, or it does not list one of the tars.
     """
     urls = expand_urls(pattern)
     names = [TAR.findall(url) for url in urls]
@@ -64,21 +64,21 @@ def find_shards(pattern: str) -> tuple[list[Shard], dict[str, Any]]:
 
 
 def _inside(folder: str, name: str) -> str:
-    """The URL of a file in a folder, whose query, a token perhaps, goes for its files too."""
+    """The URL of a file in a folder; the folder's query, which may be a token, is kept."""
     path, mark, query = folder.partition("?")
     return f"{path.rstrip('/')}/{name}{mark}{query}"
 
 
 def read_groups(shard: Shard, stopped: threading.Event | None = None) -> Iterator[tuple[Row, bytes]]:
-    """The samples and prompts of a tar in order: the JSON and the safetensors of each.
+    """The samples and prompts of a tar in order: the row and the safetensors of each.
 
-    What is damaged or cut short is read again; no group is left out in silence.
+    A tar that is damaged or cut short is read again; nothing is skipped silently.
 
     Args:
-        stopped: set when nobody waits any more; no further attempt is made then.
+        stopped: no further attempt is made once it is set.
 
     Raises:
-        UserError: it cannot be read, or has changed since it was begun.
+        UserError: the tar cannot be read, or changed while it was read.
     """
     attempts = Attempts(shard.url, known=True, stopped=stopped or threading.Event())
     done: list[int] = []
@@ -88,13 +88,13 @@ def read_groups(shard: Shard, stopped: threading.Event | None = None) -> Iterato
         try:
             with open_url(shard.url, attempts.known, attempts.stopped) as stream:
                 for number, (key, group) in enumerate(_groups(stream)):
-                    row, data = _whole(key, group)
+                    row, data = _checked(key, group)
                     if number >= len(done):
                         done.append(row["crc32"])
                         try:
                             yield row, data
                         except GeneratorExit:
-                            if isinstance(stream, Pipe):  # whose command will complain that nobody listens
+                            if isinstance(stream, Pipe):  # its command fails when its output is closed
                                 stream.ignore_errors = True
                             raise
                     elif row["crc32"] != done[number]:
@@ -109,11 +109,11 @@ def read_groups(shard: Shard, stopped: threading.Event | None = None) -> Iterato
 
 
 def _groups(stream: IO[bytes]) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """The members of a tar, those that differ only behind the first dot together."""
+    """The members of a tar by suffix, grouped by the part of their names before the first dot."""
     key, group = "", dict[str, bytes]()
     with tarfile.open(fileobj=stream, mode="r|*") as tar:
         for member in tar:
-            tar.members = []  # type: ignore[attr-defined]  # or it remembers them all
+            tar.members = []  # type: ignore[attr-defined]  # else it keeps them all in memory
             name, _, suffix = member.name.partition(".")
             if group and name != key:
                 yield key, group
@@ -126,7 +126,8 @@ def _groups(stream: IO[bytes]) -> Iterator[tuple[str, dict[str, bytes]]]:
         yield key, group
 
 
-def _whole(key: str, group: Mapping[str, bytes]) -> tuple[Row, bytes]:
+def _checked(key: str, group: Mapping[str, bytes]) -> tuple[Row, bytes]:
+    """The row and the safetensors of a group; raises DamagedError where they do not match."""
     if "json" not in group or "safetensors" not in group:
         raise DamagedError(f"{key} was cut short")
     try:

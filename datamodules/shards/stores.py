@@ -1,4 +1,4 @@
-"""Where objects are: buckets, containers and servers, opened with what the environment knows."""
+"""Object stores (buckets, containers, servers), opened with the credentials of the environment."""
 
 import base64
 import configparser
@@ -12,9 +12,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from datamodules.errors import UserError, without_credentials
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-# What an address begins with, and which store it means.
+# The scheme of a URL, and the kind of store it means.
 KINDS = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     "gs": "gs",
@@ -22,19 +22,19 @@ KINDS = {
     **dict.fromkeys(("http", "https"), "http"),
 }
 CONNECT_TIMEOUT = timedelta(seconds=30)
-READ_TIMEOUT = timedelta(seconds=30)  # without a byte; the whole may take as long as training reads
+READ_TIMEOUT = timedelta(seconds=30)  # between bytes; the transfer itself may take as long as training
 ACCESS_KEY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 REGION = ("AWS_REGION", "AWS_DEFAULT_REGION")
 ENDPOINT = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def kind_of(url: str) -> str | None:
-    """s3, gs, az or http, if it is one of these."""
+    """The kind of store of a URL: s3, gs, az or http; None for others."""
     return KINDS.get(url.partition("://")[0].lower())
 
 
 def locate(url: str) -> "tuple[ObjectStore, str]":
-    """The store that a URL is about, and the object's path in it.
+    """The store of a URL, and the object's path in it.
 
     Raises:
         UserError: no such protocol, no bucket, or credentials that cannot be read.
@@ -52,7 +52,7 @@ def locate(url: str) -> "tuple[ObjectStore, str]":
     return _bucket(kind, f"{scheme}://{bucket}"), path
 
 
-@lru_cache(maxsize=8)  # a store keeps its connections, and credentials that were asked for
+@lru_cache(maxsize=8)  # a store reuses its connections and credentials
 def _bucket(kind: str, url: str) -> "ObjectStore":
     from obstore.store import from_url
 
@@ -61,7 +61,7 @@ def _bucket(kind: str, url: str) -> "ObjectStore":
 
 
 def _server(url: str) -> "ObjectStore":
-    """A user and password in the address are sent as browsers do, and to no other host that it redirects to."""
+    """A user and password in the URL are sent as Basic authorization, but not to hosts that it redirects to."""
     from obstore.store import HTTPStore
 
     parts = urlsplit(url)
@@ -73,7 +73,7 @@ def _server(url: str) -> "ObjectStore":
     return HTTPStore.from_url(url, client_options={**_client(), "default_headers": headers}, retry_config=_retries())
 
 
-def _client() -> Any:
+def _client() -> "ClientConfig":
     return {
         "allow_http": True,
         "timeout": timedelta(days=365),
@@ -82,12 +82,12 @@ def _client() -> Any:
     }
 
 
-def _retries() -> Any:
-    return {"max_retries": 0, "retry_timeout": timedelta(minutes=1)}  # `transfer` tries again, and says so
+def _retries() -> "RetryConfig":
+    return {"max_retries": 0, "retry_timeout": timedelta(minutes=1)}  # `transfer` retries, and logs it
 
 
 def aws_settings() -> dict[str, str]:
-    """What AWS's files say where the environment says nothing, which is all that obstore reads.
+    """Settings of AWS's configuration files, which obstore does not read, where the environment has none.
 
     Source: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-files.html
 

@@ -1,4 +1,4 @@
-"""The shard format: plain WebDataset tars of safetensors members, each with its JSON."""
+"""The shard format: WebDataset tars of safetensors members, each followed by its JSON."""
 
 import hashlib
 import json
@@ -16,20 +16,22 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.files import replacing, sha256
 
-# A line of an index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` say where the
-# safetensors are. A row with a `key` is a sample, one without is the conditioning of a prompt.
+# A row of an index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
+# safetensors. A row with a `key` is a sample, one without is a prompt's conditioning.
 Row = dict[str, Any]
 
 
 def sample_id(prompt: str, files: Sequence[tuple[str, str]]) -> str:
-    """A sample by its content: the prompt and (role, sha256) of each file, in order."""
+    """The id of a sample by its content: the prompt and (role, sha256) of each file, in order."""
     return _digest(json.dumps([prompt, *files]))[:32]
 
 
 def prompt_id(kind: str, prompt: str, images: Sequence[str] = ()) -> str:
-    """The conditioning of a prompt; `images` are the sha256 of every condition image that the text encoder sees.
+    """The id of a prompt's conditioning.
 
-    `kind` is `prompt` or `empty_prompt`.
+    Args:
+        kind: `prompt` or `empty_prompt`.
+        images: the sha256 of each condition image that the text encoder sees.
     """
     return f"{kind}-{_digest(json.dumps([prompt, *images]))[:32]}"
 
@@ -39,12 +41,12 @@ def _digest(text: str) -> str:
 
 
 class OpenShard:
-    """A tar that is being written, or goes on being.
+    """A tar that is being written, perhaps after an interruption.
 
-    What `add` has returned from survives a killed process; what a power cut leaves is found by its checksums.
+    What was added survives a killed process; after a power cut, checksums tell which groups are intact.
 
     Args:
-        path: of the tar; what follows the whole groups that it begins with is cut off.
+        path: of the tar; an existing one is truncated after its last intact group.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +62,7 @@ class OpenShard:
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return int(self._tar.offset)
 
     def add(self, id: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -74,13 +76,13 @@ class OpenShard:
         offset = self._tar.offset + tarfile.BLOCKSIZE
         try:
             self._member(f"{id}.safetensors", data)
-            # Last: a group is whole once its JSON is there.
+            # Last: a group is complete once its JSON is written.
             self._member(f"{id}.json", json.dumps(facts).encode())
             self._file.flush()
         except OSError as error:
             raise UserError(
-                f"cannot write {self.path}: {error.strerror or error}. What is encoded so far is kept: make room, "
-                "and the same command goes on from there"
+                f"cannot write {self.path}: {error.strerror or error}. What is encoded so far is kept: free some "
+                "space and run the same command again"
             ) from error
         self.ids.add(id)
         self.rows.append({"shard": self.path.name, "offset": offset, "bytes": len(data), **facts})
@@ -91,7 +93,7 @@ class OpenShard:
         self._tar.addfile(info, BytesIO(data))
 
     def seal(self) -> None:
-        """Finish the tar and put its rows beside it."""
+        """Finish the tar and write its rows beside it."""
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -100,18 +102,19 @@ class OpenShard:
 
 
 def rows_path(shard: Path) -> Path:
-    """Where a shard's rows stand until they are merged into the index."""
+    """The file with a shard's rows, until they are merged into the index."""
     return shard.with_suffix(".jsonl")
 
 
 def write_rows(shard: Path, rows: Iterable[Row], checksum: str | None) -> None:
+    """Write a shard's rows beside it, after a line with its checksum; None for a tar that is not sealed."""
     with replacing(rows_path(shard)) as temporary:
         lines = [json.dumps({"shard": shard.name, "sha256": checksum}), *map(json.dumps, rows)]
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The lines of an index; a last line that was cut short is left out."""
+    """The lines of a file of rows, except a last line that was cut short."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
@@ -119,7 +122,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def scan(path: Path) -> tuple[list[Row], int]:
-    """The rows of the whole groups that a tar begins with, each checked against its checksum, and where they end."""
+    """The rows of the groups of a tar up to the first one that is not intact, and the position where they end."""
     rows: list[Row] = []
     end = 0
     data: tuple[str, int, int, int] | None = None
@@ -127,7 +130,8 @@ def scan(path: Path) -> tuple[list[Row], int]:
         with tarfile.open(path, "r:") as tar:
             for info in tar:
                 member = tar.extractfile(info)
-                assert member is not None
+                if member is None:  # not a file: not written by `OpenShard`
+                    break
                 content = member.read()
                 id, _, suffix = info.name.rpartition(".")
                 if suffix == "safetensors":
@@ -139,5 +143,5 @@ def scan(path: Path) -> tuple[list[Row], int]:
                 rows.append({"shard": path.name, "offset": data[1], "bytes": data[2], **facts})
                 end = info.offset_data - (-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     except (tarfile.TarError, ValueError, KeyError):
-        pass  # cut short here: what came before is whole
+        pass  # cut short here: what came before is intact
     return rows, end

@@ -1,4 +1,4 @@
-"""Bytes from somewhere else, whatever the network does on the way."""
+"""Bytes of a URL, read with retries."""
 
 import io
 import logging
@@ -26,24 +26,24 @@ PAUSE = 1.0  # seconds before the second attempt, doubled for each further one
 
 
 class StoppedError(Exception):
-    """Nobody waits for the bytes any more."""
+    """The bytes are no longer needed."""
 
 
 class DamagedError(Exception):
-    """What has arrived is not what was written."""
+    """The bytes are not what was written."""
 
 
-# What a stream of `open_url` may raise, and what its reader finds wrong: reading from the start again may help.
+# What a stream of `open_url` or its reader may raise: reading again from the start may help.
 BROKEN = (OSError, EOFError, tarfile.TarError, DamagedError)
 
 
 class Attempts:
-    """What failed in a row, and the pauses between.
+    """Counts consecutive failures, and waits between attempts.
 
     Args:
         url: what is read.
-        known: whether it was read from before, so that a host that is not found may come back.
-        stopped: set when nobody waits any more.
+        known: whether its host was reached before: then a failed name lookup is retried.
+        stopped: set when the bytes are no longer needed.
     """
 
     def __init__(self, url: str, known: bool, stopped: threading.Event) -> None:
@@ -56,11 +56,12 @@ class Attempts:
         """Wait before the next attempt.
 
         Raises:
-            UserError: there is none.
+            UserError: another attempt would not help, or all were made.
+            StoppedError: the bytes are no longer needed.
         """
         self.count += 1
         what, lasts = command_failure(stream) or failure(error, self.url, self.known)
-        # `from None`: what lies behind may quote the URL.
+        # `from None`: the cause may quote the URL with its credentials.
         if lasts:
             raise UserError(f"data.shards: {shown(self.url)} {what}") from None
         if self.count == ATTEMPTS:
@@ -72,7 +73,7 @@ class Attempts:
 
 
 def open_url(url: str, known: bool, stopped: threading.Event) -> IO[bytes]:
-    """What a URL, a local path, or a command after `pipe:` gives, to be read once from its start."""
+    """The bytes of a URL, a local path, or a command after `pipe:`, as a stream."""
     if url.startswith("pipe:"):
         return gopen(url, "rb")
     if url.startswith("file://"):
@@ -83,7 +84,7 @@ def open_url(url: str, known: bool, stopped: threading.Event) -> IO[bytes]:
 
 
 def fetch(url: str) -> bytes:
-    """A small file that must be there."""
+    """The bytes of a small file."""
     attempts = Attempts(url, known=False, stopped=threading.Event())
     while True:
         stream = None
@@ -95,9 +96,9 @@ def fetch(url: str) -> bytes:
 
 
 class Transfer(io.RawIOBase):
-    """An object's bytes in order: where a transfer breaks off, it is taken up again at its byte.
+    """The bytes of an object as a stream: a transfer that breaks off is resumed at its position.
 
-    From servers without ranges it is read again from its start, and what has arrived before is passed over.
+    Servers without range requests send the object from its start again, and the bytes read before are skipped.
     """
 
     def __init__(self, attempts: Attempts) -> None:
@@ -107,8 +108,8 @@ class Transfer(io.RawIOBase):
         self.size = -1
         self.tag: str | None = None
         self.chunks: Iterator[bytes] | None = None
-        self.ranges = True  # until the server says no
-        self.again = 0  # bytes that arrive once more
+        self.ranges = True  # until the server refuses one
+        self.again = 0  # bytes still to skip
         self.rest = memoryview(b"")
 
     def readable(self) -> bool:
@@ -127,7 +128,7 @@ class Transfer(io.RawIOBase):
         super().close()
 
     def _chunk(self) -> bytes:
-        """The next bytes, none at the end."""
+        """The next bytes; empty at the end."""
         from obstore.exceptions import BaseError
 
         while True:

@@ -4,48 +4,68 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from lightning_modules.adapters.rank_mask import RankGate
-    from lightning_modules.edit_module import EditModule
+from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.pretrained.frozen_base import FrozenBase
+
+
+class Training(NamedTuple):
+    """What an adapter is trained with.
+
+    Attributes:
+        optimizer: called with the trainable parameters; None where it is not known.
+        sharded: whether the transformer is split over several GPUs.
+        text_sees_images: whether the text encoders see the condition images.
+    """
+
+    optimizer: Callable[..., torch.optim.Optimizer] | None
+    sharded: bool
+    text_sees_images: bool
 
 
 class Adapter(ABC):
     """What of a pipeline trains, and how it is written for others to load.
 
     Attributes:
-        folder: of the run's folder, where its weights go.
+        folder: in the run's folder, where its weights go.
         keeps_steps: whether each saving is kept, or the newest alone.
         dropout: share of a layer's inputs that it does not see, in training.
         trains_text_encoders: whether text is encoded anew in every step.
+        trains_base: whether the transformer's own weights train, in float32, and not weights beside them.
+        callbacks: the Lightning callbacks without which it would not be right, by their full names.
     """
 
     folder: str
     keeps_steps: bool = True
     dropout: float = 0.0
     trains_text_encoders: bool = False
+    trains_base: bool = False
+    callbacks: tuple[str, ...] = ()
 
     @abstractmethod
-    def preflight(self, module: "EditModule") -> None:
+    def check(self, base: FrozenBase, training: Training) -> None:
         """Raise a UserError for what it cannot be trained with, before any weights are read."""
 
     @abstractmethod
-    def inject(self, transformer: nn.Module) -> None:
-        """Freeze what stays, and let the rest train in float32."""
+    def inject(self, part: Any) -> None:
+        """Freeze what stays of a transformer or a text encoder, and let the rest train in float32."""
 
     @abstractmethod
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         """What a checkpoint holds of the transformer or a text encoder, by name."""
 
     @abstractmethod
-    def export(self, module: "EditModule", header: Mapping[str, Any]) -> Callable[[Path], None]:
+    def export(
+        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any]
+    ) -> Callable[[Path], None]:
         """Gather the weights, in all processes; gives what writes them to a folder, whole or not at all.
 
         Args:
+            parts: what trains, by its name in the repository: the transformer, and text encoders.
             header: what there is to say of their making.
         """
 
@@ -65,11 +85,11 @@ class Adapter(ABC):
         """What a file's header says of it."""
         return {}
 
-    def as_now(self, block: nn.Module) -> Callable[..., Any]:
-        """What computes a block later as it would now, for gradient checkpointing."""
+    def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:
+        """A function that computes a block later with the rank mask of now, for gradient checkpointing."""
         return block
 
-    def rank_gates(self) -> "list[RankGate]":
+    def rank_gates(self) -> list[RankGate]:
         """What masks the adapter's rank."""
         return []
 
@@ -102,3 +122,14 @@ class Adapter(ABC):
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def dummy_optimizer_step(optimizer: Callable[..., torch.optim.Optimizer], *shape: int) -> tuple[Any, nn.Parameter]:
+    """An optimizer after a step on one parameter, to see what it keeps of it."""
+    parameter = nn.Parameter(torch.ones(shape))
+    made = optimizer([parameter])
+    if hasattr(made, "train"):  # schedule-free ones average only where they are told to
+        made.train()
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
+    return made, parameter

@@ -1,13 +1,106 @@
-"""LoRAs as a part of the weights that they adapt."""
+"""LoRA files that are used in prediction: checked, loaded, scaled, merged into the weights that they adapt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.lora import lora_layers
+from datamodules.files import reason
+from lightning_modules.adapters.formats.diffusers import check_fits, read_header
+from lightning_modules.adapters.peft_layers import lora_layers
+from lightning_modules.adapters.rank_mask import NOT_MERGED, RANK_MASK_CALLBACKS, RankGate, read_rank_gate
+from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.pretrained.repository import DTYPES
+
+
+class AppliedLoRAs:
+    """The LoRAs of a prediction, weighed by one factor.
+
+    Args:
+        files: their weights.
+        merge: whether they become a part of the transformer's weights while pictures are made.
+
+    Attributes:
+        rank_gates: of those that are T-LoRAs, once they are loaded.
+        callbacks: what a run with them needs, as `Adapter.callbacks`.
+    """
+
+    callbacks = RANK_MASK_CALLBACKS
+
+    def __init__(self, files: Sequence[str | Path], merge: bool) -> None:
+        self.files = [Path(file) for file in files]
+        self.merge = merge
+        self.rank_gates: list[RankGate] = []
+        self._merged: MergedLoRAs | None = None
+        self._scale: float | None = None
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"lora_{number}" for number in range(len(self.files))]
+
+    def check(self, base: FrozenBase) -> None:
+        """Raise a UserError for files that do not fit the base, or cannot be merged into it."""
+        for file in self.files:
+            # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
+            if read_header(file) is not None:
+                check_fits(file, base.source.meta, base.name)
+                if read_rank_gate(file) is not None and self.merge:
+                    raise UserError(f"merge_lora=true: {NOT_MERGED}")
+        if self.files and self.merge:
+            precision = base.source.expected_precision
+            if precision not in DTYPES:
+                raise UserError(
+                    f"merge_lora=true needs a base in bf16 or float32: rounding to {precision} would lose the LoRA"
+                )
+            if base.source.streamed:
+                raise UserError("merge_lora=true does not go with model.offload.blocks")
+
+    def load(self, pipeline_of: Callable[[], Any], base: FrozenBase) -> None:
+        """Put them into the transformer of a diffusers pipeline, frozen.
+
+        Args:
+            pipeline_of: gives the pipeline; it is not asked for where there are no files.
+
+        Raises:
+            UserError: a file holds no LoRA of this model.
+        """
+        self.rank_gates = []
+        if not self.files:
+            return
+        pipeline = pipeline_of()
+        transformer: nn.Module = pipeline.transformer
+        for name, file in zip(self._names, self.files, strict=True):
+            try:
+                pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=name)
+            except (ValueError, RuntimeError, KeyError) as error:
+                first = reason(error)
+                raise UserError(f"the LoRA {file} does not fit {base.name}: {first}") from error
+            if name not in getattr(transformer, "peft_config", {}):
+                raise UserError(f"the LoRA {file} holds no layer of {base.name}'s transformer")
+            gate = read_rank_gate(file)
+            if gate is not None:
+                gate.attach(transformer, name)
+                self.rank_gates.append(gate)
+        transformer.requires_grad_(False)
+
+    def set_scale(self, pipeline: Any, scale: float) -> None:
+        """Weigh them, all by the same factor."""
+        if not self.files or scale == self._scale:
+            return
+        self._scale = scale
+        pipeline.set_adapters(self._names, [scale] * len(self.files))
+        if self.merge:
+            self._merged = self._merged or MergedLoRAs(pipeline.transformer, self._names)
+            self._merged.merge()
+
+    def unmerge(self) -> None:
+        """Give the transformer its own weights back."""
+        if self._merged is not None:
+            self._merged.unmerge()
+        self._merged = self._scale = None
 
 
 class MergedLoRAs:

@@ -4,18 +4,16 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
-from lightning_modules.adapters.adapter import Adapter, trainable
+from lightning_modules.adapters.adapter import Adapter, Training, trainable
 from lightning_modules.adapters.formats.diffusers import require_finite
+from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import local_folder, read_index
-
-if TYPE_CHECKING:
-    from lightning_modules.edit_module import EditModule
 
 
 class FullFineTuning(Adapter):
@@ -27,22 +25,26 @@ class FullFineTuning(Adapter):
 
     folder = "model"
     keeps_steps = False
+    trains_base = True
 
     def __init__(self, text_encoders: bool) -> None:
         self.trains_text_encoders = text_encoders
 
-    def preflight(self, module: "EditModule") -> None:
-        if module.source.quantization is not None or module.source.stored_format is not None:
+    def check(self, base: FrozenBase, training: Training) -> None:
+        if base.source.quantization is not None or base.source.stored_format is not None:
             raise UserError("adapter=full trains the base's weights, which must not be quantized: choose a bf16 model=")
-        if module.device_mesh is not None:
+        if training.sharded:
             raise UserError("trainer=fsdp trains adapters: adapter=full needs the whole model in each process")
-        if self.trains_text_encoders and module.components.quantized:
+        if self.trains_text_encoders and base.components.quantized:
             raise UserError("adapter.text_encoders=true: text encoders that train must not be quantized")
-        if self.trains_text_encoders and module.components.place("text_encoder") is not None:
-            raise UserError("model.devices.text_encoder: text encoders that train are beside the transformer")
-        if module.offload["blocks"]:
-            raise UserError("adapter=full does not go with model.offload.blocks, whose blocks cannot change")
-        if self.trains_text_encoders and module.condition_images.text_sees_them:
+        if self.trains_text_encoders and base.components.place("text_encoder") is not None:
+            raise UserError(
+                "adapter.text_encoders=true does not go with model.devices.text_encoder: text encoders that train stay "
+                "beside the transformer"
+            )
+        if base.source.streamed:
+            raise UserError("adapter=full does not go with model.offload.blocks: offloaded blocks are frozen")
+        if self.trains_text_encoders and training.text_sees_images:
             raise UserError("adapter.text_encoders=true: text encoders that see the condition images stay frozen")
 
     def inject(self, transformer: nn.Module) -> None:
@@ -53,23 +55,24 @@ class FullFineTuning(Adapter):
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trainable(part).items()}
 
-    def export(self, module: "EditModule", header: Mapping[str, Any]) -> Callable[[Path], None]:
-        repository, revision = module.components.repository, module.revision
-        index = read_index(repository, revision)
-        trained: dict[str, Any] = dict(module.trained_parts())
+    def export(
+        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any]
+    ) -> Callable[[Path], None]:
+        index = read_index(base.components.repository, base.revision)
+        trained: dict[str, Any] = dict(parts)
         for part in trained.values():
-            require_finite(trainable(part))
+            require_finite(trainable(part), "or clip gradients by trainer.gradient_clip_val")
 
         def write(folder: Path) -> None:
             others = [name for name in index if not name.startswith("_") and name not in trained]
-            base = local_folder(repository, revision, others)
+            source = local_folder(base.components.repository, base.revision, others)
             with replacing_folder(folder) as unfinished:
-                shutil.copyfile(base / "model_index.json", unfinished / "model_index.json")
+                shutil.copyfile(source / "model_index.json", unfinished / "model_index.json")
                 for name in others:
-                    if (base / name).is_dir():  # what a pipeline may lack has none
-                        shutil.copytree(base / name, unfinished / name)
+                    if (source / name).is_dir():  # what a pipeline may lack has none
+                        shutil.copytree(source / name, unfinished / name)
                 for name, part in trained.items():
-                    with self.in_dtype(part, module.base_dtype):
+                    with self.in_dtype(part, base.dtype):
                         part.save_pretrained(unfinished / name)
                 for config in unfinished.glob("*/config.json"):
                     _forget_origin(config)

@@ -1,16 +1,15 @@
-"""The LoRA adapter, by peft: layers beside frozen ones, their start and their weights."""
+"""The LoRA adapter: layers beside frozen ones, their start and their weights."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from datamodules.errors import UserError, listing
-from lightning_modules.adapters.adapter import Adapter, trainable
+from lightning_modules.adapters.adapter import Adapter, Training, trainable
 from lightning_modules.adapters.formats.diffusers import (
     WEIGHTS_NAME,
     check_fits,
@@ -19,11 +18,17 @@ from lightning_modules.adapters.formats.diffusers import (
     read_weights,
     save_lora,
 )
-
-if TYPE_CHECKING:
-    from lightning_modules.edit_module import EditModule
-
-ADAPTER = "default"
+from lightning_modules.adapters.peft_layers import (
+    ADAPTER,
+    adapter_state,
+    adapter_tensors,
+    add_adapter,
+    cast_inputs,
+    lora_layers,
+    matching,
+    set_weight,
+)
+from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
 class LoRA(Adapter):
@@ -67,24 +72,21 @@ class LoRA(Adapter):
         self.init_from = None if init_from is None else find_weights(init_from)
         self.seed = seed
 
-    def preflight(self, module: "EditModule") -> None:
+    def check(self, base: FrozenBase, training: Training) -> None:
         if self.init_from:
-            check_fits(self.init_from, module.meta_transformer(), module.repository_name)
-        self._check_rank(module.meta_transformer())
-        if module.optimizer is not None:
-            self.check_optimizer(module.optimizer)
+            check_fits(self.init_from, base.source.meta, base.name)
+        self._check_rank(base.source.meta)
+        if training.optimizer is not None:
+            self.check_optimizer(training.optimizer)
 
     def _check_rank(self, transformer: nn.Module) -> None:
         """Raise a UserError for a rank above every target's own, which would take memory and learn nothing more."""
-        from peft import LoraConfig
-        from peft.tuners.tuners_utils import check_target_module_exists
-
-        config = LoraConfig(target_modules=self.resolve_targets(transformer))
-        linears = [(name, one) for name, one in transformer.named_modules() if isinstance(one, nn.Linear)]
-        sides = [min(one.weight.shape) for name, one in linears if check_target_module_exists(config, name)]
-        if self.rank > max(sides):
+        linears = {name: one for name, one in transformer.named_modules() if isinstance(one, nn.Linear)}
+        targets = matching(self.resolve_targets(transformer), linears)
+        largest = max(min(linears[name].weight.shape) for name in targets)
+        if self.rank > largest:
             raise UserError(
-                f"adapter.rank={self.rank}: no layer that adapter.target_modules names has a rank above {max(sides)}"
+                f"adapter.rank={self.rank}: no layer that adapter.target_modules names has a rank above {largest}"
             )
 
     def inject(self, transformer: nn.Module) -> None:
@@ -95,19 +97,11 @@ class LoRA(Adapter):
         Raises:
             UserError: target_modules matches nothing, or init_from fits another model.
         """
-        from peft import LoraConfig
-
         transformer.requires_grad_(False)
-        config = LoraConfig(
-            r=self.rank,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=self.resolve_targets(transformer),
-            init_lora_weights=self.init_lora_weights,
-        )
+        targets = self.resolve_targets(transformer)
         with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(self.seed)
-            transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+            add_adapter(transformer, self.rank, self.alpha, self.dropout, targets, self.init_lora_weights)
         for parameter in trainable(transformer).values():
             parameter.data = parameter.data.float()
         # Autocast casts the weights. To peft's float32 copy of each input it would add one in 16 bits, to be kept.
@@ -118,21 +112,17 @@ class LoRA(Adapter):
             self.load(transformer, self.init_from)
 
     def initialize(self, transformer: nn.Module) -> None:
-        """Where an adapter starts otherwise than peft's."""
+        """Replace peft's initial layers; a plain LoRA keeps them."""
 
     def resolve_targets(self, transformer: nn.Module) -> list[str] | str:
         """What to tell peft; raises UserError where target_modules matches no linear layer."""
         linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
         if self.target_modules == "all-linear":
             return [name for name in linear if name != "proj_out"]
-        from peft import LoraConfig
-        from peft.tuners.tuners_utils import check_target_module_exists
-
         modules = self.target_modules
         for one in [modules] if isinstance(modules, str) else [[name] for name in modules]:
-            config = LoraConfig(target_modules=one)
             try:
-                found = any(check_target_module_exists(config, name) for name in linear)
+                found = matching(one, linear)
             except re.error as error:
                 raise UserError(f"adapter.target_modules={modules} is no regular expression: {error}") from error
             if not found:
@@ -171,8 +161,8 @@ class LoRA(Adapter):
             down, up = (stored[f"{name}.lora_{half}.weight"] for half in "AB")
             scale = alphas.get(name, down.shape[0]) / self.file_alpha
             # In the down projection: an orthogonal adapter's singular values are there.
-            _set_weight(layer.lora_A[ADAPTER], down.float() * scale)
-            _set_weight(layer.lora_B[ADAPTER], up.float())
+            set_weight(layer.lora_A[ADAPTER], down.float() * scale)
+            set_weight(layer.lora_B[ADAPTER], up.float())
 
     def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         """Raise a UserError for an optimizer that the adapter cannot be trained with."""
@@ -180,10 +170,12 @@ class LoRA(Adapter):
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return adapter_tensors(part)
 
-    def export(self, module: "EditModule", header: Mapping[str, Any]) -> Callable[[Path], None]:
-        assert module.transformer is not None
-        state = {name: tensor.cpu().clone() for name, tensor in adapter_state(module.transformer).items()}
-        return lambda folder: save_lora(state, folder / WEIGHTS_NAME, self.file_alpha, header, module.lora_prefix)
+    def export(
+        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any]
+    ) -> Callable[[Path], None]:
+        state = {name: tensor.cpu().clone() for name, tensor in adapter_state(parts["transformer"]).items()}
+        prefix = base.family_class.lora_prefix
+        return lambda folder: save_lora(state, folder / WEIGHTS_NAME, self.file_alpha, header, prefix)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])
@@ -214,62 +206,3 @@ def _ending(name: str) -> str:
     parts = name.split(".")
     blocks = [i for i, part in enumerate(parts) if part.isdigit() and i < 2]
     return ".".join(parts[blocks[0] + 1 :] if blocks else parts)
-
-
-def trial_step(optimizer: Callable[..., torch.optim.Optimizer], *shape: int) -> tuple[Any, nn.Parameter]:
-    """An optimizer after a step on one parameter, to see what it keeps of it."""
-    parameter = nn.Parameter(torch.ones(shape))
-    made = optimizer([parameter])
-    if hasattr(made, "train"):  # schedule-free ones average only where they are told to
-        made.train()
-    parameter.grad = torch.ones_like(parameter)
-    made.step()
-    return made, parameter
-
-
-def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict[str, Any]:
-    """peft's layers that hold an adapter, or any adapter, by name."""
-    from peft.tuners.lora import LoraLayer
-
-    return {
-        name: module
-        for name, module in transformer.named_modules()
-        if isinstance(module, LoraLayer) and (adapter_name is None or adapter_name in module.lora_A)
-    }
-
-
-def cast_inputs(transformer: nn.Module, on: bool) -> None:
-    """Whether peft casts a layer's input to the dtype of the adapter's weights."""
-    for layer in lora_layers(transformer, ADAPTER).values():
-        layer.cast_input_dtype_enabled = on
-
-
-@torch.no_grad()
-def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The adapter as a plain LoRA: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
-    return {
-        f"{name}.{half}.weight": _weight(getattr(layer, half)[ADAPTER])
-        for name, layer in lora_layers(transformer, ADAPTER).items()
-        for half in ("lora_A", "lora_B")
-    }
-
-
-def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
-    """All tensors of the adapter, by their names in the transformer: what a checkpoint holds."""
-    return {name: tensor for name, tensor in transformer.state_dict().items() if f".{ADAPTER}." in name}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be split over processes; all of them take part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _weight(half: Any) -> Tensor:
-    return whole(half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight())
-
-
-def _set_weight(half: Any, weight: Tensor) -> None:
-    if isinstance(half, nn.Linear):
-        half.weight.copy_(weight)
-    else:
-        half.load_lora_weight(weight)

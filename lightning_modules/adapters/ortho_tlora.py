@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.lora import ADAPTER, lora_layers
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.tlora import TLoRA
 
 log = logging.getLogger("retouch")
@@ -38,7 +38,7 @@ class OrthoHalf(nn.Module):
         # No buffer: DDP would broadcast it before each forward.
         self.initial = nn.Parameter(initial, requires_grad=False)
         # In sampling: the matrix in the base's dtype, as a loader has it.
-        self.as_loaded: Tensor | None = None
+        self.inference_weight: Tensor | None = None
 
     def lora_weight(self) -> Tensor:
         """The matrix of the LoRA of rank 2r."""
@@ -49,7 +49,7 @@ class OrthoHalf(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.lora_weight() if self.as_loaded is None else self.as_loaded)
+        return F.linear(x, self.lora_weight() if self.inference_weight is None else self.inference_weight)
 
 
 class OrthoDown(OrthoHalf):
@@ -93,7 +93,7 @@ class OrthoTLoRA(TLoRA):
 
     Args:
         sig_type: which r of the singular triples: the `principal`, the `last` or the `middle` ones.
-        svd_of: `random`, of a matrix with independent entries N(0, 1/r) (standard deviation 1/r), as the authors do;
+        svd_of: `random`, of a matrix with independent normal entries of standard deviation 1/r, as the authors do;
             or `weight`, of the layer's own.
         tlora: of `TLoRA`.
     """
@@ -144,13 +144,13 @@ class OrthoTLoRA(TLoRA):
     def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         halves = [module for module in transformer.modules() if isinstance(module, OrthoHalf)]
         for half in halves:
-            half.as_loaded = half.lora_weight().detach().to(dtype)
+            half.inference_weight = half.lora_weight().detach().to(dtype)
         try:
             with super().in_dtype(transformer, dtype):
                 yield
         finally:
             for half in halves:
-                half.as_loaded = None
+                half.inference_weight = None
 
     def __str__(self) -> str:
         return f"orthogonal {super().__str__()}"

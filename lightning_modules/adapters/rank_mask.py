@@ -1,15 +1,9 @@
-"""T-LoRA's rank mask (arXiv 2507.05964): the timestep decides how many components of an adapter work.
+"""T-LoRA's rank mask (arXiv 2507.05964) in a transformer's forwards: hooks that stop components by the timestep."""
 
-At high noise few of the rank's components work, at low noise all. Each sample has the mask of its own timestep.
-"""
-
-import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,96 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.diffusers import find_weights, read_adapter
-from lightning_modules.adapters.lora import lora_layers
-from lightning_modules.execution.last_block import keeping
+from lightning_modules.adapters.peft_layers import lora_layers
+from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
+from lightning_modules.execution.blocks import with_attribute
 
-# num_train_timesteps of the schedulers.
-NUM_TRAIN_TIMESTEPS = 1000
-# Parts of a timestep. A power of two: whole timesteps stay whole in float32, also after a division by 1000.
-TICKS = 1024
 NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
-
-
-@dataclass(frozen=True)
-class RankSchedule:
-    """The active rank r(t) = floor(((T - t) / T)**alpha_rank_scale * (rank - min_rank)) + min_rank, T = 1000.
-
-    Args:
-        kind: `timestep`, this formula: the full rank at t = 0; `normalised`, with (T - t) / (T - t_min) in it, t_min
-            the last of the sampling timesteps or, in training, 1; `step_index`, in sampling with i / (N - 1) for step
-            i = 0, 1, ... of N, whatever its timestep, in training as `timestep`; `constant`, the full rank.
-        rank: R, at the end.
-        min_rank: at pure noise.
-        alpha_rank_scale: above 1 keeps the rank low for longer.
-    """
-
-    kind: Literal["timestep", "normalised", "step_index", "constant"]
-    rank: int
-    min_rank: int
-    alpha_rank_scale: float
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("timestep", "normalised", "step_index", "constant"):
-            raise UserError(f"adapter.rank_schedule={self.kind}: choose timestep, normalised, step_index or constant")
-        if type(self.rank) is not int or self.rank < 1:
-            raise UserError(f"adapter.rank={self.rank}: must be a whole number from 1 on")
-        if type(self.min_rank) is not int or not 0 <= self.min_rank <= self.rank:
-            raise UserError(
-                f"adapter.min_rank={self.min_rank}: must be a whole number from 0 to {self.rank}, adapter.rank"
-            )
-        if type(self.alpha_rank_scale) not in (int, float) or not 0.01 <= self.alpha_rank_scale <= 10:
-            raise UserError(f"adapter.alpha_rank_scale={self.alpha_rank_scale}: must be a number from 0.01 to 10")
-
-    def thresholds(self, ticks: int) -> list[int]:
-        """For each component the progress at which it starts to work, of `ticks` from noise to picture; exact."""
-        least = self.rank if self.kind == "constant" else self.min_rank
-        span = self.rank - least
-        alpha = Fraction(str(self.alpha_rank_scale)).limit_denominator(1000)
-        p, q = alpha.numerator, alpha.denominator
-
-        def works(progress: int, component: int) -> bool:
-            """(progress / ticks)**(p / q) * span >= component, in whole numbers."""
-            return progress**p * span**q >= component**q * ticks**p
-
-        result = [0] * least
-        for component in range(1, span + 1):
-            progress = round(ticks * (component / span) ** (1 / alpha))
-            while not works(progress, component):
-                progress += 1
-            while progress > 0 and works(progress - 1, component):
-                progress -= 1
-            result.append(progress)
-        return result
-
-    def mask(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
-        """(B,) timesteps in [0, 1000] -> (B, rank), true where a component works; nothing waits for the device.
-
-        Args:
-            timesteps: of any dtype.
-            sampling_timesteps: (N,) all timesteps of the sampling that these are of; None in training.
-        """
-        left = NUM_TRAIN_TIMESTEPS - timesteps.float()
-        ticks = NUM_TRAIN_TIMESTEPS * TICKS
-        if self.kind == "step_index" and sampling_timesteps is not None:
-            ticks = len(sampling_timesteps) - 1
-            progress = (sampling_timesteps > timesteps[:, None]).sum(dim=1)
-        elif self.kind == "normalised" and sampling_timesteps is not None:
-            span = NUM_TRAIN_TIMESTEPS - sampling_timesteps[-1].float()
-            progress = (left / span).nan_to_num(1.0).mul(ticks).round().int()
-        else:
-            progress = (left * TICKS).round().int()
-            if self.kind == "normalised":
-                ticks -= TICKS
-        return progress[:, None] >= _thresholds(self, ticks, timesteps.device)
-
-    def active_ranks(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
-        """How many components work, (B,); arguments as of `mask`."""
-        return self.mask(timesteps, sampling_timesteps).sum(dim=1)
-
-
-@functools.cache
-def _thresholds(schedule: RankSchedule, ticks: int, device: torch.device) -> Tensor:
-    return torch.tensor(schedule.thresholds(ticks), device=device)
+# What opens the gates in training and prediction; a run cannot be without it.
+RANK_MASK_CALLBACKS = ("callbacks.rank_schedule.RankMasks",)
 
 
 class RankGate:
@@ -159,8 +70,8 @@ class RankGate:
         mask = self.mask
         if mask is None:
             raise UserError(
-                "a T-LoRA layer ran without a rank mask: train and predict with callbacks.rank_schedule, and in "
-                "diffusers call attach_rank_schedule(pipeline, lora) after load_lora_weights"
+                "a T-LoRA layer ran without a rank mask: in diffusers call attach_rank_schedule(pipeline, lora) after "
+                "load_lora_weights"
             )
         if mask.shape[0] not in (1, output.shape[0]):
             # Qwen-Image-Edit-2511 modulates with two rows for each sample: the batch at t, then the batch at 0.
@@ -169,11 +80,11 @@ class RankGate:
             mask = mask.view(mask.shape[0], *[1] * (output.ndim - 2), mask.shape[1])
         return output * mask.to(output)
 
-    def as_now(self, block: Callable[..., Any]) -> Callable[..., Any]:
+    def bind_rank_mask(self, block: Callable[..., Any]) -> Callable[..., Any]:
         """The block with the mask of this moment, whatever runs in between."""
         if torch.compiler.is_compiling():  # where the graph holds the mask
             return block
-        return keeping(self, "mask", block)
+        return with_attribute(self, "mask", block)
 
 
 def _guard_merging(layer: Any, adapter_name: str) -> None:
@@ -188,7 +99,7 @@ def _guard_merging(layer: Any, adapter_name: str) -> None:
     layer.merge = guarded
 
 
-def read_rank_schedule(path: Path) -> RankGate | None:
+def read_rank_gate(path: Path) -> RankGate | None:
     """The gate that a weights file asks for; None for one that is no T-LoRA of Retouch's.
 
     Raises:
@@ -207,19 +118,19 @@ def read_rank_schedule(path: Path) -> RankGate | None:
 def mask_forwards(
     transformer: nn.Module,
     gates: Sequence[RankGate],
-    sampling_step: Callable[[], tuple[Tensor, Tensor] | None],
+    current_step: Callable[[], tuple[Tensor, Tensor] | None],
 ) -> list[RemovableHandle]:
     """Open the gates for each of the transformer's forwards, and close them behind it.
 
     Args:
-        sampling_step: gives the timestep of the sampling step that runs and (N,) all timesteps of the sampling; None
+        current_step: gives the timestep of the sampling step that runs and (N,) all timesteps of the sampling; None
             outside, where each sample's own is taken from the transformer's arguments.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Sampling's own: the pipelines round the timestep that they pass to the base's dtype. Where there are gradients
         # it is not sampling, whatever an interrupted pipeline has left behind.
-        now = None if torch.is_grad_enabled() else sampling_step()
+        now = None if torch.is_grad_enabled() else current_step()
         hidden = kwargs["hidden_states"]
         autocast = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
@@ -256,7 +167,7 @@ def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | No
         UserError: the file has no schedule, or no such adapter is loaded.
     """
     path = find_weights(lora)
-    gate = read_rank_schedule(path)
+    gate = read_rank_gate(path)
     if gate is None:
         raise UserError(f"{path} has no rank schedule: it is no T-LoRA, and works without one")
     loaded = list(getattr(pipeline.transformer, "peft_config", {}))

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.lora import ADAPTER, LoRA, lora_layers, trial_step
-from lightning_modules.adapters.rank_mask import RankGate, RankSchedule
+from lightning_modules.adapters.adapter import dummy_optimizer_step
+from lightning_modules.adapters.lora import LoRA
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
+from lightning_modules.adapters.rank_mask import RANK_MASK_CALLBACKS, RankGate
+from lightning_modules.adapters.rank_schedule import RankSchedule
 
 WITHOUT_SCHEDULE = "a loader that does not apply rank_schedule uses the full rank at every timestep"
 
@@ -22,6 +25,8 @@ class TLoRA(LoRA):
         update_masked: whether Adam's momentum and weight decay move a component in steps that did not use it.
         lora: of `LoRA`.
     """
+
+    callbacks = RANK_MASK_CALLBACKS
 
     def __init__(
         self, min_rank: int, alpha_rank_scale: float, rank_schedule: Any, update_masked: bool, **lora: Any
@@ -36,8 +41,8 @@ class TLoRA(LoRA):
         super().inject(transformer)
         self.gate.attach(transformer, ADAPTER)
 
-    def as_now(self, block: nn.Module) -> Callable[..., Any]:
-        return self.gate.as_now(block)
+    def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:
+        return self.gate.bind_rank_mask(block)
 
     def rank_gates(self) -> list[RankGate]:
         return [self.gate]
@@ -55,7 +60,7 @@ class TLoRA(LoRA):
 
     def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         if not self.update_masked:
-            state_of(*trial_step(optimizer, 64, 64))  # smaller ones have simpler states
+            state_of(*dummy_optimizer_step(optimizer, 64, 64))  # smaller ones have simpler states
 
     def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
         if self.update_masked:

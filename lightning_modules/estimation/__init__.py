@@ -1,0 +1,1 @@
+"""Memory and work of a step, before it is taken."""

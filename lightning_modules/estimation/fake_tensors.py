@@ -1,16 +1,17 @@
 """Programs on fake tensors: how much memory they would have taken, without taking it."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+NORMS = (F.layer_norm, F.rms_norm, F.group_norm)
 
 
 def fake_like(tensor: Tensor | None) -> Tensor:
@@ -77,29 +78,26 @@ class PeakMemory(TorchDispatchMode):
         self.now -= self._alive.pop(key)
 
 
-@contextmanager
-def as_on_cuda(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, fake tensors of the CPU take what they would on a GPU: norms in float32 under autocast, fused attention.
+class OnCuda(TorchFunctionMode):
+    """Inside, fake tensors of the CPU take what they would on a GPU: norms in float32, fused attention.
 
     Args:
         dtype: of the base.
     """
 
-    def in_float32(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in NORMS:
             args = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
             kwargs = {name: arg.float() if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
-            return norm(input.float(), *args, **kwargs)
-
-        return run
-
-    fused = F.scaled_dot_product_attention  # the CPU's keeps what FlashAttention does
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        return fused(query.to(dtype), key.to(dtype), value.to(dtype))
-
-    with ExitStack() as patches:
-        for name in ("layer_norm", "rms_norm", "group_norm"):
-            patches.enter_context(mock.patch.object(F, name, in_float32(getattr(F, name))))
-        patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
-        yield
+        elif function is F.scaled_dot_product_attention:  # the CPU's keeps what FlashAttention does
+            names = ("query", "key", "value")
+            given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+            args, kwargs = tuple(given[name].to(self.dtype) for name in names), {}
+        return function(*args, **kwargs)

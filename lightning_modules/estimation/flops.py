@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from datamodules.batch import LatentBatch
+from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.family import Family
 
 # Tokens of the probe: the decimal digits of a product's rows tell what they are.
 TEXT, TARGET, CONTROL = 10, 1_000, 100_000
@@ -61,54 +64,60 @@ class Product:
         return self.forward(tokens) * (self.input_gradient + self.weight_gradient)
 
 
-def tokens_of(batch: LatentBatch) -> Tokens:
-    """Of one of its samples."""
-    assert batch.target_mean is not None
-    target, *controls = (image[0, 0].numel() // 4 for image in (batch.target_mean, *batch.controls))
-    return Tokens(batch.prompt["prompt_embeds"].shape[1], target, sum(controls))
-
-
 class StepFlops:
     """A model's products by what they depend on, so that the work of any batch is a sum.
 
-    Found by a forward pass of its transformer on the meta device.
+    They are found once, by a forward pass on the meta device.
 
     Args:
-        module: an `EditModule`; what it has of weights stays as it is.
-        transformer: its transformer on the meta device, with its adapter.
+        transformer: makes the transformer on the meta device, with its adapter.
+        rank_gates: gives those of the adapter, which must be open for a forward.
     """
 
-    def __init__(self, module: Any, transformer: Any) -> None:
-        recorder = _Recorder()
-        channels = transformer.config.in_channels // 4
+    def __init__(
+        self, family: Family, transformer: Callable[[], Any], rank_gates: Callable[[], Sequence[RankGate]]
+    ) -> None:
+        self._family = family
+        self._transformer = transformer
+        self._rank_gates = rank_gates
+        self._known: dict[Tokens, int] = {}
+
+    @cached_property
+    def products(self) -> list[Product]:
+        """Of one sample."""
+        recorder, family, transformer = _Recorder(), self._family, self._transformer()
+        channels, patch = family.geometry.channels(transformer.config), family.geometry.patch
         target, control = (
-            torch.empty(1, channels, 2 * side, 2 * tokens // side, device="meta")
+            torch.empty(1, channels, patch * side, patch * tokens // side, device="meta")
             for side, tokens in ((10, TARGET), (100, CONTROL))
         )
-        controls = [] if module.condition_images.most == 0 else [control]
-        shapes = module.prompt_shapes("", [(16, 16)] * len(controls))
+        controls = [] if family.condition_images.most == 0 else [control]
+        shapes = family.prompt_shapes(transformer.config, "", [(16, 16)] * len(controls))
         prompt = {
             name: torch.empty(1, *((TEXT, *shape[1:]) if len(shape) > 1 else shape), device="meta")
             for name, shape in shapes.items()
         }
-        for gate in module.adapter.rank_gates():
+        for gate in self._rank_gates():
             gate.mask = torch.ones(1, gate.rows, device="meta")
-        with module.with_transformer(transformer.float()), recorder:
-            module.velocity(target, torch.empty(1, device="meta"), controls, prompt)
-        for gate in module.adapter.rank_gates():
+        with recorder:
+            family.velocity(transformer.float(), target, torch.empty(1, device="meta"), controls, prompt)
+        for gate in self._rank_gates():
             gate.mask = None
-        self.products = recorder.products
-        self._known: dict[Tokens, int] = {}
+        return recorder.products
 
     def forward(self, tokens: Tokens) -> int:
         """FLOPs of a sample."""
         return sum(product.forward(tokens) for product in self.products)
 
-    def __call__(self, tokens: Tokens) -> int:
+    def of_sample(self, tokens: Tokens) -> int:
         """FLOPs of a sample, forward and backward."""
         if tokens not in self._known:
             self._known[tokens] = sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
         return self._known[tokens]
+
+    def __call__(self, batch: LatentBatch) -> int:
+        """FLOPs of a step with this batch, forward and backward."""
+        return len(batch.keys) * self.of_sample(Tokens(*self._family.geometry.tokens(batch)))
 
 
 class _Recorder(TorchFunctionMode):

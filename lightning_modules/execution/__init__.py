@@ -1,0 +1,1 @@
+"""How a transformer's blocks run."""

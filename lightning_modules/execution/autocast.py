@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.execution.block_offload import blocks
+from lightning_modules.execution.blocks import blocks
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

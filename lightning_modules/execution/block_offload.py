@@ -8,14 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
+from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.host_memory import HostMemory
 from lightning_modules.execution.side_stream import SideStream
-
-
-def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
-    """Its repeated parts by name, in the order in which they compute."""
-    lists = {name: part for name, part in transformer.named_children() if isinstance(part, nn.ModuleList)}
-    return {f"{name}.{number}": block for name, part in lists.items() for number, block in enumerate(part)}
 
 
 def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
@@ -60,7 +55,7 @@ class BlockStream:
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._layers = [streamed_linears(block) for block in blocks]
         if any(is_traceable_wrapper_subclass(layer.weight) for layers in self._layers for layer in layers):
-            raise UserError("model.offload.blocks does not go with model.quantization.backend=quanto or torchao")
+            raise UserError("model.offload.blocks does not go with model.quantization.backend=torchao")
         self._host = [self._take(layers) for layers in self._layers]
         for host in self._host:
             host.pin(device)

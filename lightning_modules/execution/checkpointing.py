@@ -1,4 +1,4 @@
-"""Activation checkpointing as a dial: what of a block is kept for the backward pass, and what is computed again."""
+"""Checkpointing policies: what of a block is kept for the backward pass, and what is computed again."""
 
 import re
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from datamodules.errors import UserError
-from lightning_modules.execution.block_offload import blocks
-from lightning_modules.execution.last_block import LastBlock, keeping
+from lightning_modules.execution.blocks import blocks, with_attribute
+from lightning_modules.execution.last_block import LastBlock
 
-# By what is computed again, the least first: what `auto` tries. `selective` is all but the products.
-POSITIONS = ("none", "selective", "every_2", "full")
+# In the order in which `auto` tries them: the least recomputation first. `selective` keeps matrix products alone.
+POLICIES = ("none", "selective", "every_2", "full")
 # A product that is this much wider than its inner side is quickly made again, as a LoRA's second.
 WIDE = 8
 
@@ -23,15 +23,15 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_
 FROZEN_PRODUCT = "retouch::frozen_product"
 
 
-def read_position(setting: bool | str) -> str:
+def read_policy(setting: bool | str) -> str:
     """model.gradient_checkpointing as `none`, `selective`, `every_N`, `full` or `auto`; true is full, false none.
 
     Raises:
-        UserError: it is nothing of these.
+        UserError: it is none of these.
     """
     if isinstance(setting, bool):
         return "full" if setting else "none"
-    if setting in (*POSITIONS, "auto") or re.fullmatch(r"every_[1-9]\d*", str(setting)):
+    if setting in (*POLICIES, "auto") or re.fullmatch(r"every_[1-9]\d*", str(setting)):
         return setting
     raise UserError(
         f"model.gradient_checkpointing={setting}: choose none, selective, every_2 (or another number), full or auto"
@@ -39,31 +39,31 @@ def read_position(setting: bool | str) -> str:
 
 
 def set_checkpointing(
-    transformer: Any, position: str, as_now: Callable[[nn.Module], Callable[..., Any]], compiled: bool = False
+    transformer: Any, policy: str, bind_rank_mask: Callable[[nn.Module], Callable[..., Any]], compiled: bool = False
 ) -> None:
-    """Let a diffusers model keep what `position` says.
+    """Let a diffusers model keep what the policy says.
 
     Args:
-        position: of `read_position`, not auto.
-        as_now: gives what computes a block later as it would now.
+        policy: of `read_policy`, not auto.
+        bind_rank_mask: gives a function that computes a block later with the rank mask of now.
         compiled: whether blocks are; then they keep what torch.compile chooses, about as `selective`.
     """
-    if position == "none" or (position == "selective" and compiled):
+    if policy == "none" or (policy == "selective" and compiled):
         transformer.disable_gradient_checkpointing()
         return
-    every = int(position.partition("_")[2]) if position.startswith("every_") else 1
+    every = int(policy.partition("_")[2]) if policy.startswith("every_") else 1
     chosen = {block for number, block in enumerate(blocks(transformer).values()) if number % every == 0}
     more: dict[str, Any] = {}
-    if position == "selective":
+    if policy == "selective":
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
         more["respect_saved_tensors_hooks"] = True  # by which model.offload.activations works
 
     def run(block: nn.Module, *args: Any) -> Any:
         if block not in chosen:
             return block(*args)
-        again = as_now(block)
+        again = bind_rank_mask(block)
         if isinstance(block.forward, LastBlock):
-            again = keeping(block.forward, "target_tokens", again)
+            again = with_attribute(block.forward, "target_tokens", again)
         return checkpoint(again, *args, use_reentrant=False, **more)
 
     transformer.enable_gradient_checkpointing(run)

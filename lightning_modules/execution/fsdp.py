@@ -10,8 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
-from lightning_modules.execution.block_offload import blocks
-from lightning_modules.quantization.linear import FourBitLinear
+from lightning_modules.execution.blocks import blocks
 
 
 class Sharded(ModelParallelStrategy):
@@ -26,7 +25,7 @@ class Sharded(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         module: Any = self.lightning_module
-        module.check_checkpoint(torch.load(checkpoint_path, map_location="cpu", weights_only=True)["state_dict"])
+        module.trained.require_same(torch.load(checkpoint_path, map_location="cpu", weights_only=True)["state_dict"])
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -42,8 +41,8 @@ def shard(transformer: nn.Module, mesh: Any) -> None:
         UserError: its quantized layers cannot be split.
     """
     for name, module in transformer.named_modules():
-        whole = isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight)
-        if whole or isinstance(module, FourBitLinear):
+        indivisible = isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight)
+        if indivisible or not getattr(module, "shardable", True):
             raise UserError(
                 f"trainer=fsdp cannot split {name}: it splits bf16, fp8 by retouch and int8 by bitsandbytes; others "
                 "are small enough for trainer.strategy=ddp"

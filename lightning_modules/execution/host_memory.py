@@ -5,13 +5,12 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import torch
 import torch.cuda._pin_memory_utils
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from lightning_modules.quantization.quantization import all_weights
 
 log = logging.getLogger("retouch")
 
@@ -82,8 +81,17 @@ def _unpin(memory: Tensor, device: torch.device) -> None:
     torch.cuda._pin_memory_utils.unpin_memory(memory.data_ptr())
 
 
-class Resting:
-    """Lets a frozen model go between a device and a copy of its weights on the host, which stays and is never written.
+def all_weights(module: nn.Module) -> list[Tensor]:
+    """A model's parameters, and what quantized layers have beside them."""
+    # A QuantizedLinear has parts: importing it would be a circle.
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
+    return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
+
+
+class HostCopy:
+    """A copy of a frozen model's weights on the host, from which the model comes to a device and goes again.
+
+    The copy is made once and never written.
 
     Args:
         model: on the device.
@@ -110,12 +118,12 @@ class Resting:
     def _views(self) -> list[Tensor]:
         return self._host.views(self._host.piece)
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Give the device's memory back; nothing is copied."""
         for tensor, view in zip(self._tensors, self._views(), strict=True):
             tensor.data = view
 
-    def wake(self, device: torch.device) -> None:
+    def load(self, device: torch.device) -> None:
         """Copy the weights to the device."""
         for tensor, view in zip(self._tensors, self._views(), strict=True):
             tensor.data = view.to(device, non_blocking=True, copy=True)

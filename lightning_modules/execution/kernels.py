@@ -1,17 +1,13 @@
-"""How a transformer's blocks run: by which attention kernel, and compiled."""
+"""The kernels that a transformer's blocks run: of attention, and compiled."""
 
-import logging
 from typing import Any
 
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.execution.block_offload import blocks
+from datamodules.files import reason
+from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.last_block import LastBlock
-from lightning_modules.quantization.fp8 import kernels
-from lightning_modules.quantization.linear import Fp8Linear
-
-log = logging.getLogger("retouch")
 
 # Kernels without a backward pass.
 INFERENCE_ONLY = ("sage", "_sage")
@@ -27,7 +23,7 @@ def check_attention_backend(name: str | None, trains: bool = False) -> None:
     if name not in known:
         raise UserError(f"model.attention_backend={name}: diffusers has {', '.join(known)}")
     if trains and name.startswith(INFERENCE_ONLY):
-        raise UserError(f"model.attention_backend={name} has no backward pass: use it in prediction")
+        raise UserError(f"model.attention_backend={name} has no backward pass: use it in prediction only")
 
 
 def set_attention_backend(transformer: Any, name: str | None) -> None:
@@ -44,20 +40,8 @@ def set_attention_backend(transformer: Any, name: str | None) -> None:
         with attention_backend(name):  # the transformer's alone: diffusers would let all others follow
             transformer.set_attention_backend(name)
     except (ImportError, RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = reason(error)
         raise UserError(f"model.attention_backend={name} cannot be used here: {first}") from error
-
-
-def say_fp8_kernels(transformer: Any, device: torch.device) -> None:
-    """Log what multiplies its layers in fp8, where there are any: tensor cores that stay idle are seen by nothing else.
-
-    Args:
-        device: that it computes on.
-    """
-    for layer in transformer.modules():
-        if isinstance(layer, Fp8Linear):
-            log.info(f"fp8: {kernels(device, layer.gradient_dtype)}")
-            return
 
 
 def compile_blocks(transformer: Any, dynamic: bool | None) -> None:
@@ -71,8 +55,8 @@ def compile_blocks(transformer: Any, dynamic: bool | None) -> None:
     for block in blocks(transformer).values():
         forward = block.forward
         if isinstance(forward, LastBlock):
-            forward.whole, forward.compute = (
-                torch.compile(one, fullgraph=True, dynamic=dynamic) for one in (forward.whole, forward.compute)
+            forward.full, forward.compute = (
+                torch.compile(one, fullgraph=True, dynamic=dynamic) for one in (forward.full, forward.compute)
             )
         else:
             block.forward = torch.compile(forward, fullgraph=True, dynamic=dynamic)

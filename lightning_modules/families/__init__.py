@@ -1,0 +1,1 @@
+"""A folder for each model family."""

@@ -1,0 +1,1 @@
+"""The frozen base: its repository, components and weights."""

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
 
-GET_AGAIN = "get it again"
+GET_AGAIN = "download it again"
 # What a tokenizer is made from, one way or another. Without any, transformers makes one that knows no word.
 VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("vocab.json", "merges.txt"))
 PREPROCESSORS = (("preprocessor_config.json",), ("processor_config.json",))
@@ -64,17 +64,17 @@ def check_component(folder: Path, class_name: str) -> None:
 def _require(folder: Path, choices: Iterable[tuple[str, ...]]) -> None:
     if not any(all((folder / name).is_file() for name in names) for names in choices):
         wanted = ", or ".join(" and ".join(names) for names in choices)
-        raise UserError(f"{folder} lacks {wanted}: the download is not whole; {GET_AGAIN}")
+        raise UserError(f"{folder} lacks {wanted}: the download is incomplete; {GET_AGAIN}")
 
 
 def _check_weights(folder: Path) -> None:
     if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
-        raise UserError(f"{folder} lacks its weights: the download is not whole; {GET_AGAIN}")
+        raise UserError(f"{folder} lacks its weights: the download is incomplete; {GET_AGAIN}")
     # Of those that a download may have left, what is loaded is looked at.
     kind = "safetensors" if any(folder.glob("*.safetensors")) else "bin"
     for index in [path for path in folder.glob(f"*.{kind}.index.json") if path.name.count(".") == 3]:
         if missing := [name for name in indexed_files(index) if not (folder / name).is_file()]:
-            raise UserError(f"{folder} lacks {listing(missing)}: the download is not whole; {GET_AGAIN}")
+            raise UserError(f"{folder} lacks {listing(missing)}: the download is incomplete; {GET_AGAIN}")
     for path in folder.glob("*.safetensors"):
         with reading(path, GET_AGAIN), safe_open(path, "pt"):
             pass  # its header says where the file must end

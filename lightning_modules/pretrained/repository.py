@@ -17,8 +17,6 @@ log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
 SHAPES = Path(__file__).parent.parent.parent / "assets" / "shapes"
-# Folders that are read in place of repositories.
-STAND_INS: dict[str, str] = {}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Classes whose components are built without weights.
 WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
@@ -26,7 +24,7 @@ WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
 def resolve_repository(name: str) -> str:
     """The name itself, but `embedded` becomes the folder of the model that comes with Retouch."""
-    return str(SHAPES) if name == EMBEDDED else STAND_INS.get(name, name)
+    return str(SHAPES) if name == EMBEDDED else name
 
 
 def resolve_device(name: str | None, key: str) -> torch.device | None:

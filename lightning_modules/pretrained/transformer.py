@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from datamodules.errors import UserError
 from lightning_modules.execution.block_offload import streamed_blocks
 from lightning_modules.pretrained.component_files import indexed_files, read_json
-from lightning_modules.pretrained.freed_memory import loading_bound
 from lightning_modules.pretrained.repository import load_model, repository_file, resolve_repository
-from lightning_modules.pretrained.weights import SafetensorsWeights, assemble, check
-from lightning_modules.quantization.quantization import BITS, Quantization
+from lightning_modules.pretrained.weights import SafetensorsWeights, assemble, check_names
+from lightning_modules.quantization.formats import FORMATS
+from lightning_modules.quantization.fp8 import log_kernels
+from lightning_modules.quantization.quantization import Quantization
 
 log = logging.getLogger("retouch")
 
@@ -71,7 +71,7 @@ class TransformerSource:
         """Its config.json."""
         return transformer_config(self.repository, self.revision)
 
-    def preflight(self) -> None:
+    def check(self) -> None:
         """Raise a UserError for settings that it cannot follow."""
         streamed_blocks(self.meta, self.streamed)
         if self.quantization is not None:
@@ -87,7 +87,7 @@ class TransformerSource:
             def placement(name: str) -> torch.device:
                 return host if split or name.startswith(streamed) else device
 
-        return load_transformer(
+        transformer = load_transformer(
             self._class,
             self.repository,
             revision=self.revision,
@@ -96,6 +96,8 @@ class TransformerSource:
             quantization=self.quantization,
             placement=placement,
         )
+        log_kernels(transformer, device)
+        return transformer
 
     @cached_property
     def stored_format(self) -> str | None:
@@ -108,7 +110,10 @@ class TransformerSource:
         """The format of its linear layers: what is on disk decides, then the settings."""
         stored, wanted = self.stored_format, self.quantization
         if stored is not None and wanted is not None and stored != wanted.format:
-            log.warning(f"note: {self.name} is {stored} on disk: model.quantization.format={wanted.format} is idle")
+            log.warning(
+                f"note: the checkpoint {self.name} is already {stored}: model.quantization.format={wanted.format} is "
+                "ignored"
+            )
         return stored or self._asked
 
     @property
@@ -120,6 +125,12 @@ class TransformerSource:
         if how.get("load_in_4bit"):
             return how.get("bnb_4bit_quant_type", "fp4")
         return self.precision if Path(self.repository).is_dir() else self._asked
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether its linear layers have 4 bits."""
+        row = FORMATS.get(self.precision)
+        return row is not None and row.four_bit
 
     @property
     def _asked(self) -> str:
@@ -134,46 +145,6 @@ class TransformerSource:
         """Raise a UserError where it is quantized on disk."""
         if self.stored_format is not None:
             raise UserError(f"{what} needs unquantized weights; {self.name} is {self.stored_format} on disk")
-
-    def nbytes(self) -> int:
-        """What its weights take, about, where its files are quantized."""
-        wanted = self.quantization
-        if wanted is not None and wanted.format == self.expected_precision:
-            return wanted.nbytes(self.meta, self.dtype)
-        _, bits = BITS.get(self.expected_precision, (0, 8 * self.dtype.itemsize))
-        return round(sum(parameter.numel() for parameter in self.meta.parameters()) * bits / 8)
-
-    def loading_bytes(self, on_host: bool) -> int:
-        """The most that the host has in memory while it is loaded.
-
-        Args:
-            on_host: whether it stays there; else its streamed blocks do.
-        """
-        kept = self.nbytes() if on_host else sum(self._streamed_bytes())
-        largest = max(parameter.numel() for parameter in self.meta.parameters()) * self.dtype.itemsize
-        return loading_bound(kept, largest)
-
-    def waiting_bytes(self) -> int:
-        """What of it is in the host's memory at any time: streamed blocks, but for two that have a buffer each."""
-        sizes = self._streamed_bytes()
-        return sum(sizes) - min(2, len(sizes)) * max(sizes, default=0)
-
-    def _streamed_bytes(self) -> list[int]:
-        """Of each streamed block."""
-        plain, wanted = 8 * self.dtype.itemsize, self.quantization
-        stored, _ = BITS.get(self.expected_precision, (plain, 0))
-
-        def kept(name: str, part: nn.Module) -> bool:
-            if wanted is None or wanted.format != self.expected_precision:
-                return False
-            return not wanted.converts(name, part)
-
-        sizes = []
-        for block, module in streamed_blocks(self.meta, self.streamed).items():
-            linears = {f"{block}.{name}": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-            bits = (part.weight.numel() * (plain if kept(name, part) else stored) for name, part in linears.items())
-            sizes.append(sum(bits) // 8)
-        return sizes
 
 
 def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
@@ -203,7 +174,7 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
         return None
     for name, file in zip(names, files, strict=True):
         if file is None:
-            raise UserError(f"{repository} lacks {start}{name}: the download is not whole; get it again")
+            raise UserError(f"{repository} lacks {start}{name}: the download is incomplete; download it again")
     return SafetensorsWeights([file for file in files if file is not None])
 
 
@@ -238,6 +209,6 @@ def load_transformer(
     log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))
     with init_empty_weights():
         model = cls.from_config(_settings(config))
-    check(weights, model, repository)
+    check_names(weights, model, repository)
     assemble(model, weights, dtype=dtype, device=device, quantization=quantization, placement=placement)
     return model.requires_grad_(False).eval()

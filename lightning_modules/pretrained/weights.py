@@ -13,23 +13,18 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
+from lightning_modules.execution.freed_memory import return_freed_memory
 from lightning_modules.pretrained.component_files import GET_AGAIN
-from lightning_modules.pretrained.components import SECONDS_BETWEEN_LINES
-from lightning_modules.pretrained.freed_memory import return_freed_memory
+from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.quantization import Quantization
+from lightning_modules.quantization.stored import OnDisk, StoredLayer
+from lightning_modules.timing import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
     from lightning_modules.quantization.linear import QuantizedLinear
 
 log = logging.getLogger("retouch")
 
-FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-# diffusers' name of a layer's scale, and ComfyUI's; scales of inputs are hints, for ours are taken from the inputs.
-SCALES = ("weight_scale", "scale_weight")
-HINTS = ("input_scale", "scale_input")
-# Whose layers have a layout on disk.
-WRITTEN_BACKENDS = ("retouch", "bitsandbytes")
-FOUR_BIT = "weight.quant_state.bitsandbytes__"
 # Pages of a file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
 
@@ -69,16 +64,13 @@ class SafetensorsWeights:
     def format(self) -> str | None:
         """The format that linear layers are quantized in; None for 16 or 32 bits."""
         for name, dtype in self.dtypes.items():
-            if FOUR_BIT in name:
-                return name.rpartition("__")[2]
-            if name.endswith(".weight") and dtype in FLOAT8:
-                return "fp8"
-            if name.endswith(".SCB"):
-                return "int8"
+            for format, row in FORMATS.items():
+                if row.on_disk is not None and row.on_disk.detect(name, dtype):
+                    return format
         return None
 
 
-def check(weights: Weights, model: nn.Module, where: str) -> None:
+def check_names(weights: Weights, model: nn.Module, where: str) -> None:
     """Compare the names on disk with those of a model, which may be on the meta device.
 
     Raises:
@@ -87,33 +79,14 @@ def check(weights: Weights, model: nn.Module, where: str) -> None:
     on_disk = weights.dtypes
     missing = [name for name, _ in model.named_parameters() if name not in on_disk]
     if missing:
-        raise UserError(f"{where} lacks {listing(missing)}: is it whole, and made for {type(model).__name__}?")
+        raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    kinds = {name: on_disk[f"{name}.weight"] for name in layers}
-    scaled = "scaled_fp8" in on_disk or any(name.endswith(SCALES) for name in on_disk)
-    no_scale = [
-        name
-        for name, kind in kinds.items()
-        if scaled and kind in FLOAT8 and not any(f"{name}.{scale}" in on_disk for scale in SCALES)
-    ]
-    no_state = [
-        name
-        for name, kind in kinds.items()
-        if (kind == "U8" and not any(f"{name}.{FOUR_BIT}{quant}" in on_disk for quant in ("fp4", "nf4")))
-        or (kind == "I8" and f"{name}.SCB" not in on_disk)
-    ]
-    strange = [
-        name
-        for name in on_disk
-        if "scale" in name.rpartition(".")[2]
-        and not name.endswith((*SCALES, *HINTS))
-        and kinds.get(name.rpartition(".")[0]) in FLOAT8
-    ]
-    if strange:
-        raise UserError(f"{where} has {listing(strange)}, scales of a kind that is not known here")
-    for lacking, what in ((no_scale, "scales"), (no_state, "quant state")):
-        if lacking:
-            raise UserError(f"{where} lacks the {what} of {listing(lacking)}: the file is not whole; get it again")
+    for layout in _layouts():
+        layout.check(on_disk, layers, where)
+
+
+def _layouts() -> list[OnDisk]:
+    return [row.on_disk for row in FORMATS.values() if row.on_disk is not None]
 
 
 def assemble(
@@ -157,24 +130,14 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
     """Write a transformer that `assemble` quantized, in the layout that it reads; 4 and 8 bits are diffusers' own.
 
     Args:
-        quantization: by one of WRITTEN_BACKENDS.
+        quantization: one that has a layout `on_disk`.
     """
     from huggingface_hub import save_torch_state_dict
 
     state = {name: tensor.contiguous() for name, tensor in transformer.state_dict().items()}
     plain = [name for name, module in transformer.named_modules() if type(module) is nn.Linear]
-    how: dict[str, Any] = {"quant_method": "retouch_fp8"}
-    if quantization.backend == "bitsandbytes":
-        from diffusers import BitsAndBytesConfig
-
-        how = BitsAndBytesConfig(
-            load_in_8bit=quantization.format == "int8",
-            load_in_4bit=quantization.format != "int8",
-            bnb_4bit_quant_type=quantization.format,
-            bnb_4bit_use_double_quant=quantization.double_quant,
-            bnb_4bit_compute_dtype=transformer.dtype,
-            llm_int8_skip_modules=plain,
-        ).to_dict()
+    assert quantization.on_disk is not None
+    how = quantization.on_disk.config(quantization.format, quantization.double_quant, plain, transformer.dtype)
     transformer.register_to_config(quantization_config=how)
     transformer.save_config(folder)
     save_torch_state_dict(
@@ -216,34 +179,6 @@ def _stored_layer(
     weights: Weights, name: str, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
 ) -> "QuantizedLinear | None":
     """The layer as it is on disk; None where it is not quantized there."""
-    from lightning_modules.quantization.linear import FourBitLinear, Fp8Linear, Int8Linear
-
-    def read(part: str) -> Tensor:
-        return weights.read(f"{name}.{part}").to(device)
-
-    kind = weights.dtypes[f"{name}.weight"]
-    bias = read("bias").to(dtype) if f"{name}.bias" in weights.dtypes else None
-    if kind in FLOAT8:
-        weight = read("weight")
-        scale = next((read(part) for part in SCALES if f"{name}.{part}" in weights.dtypes), torch.ones(1))
-        if scale.numel() not in (1, len(weight)):
-            raise UserError(
-                f"{name} has scales {tuple(scale.shape)} on disk: known are one for all, or one for each row"
-            )
-        gradient_dtype = torch.float8_e5m2 if quantization is None else quantization.gradient_dtype
-        return Fp8Linear(weight, scale.float().reshape(-1, 1).to(device), bias, dtype, gradient_dtype)
-    if kind == "I8":
-        return Int8Linear(read("weight"), read("SCB").float(), bias, dtype)
-    start = f"{name}.weight."
-    state = {
-        key.removeprefix(start): read(key.removeprefix(f"{name}.")) for key in weights.dtypes if key.startswith(start)
-    }
-    if not state:
-        return None
-    import bitsandbytes as bnb
-
-    try:
-        quant_state = bnb.functional.QuantState.from_dict(state, device)
-    except (KeyError, ValueError, AssertionError) as error:
-        raise UserError(f"the quant state of {name} is damaged: {error}; get the file again") from error
-    return FourBitLinear(read("weight").view(torch.uint8), quant_state, bias, dtype)
+    gradient_dtype = torch.float8_e5m2 if quantization is None else quantization.gradient_dtype
+    stored = StoredLayer(name, weights.dtypes, weights.read, device, dtype, gradient_dtype)
+    return next((layer for layout in _layouts() if (layer := layout.read(stored)) is not None), None)

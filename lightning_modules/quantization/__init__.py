@@ -1,0 +1,1 @@
+"""Formats of frozen weights, and the layers that multiply by them."""

@@ -1,109 +1,175 @@
-"""float8: rounding a matrix to it row by row, and products on tensor cores (arXiv 2209.05433)."""
+"""fp8: weights in float8 with a scale for each row, multiplied on tensor cores where there are any."""
 
 import logging
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from datamodules.errors import UserError, listing
+from lightning_modules.quantization.float8 import (
+    E4M3,
+    E5M2,
+    has_tensor_cores,
+    kernels,
+    quantize_rows,
+    row_scale,
+    scaled_product,
+    to_float8,
+)
+from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
+from lightning_modules.quantization.stored import StoredLayer
 
 log = logging.getLogger("retouch")
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Rows and columns of a matrix as transformers have them, to try kernels with: for a small one there may be none.
-PROBE = (256, 3072)
-# Devices on which rounding is worth a kernel of its own.
-FUSES = ("cuda",)
+# Tensor cores take matrices whose sides are multiples of it.
+TILE = 16
+# safetensors' names of the dtypes.
+FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+# diffusers' name of a layer's scale, and ComfyUI's; scales of inputs are hints, for ours are taken from the inputs.
+SCALES = ("weight_scale", "scale_weight")
+HINTS = ("input_scale", "scale_input")
 
 
-def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor) -> Tensor:
-    """(n, k) in float8 and (n, 1), by (k, m) in e4m3 and (1, m) -> (n, m) in bf16, on tensor cores.
-
-    Args:
-        columns: column by column in memory.
-    """
-    return torch._scaled_mm(
-        rows,
-        columns,
-        scale_a=row_scales,
-        scale_b=column_scales,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=rows.dtype == E4M3,  # gradients are added up in float32
-    )
-
-
-@cache
-def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether rows of this float8 dtype can be multiplied there: from compute capability 8.9 on, if there is a kernel.
-
-    AMD's fp8 is another.
-    """
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
-        return False
-    samples, side = PROBE
-    try:
-        rows, columns = (torch.zeros(n, side, device=device).to(kind) for n, kind in ((samples, dtype), (side, E4M3)))
-        scaled_product(rows, torch.ones(samples, 1, device=device), columns.t(), torch.ones(1, side, device=device))
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        log.warning(f"note: fp8 tensor cores cannot be used here with {str(dtype).removeprefix('torch.')}: {first}")
-        return False
-    return True
-
-
-def row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(..., n) -> (..., 1), float32: a row's largest magnitude over the largest number of a float8 dtype."""
-    return (x.abs().amax(-1, keepdim=True).float() / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale; a conversion alone would make NaN of what rounding lifts above the largest number."""
-    largest = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-largest, largest).to(dtype)
-
-
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(n, k) -> float8 (n, k) and scales (n, 1) in float32."""
-    # torch.compile makes a graph of its own for a single row, as of modulation, and for each mode that it is called in.
-    if len(x) == 1:
-        rows, scale = _quantize_rows(x, dtype)
-    else:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            rows, scale = _fused_rows(x.device)(x.detach(), dtype)
-    return rows.contiguous(), scale
-
-
-def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale = row_scale(x, dtype)
-    return to_float8(x, scale, dtype), scale
-
-
-@cache
-def _fused_rows(device: torch.device) -> Any:
-    """On a GPU one kernel that reads x once: as separate operations this would eat what tensor cores gain."""
-    if device.type not in FUSES:
-        return _quantize_rows
-    fused = torch.compile(_quantize_rows, dynamic=True)
-    try:
-        for dtype in (E4M3, E5M2):
-            # Of two sizes: where they are one, so they would be in the graph.
-            fused(torch.ones(PROBE, device=device, dtype=torch.bfloat16), dtype)
-    except (RuntimeError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        log.warning(f"note: fp8 is slower than it could be, for torch.compile does not run here: {first}")
-        return _quantize_rows
-    return fused
-
-
-def kernels(device: torch.device, gradient_dtype: torch.dtype) -> str:
-    """What multiplies layers in fp8 there, in words.
+class Float8(Storage):
+    """A float8 weight and its scale (out, 1), or (1, 1) for all, multiplied on fp8 tensor cores where there are any.
 
     Args:
-        gradient_dtype: float8_e5m2, or any other for gradients that stay as they are.
+        gradient_dtype: float8_e5m2 quantizes gradients for tensor cores; any other multiplies them in their own dtype.
     """
-    products = has_tensor_cores(device, E4M3)
-    gradients = gradient_dtype == E5M2 and has_tensor_cores(device, E5M2)
-    if not (products or gradients):
-        return "weights only: its tensor cores are not used here"
-    used = "products and gradients" if products and gradients else f"{'products' if products else 'gradients'} only"
-    return f"tensor cores for {used}"
+
+    def __init__(self, gradient_dtype: str) -> None:
+        self.gradient_dtype = getattr(torch, gradient_dtype)
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight, scale = parts
+        return weight.to(dtype).mul_(scale)
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        weight, scale = parts
+        out_features, in_features = shape
+        if not _on_tensor_cores(x, weight, E4M3):
+            return super().product(x, parts, shape)
+        rows, row_scales = quantize_rows(x.reshape(-1, in_features), E4M3)
+        # Both scaled by rows: the second matrix is weight^T, column by column.
+        column_scales = scale.expand(out_features, 1).reshape(1, -1).contiguous()
+        y = scaled_product(rows, row_scales, weight.t(), column_scales)
+        return y.view(*x.shape[:-1], out_features).to(x.dtype)
+
+    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        weight, scale = parts
+        out_features, in_features = shape
+        if self.gradient_dtype != E5M2 or not _on_tensor_cores(grad, weight, E5M2):
+            return super().input_gradient(grad, parts, shape)
+        # The weight's scales are along the sum: they go into the gradient.
+        rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
+        ones = torch.ones(1, in_features, device=grad.device)
+        # Hopper's tensor cores want the second matrix column by column: a copy of one layer's bytes.
+        columns = weight.t().contiguous().t()
+        x = scaled_product(rows, row_scales, columns, ones)
+        return x.view(*grad.shape[:-1], in_features).to(grad.dtype)
+
+
+def _on_tensor_cores(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    whole = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
+    return whole and weight.dtype == E4M3 and has_tensor_cores(x.device, dtype)
+
+
+class Fp8Linear(QuantizedLinear):
+    """Weights in float8 with scales (arXiv 2209.05433).
+
+    Args:
+        weight: (out, in), float8.
+        scale: (out, 1), or (1, 1) for all; the weight is weight * scale.
+        dtype: what adapters beside the layer are made in.
+        gradient_dtype: of `Float8`.
+    """
+
+    weight_scale: Tensor
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, gradient_dtype: torch.dtype
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        # The bias first: diffusers takes the first floating parameter for the dtype of a model.
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+        # No buffer: DDP would broadcast it before each forward.
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.compute_dtype = dtype  # by this name peft knows it
+        self.gradient_dtype = gradient_dtype
+        self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
+
+    @classmethod
+    def quantize(cls, linear: nn.Linear, gradient_dtype: torch.dtype) -> "Fp8Linear":
+        """Per-row scales that are powers of two: they cost no precision, and multiplying by them is exact."""
+
+        def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+            mantissa, exponent = torch.frexp(row_scale(rows, E4M3))
+            scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+            return to_float8(rows, scale, E4M3), scale
+
+        weight, scale = in_pieces(quantize, linear.weight)
+        return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
+
+    def parts(self) -> list[Tensor]:
+        return [self.weight, self.weight_scale]
+
+
+STORAGES["fp8"] = Float8
+
+
+def detect(name: str, dtype: str) -> bool:
+    """Whether a tensor in a file shows that linear layers are in fp8."""
+    return name.endswith(".weight") and dtype in FLOAT8
+
+
+def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
+    """Raise a UserError for layers in float8 without scales, or with scales of an unknown kind."""
+    quantized = [name for name in layers if dtypes[f"{name}.weight"] in FLOAT8]
+    strange = [
+        name
+        for name in dtypes
+        if "scale" in name.rpartition(".")[2]
+        and not name.endswith((*SCALES, *HINTS))
+        and name.rpartition(".")[0] in quantized
+    ]
+    if strange:
+        raise UserError(f"{where} has {listing(strange)}, which are scales of an unknown kind")
+    scaled = "scaled_fp8" in dtypes or any(name.endswith(SCALES) for name in dtypes)
+    missing = [name for name in quantized if not any(f"{name}.{scale}" in dtypes for scale in SCALES)]
+    if scaled and missing:
+        raise UserError(f"{where} lacks the scales of {listing(missing)}: the file is incomplete; download it again")
+
+
+def read(stored: StoredLayer) -> Fp8Linear | None:
+    """A layer in float8, whose scale may be one for all, one for each row, or none."""
+    if stored.kind not in FLOAT8:
+        return None
+    weight = stored.read("weight")
+    scale = next((stored.read(part) for part in SCALES if stored.has(part)), torch.ones(1))
+    if scale.numel() not in (1, len(weight)):
+        raise UserError(
+            f"{stored.name} has scales {tuple(scale.shape)} on disk: expected one for the layer, or one for each row"
+        )
+    scale = scale.float().reshape(-1, 1).to(stored.device)
+    return Fp8Linear(weight, scale, stored.bias(), stored.dtype, stored.gradient_dtype)
+
+
+def config(format: str, double_quant: bool, plain: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    """config.json's quantization_config: diffusers has no such layout, and must not take it for one of its own."""
+    return {"quant_method": "retouch_fp8"}
+
+
+def log_kernels(model: nn.Module, device: torch.device) -> None:
+    """Log what multiplies a model's layers in fp8, if it has any: tensor cores that stay idle are seen by nothing else.
+
+    Args:
+        device: that it computes on.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            log.info(f"fp8: {kernels(device, layer.gradient_dtype)}")
+            return

@@ -11,19 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
-from lightning_modules.pretrained.freed_memory import return_freed_memory
+from datamodules.files import reason
+from lightning_modules.execution.freed_memory import return_freed_memory
+from lightning_modules.quantization.formats import FORMATS, Format
+from lightning_modules.quantization.stored import OnDisk
 
-# By format, the default backend first
-BACKENDS = {
-    "fp8": ("retouch", "quanto", "torchao"),
-    "fp4": ("bitsandbytes",),
-    "nf4": ("bitsandbytes",),
-    "int8": ("bitsandbytes", "quanto"),
-}
 LIBRARIES = {"quanto": "optimum-quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-# Bits that a weight takes itself, and with its share of the scales of blocks
-BITS = {"fp8": (8, 8.0), "fp4": (4, 4.5), "nf4": (4, 4.5), "int8": (8, 8.0)}
-DOUBLE_QUANT_BITS = 4.127
 GRADIENT_DTYPES = {"float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
 
 
@@ -37,12 +30,6 @@ def _tensor_bytes(tensor: Tensor) -> int:
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return sum(_tensor_bytes(part) for part in parts if isinstance(part, Tensor))
     return tensor.nbytes
-
-
-def all_weights(module: nn.Module) -> list[Tensor]:
-    """A model's parameters, and what quantized layers have beside them."""
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
-    return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
 
 
 class Quantization:
@@ -70,25 +57,24 @@ class Quantization:
         bnb_4bit_use_double_quant: bool,
         gradient_dtype: str,
     ) -> None:
-        if format not in BACKENDS:
-            raise UserError(f"model.quantization.format={format}: choose {', '.join(BACKENDS)}")
-        if backend not in (None, *BACKENDS[format]):
-            raise UserError(
-                f"model.quantization.backend={backend} has no {format}: choose {' or '.join(BACKENDS[format])}"
-            )
+        if format not in FORMATS:
+            raise UserError(f"model.quantization.format={format}: choose {', '.join(FORMATS)}")
+        backends = list(FORMATS[format].backends)
+        if backend not in (None, *backends):
+            raise UserError(f"model.quantization.backend={backend} has no {format}: choose {' or '.join(backends)}")
         if gradient_dtype not in GRADIENT_DTYPES:
             raise UserError(
                 f"model.quantization.gradient_dtype={gradient_dtype}: choose {' or '.join(GRADIENT_DTYPES)}"
             )
         self.format = format
-        self.backend = backend or BACKENDS[format][0]
+        self.backend = backend or backends[0]
         library = LIBRARIES.get(self.backend)
         if library is not None and find_spec(library.partition("-")[0]) is None:
             raise UserError(f"model.quantization.backend={self.backend} is not installed: pip install {library}")
         self.modules_to_not_convert = tuple(modules_to_not_convert)
         self.components_to_quantize = tuple(components_to_quantize)
         self.double_quant = bnb_4bit_use_double_quant
-        self.gradient_dtype = GRADIENT_DTYPES[gradient_dtype]
+        self.gradient_dtype: torch.dtype = GRADIENT_DTYPES[gradient_dtype]
 
     def settings(self) -> dict[str, Any]:
         """All that the quantized weights depend on."""
@@ -127,27 +113,11 @@ class Quantization:
         """
         device = linear.weight.device
         try:
-            return self._layer(linear.requires_grad_(False))
+            quantize = self._row.backends[self.backend]
+            return quantize(linear.requires_grad_(False), self.double_quant, self.gradient_dtype)
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first = reason(error)
             raise UserError(f"model.quantization: {self} does not run on {device} here: {first}") from error
-
-    def _layer(self, linear: nn.Linear) -> nn.Module:
-        if self.backend == "torchao":
-            from torchao.quantization import Float8WeightOnlyConfig, quantize_
-
-            holder = nn.Sequential(linear)
-            quantize_(holder, Float8WeightOnlyConfig())
-            return holder[0].requires_grad_(False)
-        from lightning_modules.quantization.linear import FourBitLinear, Fp8Linear, Int8Linear, QuantoLinear
-
-        if self.backend == "quanto":
-            return QuantoLinear.quantize(linear, self.format)
-        if self.format == "fp8":
-            return Fp8Linear.quantize(linear, self.gradient_dtype)
-        if self.format == "int8":
-            return Int8Linear.quantize(linear)
-        return FourBitLinear.quantize(linear, self.format, self.double_quant)
 
     def convert(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Quantize a loaded model in place, layer by layer, and move it to `device`.
@@ -189,5 +159,15 @@ class Quantization:
     @property
     def bits(self) -> float:
         """What a weight takes, scales included but for those of whole rows."""
-        own, with_scales = BITS[self.format]
-        return DOUBLE_QUANT_BITS if self.double_quant and own == 4 else with_scales
+        double_quant = self._row.bits_double_quant if self.double_quant else None
+        return double_quant or self._row.bits_with_scales
+
+    @property
+    def on_disk(self) -> OnDisk | None:
+        """The layout that its layers are written in; None where this backend's have none."""
+        layout = self._row.on_disk
+        return layout if layout is not None and layout.backend == self.backend else None
+
+    @property
+    def _row(self) -> Format:
+        return FORMATS[self.format]

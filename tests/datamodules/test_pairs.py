@@ -10,7 +10,7 @@ from datamodules.errors import UserError
 from datamodules.images.dataset import collate
 from datamodules.images.sources import find_samples
 from datamodules.pairs import PairsDataModule
-from tests.conftest import make_pairs, photograph
+from tests.support.pictures import make_pairs, photograph
 
 
 def data_module(root, **settings):
@@ -77,12 +77,12 @@ def test_wrong_settings(pairs, setting):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"val_count": 3}, "data.val_count=3 of 3 pairs leaves none to learn from: at most data.val_count=2"),
-        ({"val_root": "{root}"}, "data.val_root={root} has all 3 pairs of data.root: none is left to learn from"),
+        ({"val_count": 3}, "data.val_count=3 of 3 pairs leaves none to train on: at most data.val_count=2"),
+        ({"val_root": "{root}"}, "data.val_root={root} has all 3 pairs of data.root: none is left to train on"),
         ({"val_root": "/nowhere"}, "data.val_root=/nowhere: no such folder"),
-        ({"root": ""}, "nothing to learn from: give data.root"),
+        ({"root": ""}, "no data to train on: give data.root"),
         ({"root": os.fsdecode(b"caf\xe9")}, r"data.root=caf\\udce9: the name is not UTF-8: rename it"),
-        ({"root": [None]}, "nothing to learn from: give data.root"),
+        ({"root": [None]}, "no data to train on: give data.root"),
     ],
 )
 def test_nothing_to_learn_from_says_why(tmp_path, setting, message):
@@ -98,7 +98,7 @@ def test_val_count_says_where_all_pairs_are_of_the_same_pictures(tmp_path):
     make_pairs(tmp_path, [(32, 32)])
     row = '{"file_name": "training_images/00.png", "control_file_name": "control_images/00.png", "prompt": "%d"}\n'
     (tmp_path / "metadata.jsonl").write_text(row % 1 + row % 2)
-    with pytest.raises(UserError, match="leave it out: all of them are of the same pictures"):
+    with pytest.raises(UserError, match="leave it out: all of them share the same pictures"):
         data_module(str(tmp_path), val_count=1)
 
 
@@ -110,17 +110,17 @@ def test_picture_beyond_reason_is_refused_by_its_header_or_skipped_and_a_large_o
     bad.write_bytes(bad.read_bytes()[:1000])
     Image.new("RGB", (2064, 2064)).save(root / "control_images" / "02.png")
     Image.new("RGB", (512, 16)).save(root / "control_images" / "03.png")
-    with pytest.raises(UserError, match=r"01\.png is 5000x4000, 20\.0 megapixels: at most 16\.8"):
+    with pytest.raises(UserError, match=r"01\.png is 5000x4000, 20\.0 megapixels: training takes at most 16\.8"):
         data_module(str(root))
     data = data_module(str(root), on_bad_image="skip")
     assert data.keys == ["00", "02", "03"]
-    assert "1 pairs have more than 4 megapixels: task=dry_run says" in data.notes[1]
+    assert "1 pairs have more than 4 megapixels: task=dry_run estimates" in data.notes[1]
     assert data.notes[2] == "1 pairs are more than 8 times as long as wide"
 
 
 def test_line_about_a_file_ends_with_one_full_stop(tmp_path):
     root = make_pairs(tmp_path, [(32, 32)])
     Image.new("1", (15_000, 14_000)).save(root / "control_images" / "00.png")
-    with pytest.raises(UserError, match=r"megapixels, shrink it\. Mend") as caught:
+    with pytest.raises(UserError, match=r"megapixels, shrink it\. Repair") as caught:
         data_module(str(root))
     assert ".." not in str(caught.value)

@@ -11,10 +11,10 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from datamodules.errors import UserError
 from lightning_modules.flow import (
     TimestepLaw,
-    draw,
     dynamic_shift,
     flow_loss,
     interpolate,
+    sample_noise,
     shift_time,
     velocity_target,
 )
@@ -28,7 +28,7 @@ def timestep_law(law="uniform", **settings) -> TimestepLaw:
 
 def drawn_times(law: TimestepLaw, count: int = 4000) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.stack([law.draw(generator, dynamic=2.0) for _ in range(count)])
+    return torch.stack([law.draw(generator, pipeline_shift=2.0) for _ in range(count)])
 
 
 def test_interpolation_is_the_straight_line_and_velocity_its_derivative():
@@ -83,16 +83,16 @@ def test_unknown_law_is_refused_in_a_line():
 
 def test_draw_depends_on_seed_and_number_alone():
     law = timestep_law("logit_normal")
-    together = draw(1, [7, 8], SHAPE, law, 1.0)
-    alone = draw(1, [8], SHAPE, law, 1.0)
+    together = sample_noise(1, [7, 8], SHAPE, law, 1.0)
+    alone = sample_noise(1, [8], SHAPE, law, 1.0)
     for name in ("t", "eps", "latent_eps", "dropout"):
         assert torch.equal(getattr(together, name)[1:], getattr(alone, name))
     assert not torch.equal(together.eps[0], together.eps[1])
-    assert not torch.equal(alone.eps, draw(2, [8], SHAPE, law, 1.0).eps)
+    assert not torch.equal(alone.eps, sample_noise(2, [8], SHAPE, law, 1.0).eps)
 
 
 def test_draws_of_neighbours_are_unrelated_and_normal():
-    drawn = draw(0, list(range(500)), torch.Size([1, 8, 8]), timestep_law("uniform"), 1.0)
+    drawn = sample_noise(0, list(range(500)), torch.Size([1, 8, 8]), timestep_law("uniform"), 1.0)
     eps = drawn.eps.flatten(1)
     assert abs(eps.mean()) < 0.02
     assert abs(eps.std() - 1) < 0.02

@@ -1,0 +1,1 @@
+"""What several tests need: commands, tiny pipelines, pictures, probes."""

@@ -7,9 +7,9 @@ from hydra.utils import instantiate
 
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.formats.diffusers import save_lora
-from lightning_modules.adapters.lora import adapter_state
+from lightning_modules.adapters.peft_layers import adapter_state
 from lightning_modules.adapters.rank_mask import mask_forwards
-from tests.conftest import compose
+from tests.support.commands import compose
 
 RANK = 4
 ADAPTERS = ["tlora", "ortho_tlora"]
@@ -26,7 +26,7 @@ def build(tiny, adapter, *more, dtype="float32"):
     )
     module.configure_model()
     if module.rank_gates:
-        mask_forwards(module.transformer, module.rank_gates, module.sampling_step)
+        mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
     return module
 
 
@@ -48,7 +48,7 @@ def batch(samples=2):
 def velocity(module, t):
     """What the module predicts for a sample at each t."""
     x_t, controls, prompt = batch(len(t))
-    return module.velocity(x_t, torch.tensor(t), controls, prompt)
+    return module.denoise(x_t, torch.tensor(t), controls, prompt)
 
 
 def gradients(module):

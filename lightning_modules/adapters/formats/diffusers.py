@@ -33,7 +33,7 @@ def save_lora(
     Raises:
         UserError: a weight is not finite, or the file cannot be written.
     """
-    require_finite(state)
+    require_finite(state, "or resume from an earlier saving by adapter.init_from=RUN/lora/step-N")
     state = {prefix + name: tensor.cpu().contiguous() for name, tensor in state.items()}
     layers = {name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")}
     state |= {f"{layer}.alpha": torch.tensor(float(alpha)) for layer in layers}
@@ -43,12 +43,16 @@ def save_lora(
         temporary.write_bytes(blob)
 
 
-def require_finite(state: Mapping[str, Tensor]) -> None:
-    """Raise a UserError for weights that have diverged: they must not take the place of earlier ones."""
+def require_finite(state: Mapping[str, Tensor], remedy: str) -> None:
+    """Raise a UserError for weights that have diverged: they must not take the place of earlier ones.
+
+    Args:
+        remedy: what to do instead of lowering the learning rate.
+    """
     if bad := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
         raise UserError(
             f"the weights are not finite ({listing(bad)}) and are not saved; what was saved before is untouched. Lower "
-            "optimizer.lr, or go on from an earlier saving by adapter.init_from=RUN/lora/step-N"
+            f"optimizer.lr, {remedy}"
         )
 
 
@@ -84,7 +88,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
     Raises:
         UserError: the file is no safetensors file.
     """
-    with reading(path, "name a LoRA's safetensors file, or get it again"):
+    with reading(path, "name a LoRA's safetensors file, or download it again"):
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         if HEADER_KEY not in metadata:
@@ -105,7 +109,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
 
     Alpha stands beside the weights, or in the header that diffusers writes.
     """
-    with reading(path, "get it again"):
+    with reading(path, "download it again"):
         stored = {_without_prefix(key): tensor for key, tensor in safetensors.torch.load_file(path).items()}
         alphas = {key.removesuffix(".alpha"): float(stored.pop(key)) for key in list(stored) if key.endswith(".alpha")}
         with safetensors.safe_open(path, framework="pt") as file:

@@ -1,0 +1,1 @@
+"""FLUX.1 [dev] and FLUX.1 Kontext [dev]."""

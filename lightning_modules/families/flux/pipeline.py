@@ -6,7 +6,7 @@ import torch
 from diffusers import FluxKontextPipeline
 from torch import Tensor
 
-from lightning_modules.families.flux.module import position_ids
+from lightning_modules.families.flux.denoise import position_ids
 from lightning_modules.patches import pack, unpack
 
 

@@ -7,7 +7,7 @@ from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 from PIL import Image
 from torch import Tensor
 
-from lightning_modules.families.qwen_image.module import image_shapes
+from lightning_modules.families.qwen_image.denoise import image_shapes
 from lightning_modules.patches import pack, unpack
 
 

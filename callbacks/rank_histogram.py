@@ -1,0 +1,87 @@
+"""A picture of the ranks that a T-LoRA's run trains and uses."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from callbacks.run_folder import RunFolder
+from datamodules.base import TrainingData
+from datamodules.files import replacing
+from lightning_modules import flow
+from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
+from lightning_modules.edit_module import EditModule
+from lightning_modules.timing import NOT_TRAINING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("retouch")
+
+# At most so many samples' timesteps are drawn, whatever the length of the run.
+ENOUGH = 10_000
+
+
+class RankHistogram(L.Callback):
+    """Before the first step of a T-LoRA: how often each rank will be active in training, and in sampling.
+
+    Args:
+        output_dir: the run's folder; the picture is active_ranks.png.
+        num_inference_steps: of the sampling that is compared.
+    """
+
+    def __init__(self, output_dir: str, num_inference_steps: int) -> None:
+        self.path = RunFolder(output_dir).active_ranks
+        self.num_inference_steps = num_inference_steps
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        if pl_module.rank_gates and trainer.is_global_zero:
+            with pl_module.base.timer.stage(NOT_TRAINING):
+                self._show(trainer, pl_module)
+
+    def _show(self, trainer: L.Trainer, module: EditModule) -> None:
+        """Compare the ranks of this run's own timesteps with those of sampling, at the size that most samples have."""
+        data = TrainingData.of(trainer)
+        [((width, height), _)] = data.size_counts().most_common(1)
+        tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
+        schedule = module.rank_gates[0].schedule
+        steps = module.base.sampling_timesteps(tokens, self.num_inference_steps)
+        samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
+        objective, shift = module.objective, module.base.dynamic_shift(tokens)
+        t = flow.draw_timesteps(objective.seed, min(samples, ENOUGH), objective.timesteps, shift)
+        trained = schedule.active_ranks(t * NUM_TRAIN_TIMESTEPS)
+        used = schedule.active_ranks(steps, steps)
+        with replacing(self.path) as temporary:
+            figure = draw_ranks(trained, used, schedule, f"{width}x{height}")
+            figure.savefig(temporary, format="png")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure("active ranks", figure)
+        log.info(
+            f"active rank of {schedule.rank}: {trained.float().mean():.1f} on average in training, "
+            f"{used.float().mean():.1f} in {len(steps)} sampling steps at {width}x{height}; see {self.path}"
+        )
+
+
+def draw_ranks(trained: Tensor, used: Tensor, schedule: RankSchedule, size: str) -> "Figure":
+    """How often each rank is active: (N,) ranks of training samples, (M,) ranks of sampling steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    edges = torch.arange(schedule.rank + 2) - 0.5
+    for ranks, name, style in (
+        (trained, f"{len(trained):,} training samples", {"fill": True, "alpha": 0.4}),
+        (used, f"{len(used)} sampling steps", {"linewidth": 2}),
+    ):
+        shares = torch.bincount(ranks, minlength=schedule.rank + 1) / len(ranks)
+        label = f"{name}, mean {ranks.float().mean():.1f}"
+        axes.stairs(100 * shares, edges, baseline=0, label=label, **style)
+    title = f"{schedule.kind}, rank {schedule.min_rank} to {schedule.rank}, {size}"
+    axes.set(xlabel="active rank", ylabel="share, %", xlim=(-0.5, schedule.rank + 0.5), title=title)
+    axes.legend()
+    return figure

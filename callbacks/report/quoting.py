@@ -1,0 +1,26 @@
+"""Values on the command line that Hydra must not parse: which settings they are, and which of them mean more."""
+
+from pathlib import Path
+
+TEXTS = {"prompt", "negative_prompt", "data.source.instance_prompt"}
+PATHS = {
+    "image",
+    "prompts_file",
+    "lora",
+    "output_dir",
+    "ckpt_path",
+    "data.cache_dir",
+    "data.root",
+    "data.shards",
+    "data.val_root",
+    "adapter.init_from",
+    "model.pretrained_model_name_or_path",
+    "model.transformer_name_or_path",
+}
+
+
+def has_a_meaning(key: str, value: str) -> bool:
+    """Whether a value is more than its letters: quoted text, a list, null, or a path that may be a sweep over two."""
+    quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
+    several = key in PATHS and "," in value and not Path(value).exists()
+    return quoted or several or value in ("", "null")

@@ -1,0 +1,70 @@
+"""Where a run keeps what: every path below its output_dir."""
+
+from pathlib import Path
+
+
+def shorten(folder: str | Path) -> Path:
+    """A path relative to the working directory where it is below it, as messages show it."""
+    path = Path(folder)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+class RunFolder:
+    """The paths of a run.
+
+    Args:
+        path: its output_dir.
+
+    Attributes:
+        config: its settings; this file marks a folder as a run's.
+        checkpoint: what a run is resumed from.
+        samples: a folder for each step at which sample pictures were made.
+        metrics: a row for each optimizer step.
+        validation: a row for each set of sample pictures.
+        grid: control, before, after and target.
+        active_ranks: a T-LoRA's ranks.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.checkpoint = self.path / "checkpoints" / "last.ckpt"
+        self.samples = self.path / "samples"
+        self.metrics = self.path / "metrics.csv"
+        self.validation = self.path / "validation.csv"
+        self.report = self.path / "report.html"
+        self.grid = self.path / "grid.png"
+        self.active_ranks = self.path / "active_ranks.png"
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> "RunFolder":
+        """The run that wrote this file."""
+        return cls(checkpoint.parent.parent)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def weights(self, kind: str, name: str) -> Path:
+        """A folder of weights: step-000100, last or best, below the adapter's `folder`."""
+        return self.path / kind / name
+
+    def saved_weights(self) -> Path | None:
+        """`last`, or without it the newest folder of weights that has files in it."""
+        named = [folder for name in ("last", "best", "step-*") for folder in self.path.glob(f"*/{name}")]
+        folders = [folder for folder in named if folder.parent != self.samples and any(folder.glob("[!.]*"))]
+        return max(folders, key=lambda folder: (folder.name == "last", folder.stat().st_mtime), default=None)
+
+    def samples_of(self, step: int) -> Path:
+        """The sample pictures of one step."""
+        return self.samples / f"step-{step:06d}"
+
+    def sampled_steps(self) -> dict[int, Path]:
+        """The folders of `samples_of`, by step."""
+        return {int(folder.name.removeprefix("step-")): folder for folder in sorted(self.samples.glob("step-*"))}
+
+    def leftovers(self) -> list[Path]:
+        """What a run may leave that saved nothing: all but weights and checkpoints. config.yaml comes last."""
+        logs = [self.path / name for name in ("tensorboard", "csv", "wandb", "fit-profile.txt")]
+        tables = [self.metrics, self.validation]
+        pictures = [self.samples, self.active_ranks, self.grid, self.report]
+        return [*logs, *tables, *pictures, self.config]

@@ -1,0 +1,130 @@
+"""What a run and its callbacks may ask of their data."""
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, Self
+
+import lightning.pytorch as L
+from torch import Tensor
+
+from datamodules.batch import LatentBatch, PromptRequest, RawBatch
+from datamodules.errors import UserError
+from datamodules.prefetch import Prefetcher
+
+
+class Example(NamedTuple):
+    """A sample as a batch of one, and its pictures, controls first, each (1, 3, h, w); none for latents alone."""
+
+    pictures: list[Tensor]
+    batch: RawBatch | LatentBatch
+
+
+# A prompt and its condition images' (width, height) -> the shape of each tensor of its conditioning.
+PromptShapes = Callable[[str, list[tuple[int, int]]], Mapping[str, tuple[int, ...]]]
+
+
+class DataModule(L.LightningDataModule):
+    """A data module with typed access to its trainer, and from its trainer."""
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> Self:
+        """The data module of a trainer, which must be of this class."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, cls), f"{type(data).__name__} is not a {cls.__name__}"
+        return data
+
+    @property
+    def run(self) -> L.Trainer:
+        """The trainer that this data module is attached to."""
+        assert self.trainer is not None, "not attached to a trainer"
+        return self.trainer
+
+
+class PromptData(DataModule, ABC):
+    """Data of trainer.predict, whose prompts are encoded before anything else."""
+
+    @abstractmethod
+    def all_prompts(self) -> list[PromptRequest]:
+        """The prompts that this process encodes first; none if each is encoded together with its sample."""
+
+
+class TrainingData(DataModule, ABC):
+    """Data of trainer.fit.
+
+    Attributes:
+        batch_size: samples per step and process.
+        max_tokens_per_batch: instead, the most tokens of a batch; None where batch_size applies.
+        caption_dropout_rate: share of the samples whose prompt is replaced by the empty one.
+        needs_encoders: whether batches are pixels, which the training step has to encode.
+        notes: what may be a mistake, one line each.
+        validation: the held-out samples, as a data module of their own; None if there are none.
+    """
+
+    batch_size: int
+    max_tokens_per_batch: int | None
+    caption_dropout_rate: float
+    needs_encoders: bool
+    notes: list[str]
+    validation: "TrainingData | None"
+
+    @property
+    @abstractmethod
+    def sample_count(self) -> int:
+        """How many samples there are, not counting held-out ones."""
+
+    @property
+    @abstractmethod
+    def knows_prompts(self) -> bool:
+        """Whether batches carry the prompts as text."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The training data in one line, for the summary."""
+
+    @abstractmethod
+    def size_counts(self) -> Counter[tuple[int, int]]:
+        """How many targets there are of each (width, height)."""
+
+    @abstractmethod
+    def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
+        """Whether all batches have the same shapes, as far as is known before prompts are encoded."""
+
+    @abstractmethod
+    def batches_per_epoch(self) -> float:
+        """Of this process; estimated where the samples' sizes are not known."""
+
+    @abstractmethod
+    def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
+        """This process's batches, on the CPU, without end, from the trainer's position on."""
+
+    @abstractmethod
+    def one_by_one(self, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
+        """All samples in order, each as a batch of one.
+
+        Args:
+            empty_prompt: whether latent batches include the empty prompt's conditioning.
+        """
+
+    @abstractmethod
+    def pixels(self, count: int) -> list[RawBatch]:
+        """The first `count` samples as pixels, each as a batch of one; none if the data is latents alone."""
+
+    @abstractmethod
+    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
+        """The first `count` samples with their pictures; `empty_prompt` as in `one_by_one`."""
+
+    def train_dataloader(self) -> Prefetcher:
+        self._refuse_epochs()
+        return Prefetcher(self.train_batches(), self.run.strategy.root_device)
+
+    def _refuse_epochs(self) -> None:
+        """Raise a UserError if the length is given in epochs, which have no end here."""
+        trainer = self.run
+        if trainer.max_epochs not in (None, -1):
+            steps = math.ceil(self.batches_per_epoch() * trainer.max_epochs / trainer.accumulate_grad_batches)
+            raise UserError(
+                f"trainer.max_epochs={trainer.max_epochs}: give the length in steps. For {trainer.max_epochs} epochs "
+                f"of these {self.sample_count} samples pass trainer.max_steps={steps}"
+            )

@@ -1,0 +1,207 @@
+"""Pixels and prompts to latents and embeddings: the one way from a RawBatch to a LatentBatch."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from datamodules.batch import ON_HOST, LatentBatch, PromptRequest, RawBatch, copy_to, stack_padded
+from datamodules.images.transforms import PREPROCESSING
+from lightning_modules.family import Family
+from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.timing import SECONDS_BETWEEN_LINES, StageTimer
+
+log = logging.getLogger("retouch")
+
+
+class Encoder:
+    """A base's frozen encoders, and its decoder.
+
+    Args:
+        vae_encode_mode: of `FlowMatching`; a cache keeps the standard deviation for `sample` only.
+
+    Attributes:
+        trains_text_encoders: whether text encoders train: then they encode anew in every step.
+    """
+
+    def __init__(self, family: Family, base: FrozenBase, vae_encode_mode: str) -> None:
+        self.family = family
+        self.base = base
+        self.vae_encode_mode = vae_encode_mode
+        self.trains_text_encoders = False
+        self.prompts = PromptCache(
+            lambda prompt, images: family.encode_prompt(base.components, prompt, images), base.timer
+        )
+
+    @torch.no_grad()
+    def __call__(self, batch: RawBatch, negative_prompt: str | None = None) -> LatentBatch:
+        """Run the frozen encoders; deterministic, so the result may be cached.
+
+        Args:
+            negative_prompt: encode this too, as the batch's `empty_prompt`; in training it is "".
+        """
+        base, target_mean, target_std = self.base, None, None
+        with torch.autocast(base.device.type, enabled=False):
+            with base.timer.stage("encode_image"):
+                if batch.target is not None:
+                    target_mean, target_std = self._encode_pixels(batch.target)
+                controls = [self._encode_pixels(control)[0] for control in batch.controls]
+            base.offload_to_cpu()
+            images = batch.prompt_images
+            prompt, empty = self.prompts(batch.prompts, images, base.device), {}
+            if negative_prompt is not None:
+                empty = self.prompts([negative_prompt] * len(images), images, base.device)
+        base.offload_to_cpu()
+        return LatentBatch(
+            batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask, batch.prompts
+        )
+
+    def _encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, beside the transformer."""
+        parts, device = self.base.components, self.base.device
+        vae = parts["vae"]
+        # In diffusers' memory layout, by which bf16 kernels round.
+        pixels = pixels.to(parts.device("vae"), parts.dtype, memory_format=torch.channels_last)
+        mean, std = self.family.encode_pixels(vae, pixels)
+        return mean.to(device), std.to(device)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Normalized latents (B, C, h, w) -> pixels (B, 3, H, W), about [-1, 1], on the CPU in float32."""
+        parts = self.base.components
+        return self.family.decode(parts["vae"], latents.to(parts.device("vae"))).float().cpu()
+
+    def latents(self, batch: RawBatch | LatentBatch, empty_prompt: bool) -> LatentBatch:
+        """What a step sees: pixels encoded, and prompts as text encoders that train encode them now.
+
+        Args:
+            empty_prompt: whether a raw batch is encoded with the empty prompt, too.
+        """
+        if isinstance(batch, RawBatch):
+            batch = self(batch, "" if empty_prompt else None)
+        return self.refresh_prompt_embeds(batch)
+
+    def refresh_prompt_embeds(self, batch: LatentBatch) -> LatentBatch:
+        """The batch with what the text encoders give now; where none train, as it is."""
+        if not self.trains_text_encoders:
+            return batch
+        encode = self.family.encode_prompts
+        empty = encode(self.base.components, [""]) if batch.empty_prompt else {}
+        return replace(batch, prompt=encode(self.base.components, batch.prompts), empty_prompt=empty)
+
+    def keep_prompts(self, requests: Sequence[PromptRequest], processes: int) -> None:
+        """Encode prompts before all else, and let the text encoders go if the embeddings fit in memory.
+
+        Args:
+            processes: how many on this machine do so.
+        """
+        with torch.no_grad():
+            kept = self.prompts.keep(requests, self.family.condition_images.for_text, processes)
+        if kept:
+            self.base.components.release(*self.family.text_components)
+
+    def fingerprint_parts(self, memo: Path) -> dict[str, Any]:
+        """All that encodings depend on beside the samples: what a cache's fingerprint is made of.
+
+        Args:
+            memo: a file that remembers the checksums of a local model's files.
+        """
+        return {
+            **self.base.identity(memo),
+            "preprocessing": PREPROCESSING,
+            "vae_encode_mode": self.vae_encode_mode,
+            "settings": self.family.encoding_settings(),
+            "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
+        }
+
+
+class PromptCache:
+    """Prompt embeddings in CPU memory: data sets for an edit repeat their instructions.
+
+    A prompt is known by its text and by the pixels of the images that its encoder sees with it. Each is encoded
+    alone, so that its embedding does not depend on its neighbours in a batch.
+
+    Args:
+        encode: a prompt and its images -> the text conditioning, each tensor (...).
+        kept: how many are kept, the ones used last; 4 MB each for T5-XXL at 512 tokens, 10 MB for Qwen2.5-VL and one
+            megapixel.
+    """
+
+    def __init__(
+        self, encode: Callable[[str, list[Tensor]], dict[str, Tensor]], timer: StageTimer, kept: int = 64
+    ) -> None:
+        self.encode = encode
+        self.timer = timer
+        self.kept = kept
+        self._seconds: dict[bytes, float] = {}
+        self._encoded: dict[bytes, dict[str, Tensor]] = {}
+
+    def __call__(
+        self, prompts: Sequence[str], images: Sequence[list[Tensor]], device: torch.device
+    ) -> dict[str, Tensor]:
+        """The conditioning of a batch, each tensor (B, ...), on `device`, its masks on the host.
+
+        Args:
+            images: of each prompt.
+        """
+        encoded = []
+        for prompt, seen in zip(prompts, images, strict=True):
+            key = _digest(prompt, seen)
+            encoded.append(self._encoded.pop(key) if key in self._encoded else self._encode(key, prompt, seen))
+            self._encoded[key] = encoded[-1]
+        while len(self._encoded) > self.kept:
+            del self._encoded[next(iter(self._encoded))]
+        stacked = stack_padded(encoded)
+        return {k: tensor if k.endswith(ON_HOST) else copy_to(tensor, device) for k, tensor in stacked.items()}
+
+    def seconds(self, prompt: str, images: list[Tensor]) -> float:
+        """What encoding it has taken."""
+        return self._seconds[_digest(prompt, images)]
+
+    def _encode(self, key: bytes, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+        before = self.timer.seconds.get("encode_prompt", 0.0)
+        with self.timer.stage("encode_prompt"):
+            encoded = {name: tensor.cpu() for name, tensor in self.encode(prompt, images).items()}
+        self._seconds[key] = self.timer.seconds["encode_prompt"] - before
+        return encoded
+
+    def keep(
+        self, requests: Sequence[PromptRequest], load: Callable[[Sequence[Path]], list[Tensor]], processes: int = 1
+    ) -> bool:
+        """Encode these now, and keep them all if they fit: their encoders may go then.
+
+        Args:
+            load: reads the images of a prompt.
+            processes: how many on this machine do so, and share half of the free memory.
+        """
+        start = last = time.monotonic()
+        for number, (prompt, paths) in enumerate(requests, 1):
+            first = self([prompt], [load(paths)], torch.device("cpu"))
+            if number == 1:
+                size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
+                if size * len(requests) * processes > psutil.virtual_memory().available / 2:
+                    return False
+                self.kept = max(self.kept, len(requests))
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                left = timedelta(seconds=round((last - start) / number * (len(requests) - number)))
+                log.info(f"{number} of {len(requests)} prompts encoded  left {left}")
+        return True
+
+
+def _digest(prompt: str, images: list[Tensor]) -> bytes:
+    """What a prompt and its images are known by."""
+    digest = hashlib.sha256(prompt.encode())
+    for image in images:
+        digest.update(str(tuple(image.shape)).encode())
+        digest.update(image.cpu().numpy().tobytes())
+    return digest.digest()

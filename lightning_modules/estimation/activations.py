@@ -1,0 +1,179 @@
+"""What a training step holds for its backward pass, by a step on fake tensors; the least recomputation that fits."""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from rich.filesize import decimal
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+from datamodules.base import TrainingData
+from datamodules.batch import LatentBatch, Size
+from datamodules.pairs import PairsDataModule
+from datamodules.sampler import samples_per_batch
+from lightning_modules import flow
+from lightning_modules.adapters.adapter import Adapter, dummy_optimizer_step
+from lightning_modules.adapters.trained import TrainedParts
+from lightning_modules.estimation.fake_tensors import OnCuda, PeakMemory, fake_like, fake_model
+from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.family import Family
+from lightning_modules.pretrained.frozen_base import FrozenBase
+
+log = logging.getLogger("retouch")
+
+
+class Heaviest(NamedTuple):
+    """The batch with the most tokens: how many samples, their size, tokens in all; and the longest caption."""
+
+    samples: int
+    size: Size
+    tokens: int
+    caption: str
+
+
+def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> Heaviest:
+    """Of the data, which has been scanned."""
+    caption = max((sample.prompt for sample in data.samples), key=len, default="")
+    tokens = {
+        size: family.geometry.token_count(empty_latents(family, base, size, 1, caption)) for size in set(data.sizes)
+    }
+    limits = {size: samples_per_batch(data.batch_size, data.max_tokens_per_batch, n) for size, n in tokens.items()}
+    size = max(tokens, key=lambda size: limits[size] * tokens[size])
+    return Heaviest(limits[size], size, limits[size] * tokens[size], caption)
+
+
+def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, caption: str) -> LatentBatch:
+    """A batch without content, on the meta device."""
+    (target, *controls), masked = size
+    config = base.source.config()
+    channels = family.geometry.channels(config)
+
+    def empty(image: tuple[int, int]) -> Tensor:
+        return torch.empty(samples, channels, *base.latent_size(*image), dtype=base.dtype, device="meta")
+
+    prompt = {
+        name: torch.empty(samples, *shape, dtype=base.dtype, device="meta")
+        for name, shape in family.prompt_shapes(config, caption, controls).items()
+    }
+    mask = torch.empty(samples, 1, target[1], target[0], dtype=torch.uint8, device="meta") if masked else None
+    return LatentBatch(
+        [""] * samples, [0] * samples, empty(target), empty(target), [empty(one) for one in controls], prompt, {}, mask
+    )
+
+
+def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
+    """The optimizer's state, by taking a step with it on a small matrix."""
+    made, parameter = dummy_optimizer_step(optimizer, 256, 256)
+    state = [tensor for tensor in tree_iter(made.state) if isinstance(tensor, Tensor)]
+    return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
+
+
+class FakeStep:
+    """Forward and backward of a batch on tensors without content.
+
+    Args:
+        dtype: of the base.
+        compiled: whether the blocks are.
+        transformer: on the meta device, with its adapter; its tensors are replaced.
+        batch: without content.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        adapter: Adapter,
+        dtype: torch.dtype,
+        compiled: bool,
+        transformer: nn.Module,
+        batch: LatentBatch,
+    ) -> None:
+        self.family = family
+        self.adapter = adapter
+        self.dtype = dtype
+        self.compiled = compiled
+        self._mode, self._memory = FakeTensorMode(), PeakMemory()
+        with self._mode, self._memory:
+            self.transformer = fake_model(transformer, dtype).train()
+            self._x_t, self._eps, *self._controls = (
+                fake_like(latent).float() for latent in (batch.target_mean, batch.target_mean, *batch.controls)
+            )
+            self._prompt = {name: fake_like(tensor) for name, tensor in batch.prompt.items()}
+            self._mask = None if batch.mask is None else fake_like(batch.mask).float()
+            self._t = torch.empty(len(self._x_t))
+
+    def _bind(self, block: nn.Module) -> Callable[..., Any]:
+        """As the adapter's `bind_rank_mask`, and as on CUDA: in a backward pass PyTorch sets the mode aside."""
+        again = self.adapter.bind_rank_mask(block)
+
+        def run(*args: Any) -> Any:
+            with OnCuda(self.dtype):
+                return again(*args)
+
+        return run
+
+    def peak(self, policy: str) -> int:
+        """The most bytes beside weights that it holds with this `gradient_checkpointing`."""
+        log.info(f"simulating a step on fake tensors with gradient checkpointing {policy}")
+        dtype = self.dtype
+        # What is compiled keeps by itself what `selective` does.
+        kept = "selective" if policy == "none" and self.compiled else policy
+        set_checkpointing(self.transformer, kept, self._bind)
+        with self._mode, self._memory, OnCuda(dtype):
+            for gate in self.adapter.rank_gates():
+                gate.mask = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
+            self._memory.restart()
+            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+                velocity = self.family.velocity(self.transformer, self._x_t, self._t, self._controls, self._prompt)
+                flow.flow_loss(velocity, self._eps, self._mask).mean().backward()
+            del velocity
+            self.transformer.zero_grad(set_to_none=True)
+        return self._memory.peak
+
+
+def choose_checkpointing(
+    family: Family,
+    base: FrozenBase,
+    trained: TrainedParts,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    compiled: bool,
+    transformer: nn.Module,
+    data: TrainingData,
+    minimum: Callable[[Tensor], Tensor],
+) -> str:
+    """The least recomputation that fits in the memory that is free, once all weights are there.
+
+    A tenth stays free: what kernels take for themselves is not known.
+
+    Args:
+        compiled: whether the blocks are.
+        transformer: on the meta device, with its adapter.
+        minimum: of a number over all processes.
+    """
+    if not isinstance(data, PairsDataModule):
+        log.info("model.gradient_checkpointing=auto is full: the sizes of what is streamed are not known")
+        return "full"
+    free = int(0.9 * minimum(torch.tensor(float(free_memory(base.device)), device=base.device)))
+    state = sum(one.numel() for one in trained.parameters().values()) * bytes_per_parameter(optimizer)
+    heaviest = heaviest_batch(family, base, data)
+    batch = empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption)
+    step = FakeStep(family, trained.adapter, base.dtype, compiled, transformer, batch)
+    needed = {}
+    for policy in POLICIES:
+        needed[policy] = round(state) + step.peak(policy)
+        if needed[policy] <= free:
+            break
+    log.info(f"model.gradient_checkpointing=auto is {policy}: {decimal(needed[policy])} of {decimal(free)} free")
+    return policy
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors can still take."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached

@@ -1,0 +1,93 @@
+"""Qwen-Image's velocity: its tokens and its last block, as pure functions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from datamodules.batch import copy_to
+from lightning_modules.execution.autocast import compute_dtype
+from lightning_modules.execution.last_block import LastBlock, target_tokens_only
+from lightning_modules.patches import pack, unpack
+
+
+def image_shapes(latents: Sequence[Sequence[int]], samples: int) -> list[list[tuple[int, int, int]]]:
+    """The sides 2H, 2W of each image's latent -> for every sample the (frames, H, W) that the transformer wants."""
+    return [[(1, height // 2, width // 2) for height, width in latents]] * samples
+
+
+def velocity(transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
+    """The transformer's prediction (B, C, h, w) of (B, C, h, w) at t (B,)."""
+    images = [x_t, *controls]
+    # A sample alone has no padding; kernels without a mask are the faster ones.
+    mask = prompt.get("prompt_embeds_mask")
+    if len(x_t) == 1 or (mask is not None and mask.all()):
+        mask = None
+    height, width = x_t.shape[-2:]
+    count = height * width // 4
+    with target_tokens_only(transformer.transformer_blocks[-1], count):
+        predicted = transformer(
+            hidden_states=torch.cat([pack(image) for image in images], dim=1),
+            timestep=t,
+            encoder_hidden_states=prompt["prompt_embeds"],
+            encoder_hidden_states_mask=None if mask is None else copy_to(mask, x_t.device),
+            img_shapes=image_shapes([image.shape[-2:] for image in images], len(x_t)),
+            return_dict=False,
+        )[0]
+    return unpack(predicted[:, :count], height, width)
+
+
+def trim_last_block(transformer: Any) -> None:
+    """Let the last block compute the target's tokens alone, where `velocity` asks for these."""
+    block = transformer.transformer_blocks[-1]
+    block.forward = LastBlock(block, last_block, UNREAD)
+
+
+# The layers that compute what text leaves the block with.
+UNREAD = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
+
+
+def last_block(
+    block: Any,
+    target: Tensor,
+    control: Tensor,
+    text: Tensor,
+    encoder_hidden_states_mask: Tensor | None,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    joint_attention_kwargs: None = None,
+    modulate_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """diffusers' QwenImageTransformerBlock: (B, T, D), (B, C, D), (B, L, D) -> the text as it is, target (B, T, D)."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+
+    attn, count = block.attn, target.shape[1]
+    text_temb = temb.chunk(2)[0] if block.zero_cond_t else temb
+    first, second = block.img_mod(temb).chunk(2, dim=-1)
+    images, gate = block._modulate(block.img_norm1(torch.cat([target, control], dim=1)), first, modulate_index)
+    words, _ = block._modulate(block.txt_norm1(text), block.txt_mod(text_temb).chunk(2, dim=-1)[0])
+
+    images, words = images.to(compute_dtype(images)), words.to(compute_dtype(words))
+
+    def heads(tokens: Tensor, norm: nn.Module, frequencies: Tensor) -> Tensor:
+        tokens = norm(tokens.unflatten(-1, (attn.heads, -1)))
+        return apply_rotary_emb_qwen(tokens, frequencies, use_real=False)
+
+    of_images, of_text = image_rotary_emb
+    query = heads(attn.to_q(images[:, :count]), attn.norm_q, of_images[:count])
+    text_key = heads(attn.add_k_proj(words), attn.norm_added_k, of_text)
+    key = torch.cat([text_key, heads(attn.to_k(images), attn.norm_k, of_images)], dim=1)
+    value = torch.cat([attn.add_v_proj(words), attn.to_v(images)], dim=1).unflatten(-1, (attn.heads, -1))
+    mask = encoder_hidden_states_mask
+    if mask is not None:
+        mask = nn.functional.pad(mask, (0, images.shape[1]), value=1).bool()[:, None, None]
+    backend = attn.processor._attention_backend
+    attended = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=backend).flatten(2, 3).to(query.dtype)
+    gate, index = gate[:, :count] if gate.shape[1] > 1 else gate, None
+    if modulate_index is not None:
+        index = modulate_index[:, :count]
+    target = target + gate * attn.to_out[0](attended)
+    normed, gate = block._modulate(block.img_norm2(target), second, index)
+    return text, target + gate * block.img_mlp(normed)

@@ -1,0 +1,184 @@
+"""What is done to a transformer before it computes, in order: load, quantize, inject the adapter, compile."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+
+from datamodules.base import TrainingData
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import Adapter
+from lightning_modules.adapters.peft_layers import cast_inputs
+from lightning_modules.adapters.trained import TrainedParts
+from lightning_modules.estimation.activations import choose_checkpointing
+from lightning_modules.execution.activation_offload import ActivationOffload
+from lightning_modules.execution.autocast import cast_inputs_once
+from lightning_modules.execution.block_offload import BlockStream, streamed_blocks
+from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
+from lightning_modules.execution.host_memory import all_weights
+from lightning_modules.execution.kernels import check_attention_backend, compile_blocks, set_attention_backend
+from lightning_modules.family import Family
+from lightning_modules.pretrained.frozen_base import FrozenBase
+
+
+class Execution:
+    """How a base's transformer computes, in training and in prediction.
+
+    Args:
+        adapter: what trains; None in prediction.
+        gradient_checkpointing: what is computed again in the backward pass, to save memory: `none`, `selective`,
+            `every_N` (every N-th block), `full` or `auto`.
+        compile: whether its blocks are compiled.
+        attention_backend: diffusers' name of an attention kernel; None for PyTorch's own choice.
+        offload: what waits in the host's memory: `blocks`, how many of the transformer's; `activations`, whether those
+            of a training step do.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        base: FrozenBase,
+        adapter: Adapter | None,
+        gradient_checkpointing: bool | str,
+        compile: bool,
+        attention_backend: str | None,
+        offload: Mapping[str, Any],
+    ) -> None:
+        self.family = family
+        self.base = base
+        self._adapter = adapter
+        self.checkpointing = read_policy(gradient_checkpointing)
+        self.compile_blocks = compile
+        self.attention_backend = attention_backend
+        self.offload = offload
+        self._activations: ActivationOffload | None = None
+
+    @property
+    def adapter(self) -> Adapter:
+        """What trains."""
+        assert self._adapter is not None
+        return self._adapter
+
+    def check(self, sharded: bool) -> None:
+        """Raise a UserError for settings that do not go together.
+
+        Args:
+            sharded: whether the transformer is split over several GPUs.
+        """
+        trains, recomputes = self._adapter is not None, self.checkpointing == "full"
+        check_attention_backend(self.attention_backend, trains)
+        if self.compile_blocks and self.base.source.backend == "torchao":
+            raise UserError("model.compile does not go with model.quantization.backend=torchao: leave the backend out")
+        if trains and sharded and self.offload["blocks"]:
+            raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
+        if trains and sharded and self.offload["activations"] and not recomputes:
+            raise UserError(
+                "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full: else the "
+                "weights that are gathered for a step would be copied, too"
+            )
+        if trains and self.offload["blocks"] and not recomputes:
+            raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
+
+    def check_data(self, data: TrainingData) -> None:
+        """Raise a UserError for data that the adapter cannot be trained on."""
+        if self._adapter is not None and self._adapter.trains_text_encoders and not data.knows_prompts:
+            raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
+
+    def load_to_train(self, mesh: Any, data: TrainingData | None) -> Any:
+        """The transformer with its adapter, ready to train; a checkpointing policy of `auto` is still to be chosen.
+
+        Args:
+            mesh: of the GPUs that it is split over; None for one that is whole in each process.
+            data: that it is compiled for; None where that is not known.
+        """
+        transformer = self.base.load_transformer(sharded=mesh is not None)
+        self.adapt(transformer)
+        if self.offload["activations"]:
+            self._activations = ActivationOffload(self.base.device, all_weights(transformer))
+        dynamic = None
+        if self.compile_blocks and data is not None:
+            dynamic = not data.is_uniform(partial(self.family.prompt_shapes, self.base.source.config()))
+        self.prepare(transformer, dynamic)
+        if self.checkpointing != "auto":
+            self._set_checkpointing(transformer)
+        if mesh is not None:
+            from lightning_modules.execution.fsdp import shard
+
+            shard(transformer, mesh)
+            cast_inputs(transformer, True)  # in float32 and without autocast it makes pictures too
+        return transformer
+
+    def adapt(self, transformer: Any) -> None:
+        """Inject the adapter and prepare the transformer for training; it may be on the meta device."""
+        self.adapter.inject(transformer)
+        self.family.trim_last_block(transformer)
+        cast_inputs_once(transformer)
+
+    def adapted_meta_transformer(self) -> Any:
+        """The transformer with its adapter, without weights: to estimate by."""
+        transformer = deepcopy(self.base.source.meta)
+        self.adapt(transformer)
+        return transformer
+
+    def text_encoders_to_train(self) -> nn.ModuleDict:
+        """The text encoders with the adapter, by name; none where it leaves them alone."""
+        found = nn.ModuleDict()
+        for name in self.base.family_class.text_components if self.adapter.trains_text_encoders else ():
+            if isinstance(part := self.base.components[name], nn.Module):
+                self.adapter.inject(part)
+                found[name] = part.eval()
+        return found
+
+    def prepare(self, transformer: Any, dynamic: bool | None = None) -> None:
+        """Stream its blocks, choose its kernels and compile it: after quantized layers and adapters are in place.
+
+        Args:
+            dynamic: of `compile_blocks`.
+
+        Raises:
+            UserError: this machine or these weights cannot do it.
+        """
+        self.stream_blocks(transformer)
+        set_attention_backend(transformer, self.attention_backend)
+        if self.compile_blocks:
+            compile_blocks(transformer, dynamic)
+
+    def stream_blocks(self, transformer: Any) -> None:
+        """Let the offloaded blocks come to the device for their turn; adapters must be in place."""
+        if self.offload["blocks"]:
+            blocks = streamed_blocks(transformer, self.offload["blocks"])
+            BlockStream(list(blocks.values()), self.base.device)
+            transformer.to(self.base.device)  # what is left of the blocks
+
+    def choose_checkpointing(
+        self,
+        trained: TrainedParts,
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
+        trainer: L.Trainer,
+    ) -> None:
+        """Where the policy is `auto`, take the least recomputation that fits on each of the trainer's devices."""
+        if self.checkpointing != "auto":
+            return
+        assert optimizer is not None
+        meta, data = self.adapted_meta_transformer(), TrainingData.of(trainer)
+        minimum = partial(trainer.strategy.reduce, reduce_op="min")
+        self.checkpointing = choose_checkpointing(
+            self.family, self.base, trained, optimizer, self.compile_blocks, meta, data, minimum
+        )
+        self._set_checkpointing(trained.parts["transformer"])
+
+    def _set_checkpointing(self, transformer: Any) -> None:
+        set_checkpointing(transformer, self.checkpointing, self.adapter.bind_rank_mask, self.compile_blocks)
+
+    def saved_tensors(self) -> AbstractContextManager[Any]:
+        """Around a training step's forward: where what autograd saves goes."""
+        return self._activations or nullcontext()
+
+    def without_compiling(self) -> AbstractContextManager[Any]:
+        """Inside, compiled blocks run as they are written: graphs are for steps, pictures have other sizes."""
+        return torch.compiler.set_stance("force_eager") if self.compile_blocks else nullcontext()

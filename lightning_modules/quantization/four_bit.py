@@ -1,0 +1,155 @@
+"""fp4 and nf4: 4 bits a weight and a scale for each block of 64, by bitsandbytes' kernels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from torch import Tensor, nn
+
+from datamodules.errors import UserError, listing
+from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
+from lightning_modules.quantization.stored import StoredLayer
+
+QUANT_TYPES = ("fp4", "nf4")
+# Between a weight's name and its quant type, on disk.
+QUANT_STATE = "weight.quant_state.bitsandbytes__"
+
+
+class FourBit(Storage):
+    """Two weights in each uint8, and the scales of their blocks; by bitsandbytes' kernels.
+
+    With double quantization the scales are in 8 bits themselves, and there are four parts more: their offset, their own
+    scales, and the numbers that 8 bits stand for.
+
+    Args:
+        quant_type: `fp4` or `nf4`.
+        blocksize, nested_blocksize: weights, and scales, that share a scale.
+        dtype: what weights are made in.
+    """
+
+    def __init__(self, quant_type: str, blocksize: str, nested_blocksize: str, dtype: str) -> None:
+        self.quant_type = quant_type
+        self.blocksize, self.nested_blocksize = int(blocksize), int(nested_blocksize)
+        self.dtype = getattr(torch, dtype)
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        packed, absmax, *nested = parts
+        if nested:
+            offset, absmax2, code = nested
+            absmax = bnb.functional.dequantize_blockwise(absmax, None, absmax2, code, None, self.nested_blocksize)
+            absmax = absmax + offset
+        kernel = torch.ops.bitsandbytes.dequantize_4bit.default
+        return kernel(packed, absmax.float(), self.blocksize, self.quant_type, shape, self.dtype).to(dtype)
+
+
+class FourBitLinear(QuantizedLinear):
+    """fp4 or nf4 (arXiv 2305.14314), a scale for each block of 64 weights.
+
+    Args:
+        packed: uint8, two weights in each.
+        quant_state: the scales, themselves in 8 bits with double quantization, and the shape.
+        dtype: what adapters beside the layer are made in.
+    """
+
+    shardable = False  # FSDP splits parameters by rows, which packed blocks have none of
+
+    def __init__(
+        self, packed: Tensor, quant_state: bnb.functional.QuantState, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = quant_state.shape
+        self.quant_state = quant_state
+        self._hold(packed)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+        self.compute_dtype = dtype
+        nested = quant_state.state2.blocksize if quant_state.nested else 0
+        made_in = str(quant_state.dtype).removeprefix("torch.")
+        self.storage = f"{quant_state.quant_type} {quant_state.blocksize} {nested} {made_in}"
+
+    @classmethod
+    def quantize(cls, linear: nn.Linear, quant_type: str, double_quant: bool) -> "FourBitLinear":
+        """By the kernel for the weight's device; bit for bit what `bitsandbytes.functional.quantize_4bit` gives."""
+        weight, dtype = linear.weight.data, linear.weight.dtype
+        states: list[bnb.functional.QuantState] = []
+
+        def quantize(piece: Tensor) -> tuple[Tensor, Tensor]:
+            packed, state = bnb.functional.quantize_4bit(piece, quant_type=quant_type)
+            states.append(state)
+            return packed, state.absmax
+
+        packed, absmax = in_pieces(quantize, weight.flatten())
+        settings = {name: getattr(states[0], name) for name in ("code", "blocksize", "quant_type")}
+        if double_quant:
+            offset = absmax.mean()
+            absmax, nested = bnb.functional.quantize_blockwise(absmax - offset, blocksize=256)
+            settings |= {"offset": offset, "state2": nested}
+        state = bnb.functional.QuantState(absmax=absmax, shape=weight.shape, dtype=dtype, **settings)
+        return cls(packed, state, linear.bias, dtype)
+
+    def parts(self) -> list[Tensor]:
+        state = self.quant_state
+        parts = [self.weight.data, state.absmax]
+        return [*parts, state.offset, state.state2.absmax, state.state2.code] if state.nested else parts
+
+    def _hold(self, packed: Tensor) -> None:
+        # diffusers knows the true shape of weights of this class only.
+        self.weight = bnb.nn.Params4bit(packed, quant_state=self.quant_state, bnb_quantized=True)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.quant_state.to(fn(self.quant_state.absmax).device)
+        if self.weight is not None:
+            self._hold(self.weight.data)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As bitsandbytes does."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight is not None:
+            for name, value in self.quant_state.as_dict(packed=True).items():
+                destination[f"{prefix}weight.{name}"] = value
+
+
+STORAGES |= {quant_type: partial(FourBit, quant_type) for quant_type in QUANT_TYPES}
+
+
+def detector(quant_type: str) -> Callable[[str, str], bool]:
+    """Gives whether a tensor in a file shows that linear layers are in this type."""
+    return lambda name, dtype: f"{QUANT_STATE}{quant_type}" in name
+
+
+def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
+    """Raise a UserError for packed weights without their quant state."""
+    packed = [name for name in layers if dtypes[f"{name}.weight"] == "U8"]
+    missing = [name for name in packed if not any(f"{name}.{QUANT_STATE}{kind}" in dtypes for kind in QUANT_TYPES)]
+    if missing:
+        raise UserError(
+            f"{where} lacks the quant state of {listing(missing)}: the file is incomplete; download it again"
+        )
+
+
+def read(stored: StoredLayer) -> FourBitLinear | None:
+    """A layer in bitsandbytes' layout."""
+    state = stored.parts("weight.")
+    if not state:
+        return None
+    try:
+        quant_state = bnb.functional.QuantState.from_dict(state, stored.device)
+    except (KeyError, ValueError, AssertionError) as error:
+        raise UserError(f"the quant state of {stored.name} is damaged: {error}; download the file again") from error
+    return FourBitLinear(stored.read("weight").view(torch.uint8), quant_state, stored.bias(), stored.dtype)
+
+
+def config(format: str, double_quant: bool, plain: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    """config.json's quantization_config, as diffusers reads it."""
+    from diffusers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=format,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=plain,
+    ).to_dict()

@@ -1,0 +1,39 @@
+"""Seconds spent in the stages of a run."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# Between two lines about a step that takes long.
+SECONDS_BETWEEN_LINES = 10
+# The stage of what a run does beside its steps: sample pictures and savings. Speeds leave it out.
+NOT_TRAINING = "not training"
+
+
+class StageTimer:
+    """Seconds by stage; a stage within another is not counted twice.
+
+    `synchronize`, where set, is a CUDA device to wait for at the borders of a stage.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.synchronize: torch.device | None = None
+        self._inner = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside, less those of stages within, to `seconds[name]`."""
+        start, outer, self._inner = self._now(), self._inner, 0.0
+        yield
+        elapsed = self._now() - start
+        inner = 0.0 if name == NOT_TRAINING else self._inner  # all that it takes counts, with its stages within
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - inner
+        self._inner = outer + elapsed
+
+    def _now(self) -> float:
+        if self.synchronize is not None and self.synchronize.type == "cuda":
+            torch.cuda.synchronize(self.synchronize)
+        return time.perf_counter()

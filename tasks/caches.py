@@ -1,0 +1,69 @@
+"""task=cache, preview and clean: the data of data.root, and what is encoded of it."""
+
+import re
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.filesize import decimal
+
+from datamodules.errors import UserError, listing
+from datamodules.shards.cache import Cache
+from tasks.contact_sheet import write_contact_sheet
+from tasks.encode import build_cache, cached_data
+from tasks.placement import place_trainer
+from tasks.terminal import log
+
+
+def cache(cfg: DictConfig, _: Path) -> None:
+    """Encode data.root, as train.py does before it trains."""
+    place_trainer(cfg)
+    folder = build_cache(cfg, data := cached_data(cfg))
+    manifest = Cache(folder, {}).manifest()
+    if not manifest.get("samples"):
+        raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
+    log.info(f"done: {folder} holds {manifest['samples']} samples, {decimal(manifest['bytes'])}")
+    overrides = HydraConfig.get().overrides.task
+    same = [shlex.quote(override) for override in overrides if re.match(r"(data|model)[.=]", override)]
+    log.info(f"train on it: {' '.join(['python train.py', *same])}")
+
+
+def preview(cfg: DictConfig, output_dir: Path) -> None:
+    """Draw the contact sheet of what would be trained on; no weights are loaded."""
+    data = cached_data(cfg)
+    data.configure_for(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None))
+    data.scan()
+    write_contact_sheet(data, output_dir / "preview.png")
+    for note in data.notes:
+        log.info(f"note: {note}")
+    log.info(f"done: {output_dir / 'preview.png'}")
+
+
+def clean(cfg: DictConfig, _: Path) -> None:
+    """Name the caches that the present settings do not use; with delete=true, delete them."""
+    data = cached_data(cfg)
+    used = data.cache(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)).folder
+    total = 0
+    for folder in sorted(used.parent.glob("?" * len(used.name))):
+        if folder == used or not (folder / ".lock").is_file():
+            continue
+        other = Cache(folder, {})
+        if not other.lock_is_free():
+            log.info(f"{folder} is being filled: it stays")
+            continue
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        when = time.strftime("%Y-%m-%d", time.localtime((folder / ".lock").stat().st_mtime))
+        total += size
+        log.info(f"{folder}  {decimal(size)}, {other.describe()}, last used {when}")
+        if cfg.delete:
+            shutil.rmtree(folder)
+    if total == 0:
+        log.info(f"nothing to free in {used.parent}; {used.name} is what these settings use")
+    elif cfg.delete:
+        log.info(f"freed {decimal(total)}; kept {used.name}, which these settings use")
+    else:
+        log.info(f"delete=true frees {decimal(total)}; {used.name}, which these settings use, stays")

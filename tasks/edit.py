@@ -1,0 +1,141 @@
+"""task=edit: make pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning.pytorch as L
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from callbacks.graceful_stop import GracefulStop
+from callbacks.image_writer import PREDICTIONS, ImageWriter
+from datamodules.edits import EditsDataModule
+from datamodules.errors import UserError
+from lightning_modules.adapters.formats.diffusers import find_weights, read_header
+from lightning_modules.family import Sampling
+from tasks.placement import place_trainer
+from tasks.resolvers import CONF
+from tasks.settings import PREDICTION, check_settings
+from tasks.terminal import log, silence_libraries
+
+# What is written into a LoRA's file, as far as it could be read.
+Header = dict[str, Any] | None
+
+
+def edit(cfg: DictConfig, output_dir: Path) -> None:
+    """Edit cfg.image, or make pictures from the prompt alone."""
+    records = output_dir / PREDICTIONS
+    if records.exists():
+        raise UserError(f"output_dir={output_dir} already contains predictions: choose another folder")
+    if cfg.lora is None:
+        log.info(f"no lora=: the model alone ({cfg.model.pretrained_model_name_or_path})")
+    files = [find_weights(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
+    headers = [read_header(file) for file in files]
+    cfg.model = model_settings(cfg, headers, HydraConfig.get().overrides.task)
+    check_settings(cfg, PREDICTION)  # again: the file's header may hold any value
+    scales = list(dict.fromkeys(map(float, as_list(cfg, "lora_scale"))))
+    if not files and scales != [1.0]:
+        raise UserError("lora_scale needs lora=: name the weights that it scales")
+    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt)
+    if sampling.negative is not None and cfg.negative_prompt is None:
+        log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
+    data = requests(cfg, sampling.negative, scales)
+    # Hydra would turn objects among its arguments into configs: finish the call without it.
+    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _partial_=True)(
+        loras=files, merge_lora=cfg.merge_lora, sampling=sampling
+    )
+    warn_of_other_base(module, files, headers)
+    silence_libraries()
+    place_trainer(cfg)
+    callbacks = [ImageWriter(str(output_dir)), GracefulStop()]
+    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
+    try:
+        trainer.predict(module, datamodule=data, return_predictions=False)
+    except BaseException as error:
+        if records.exists():
+            error.add_note(f"finished pictures are in {output_dir}")
+        raise
+    log.info(f"done: {output_dir}")
+
+
+def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float]) -> EditsDataModule:
+    """Every picture that is asked for: images, prompts, seeds and scales multiply."""
+    for key in ("image", "prompts_file"):
+        if isinstance(cfg[key], ListConfig):
+            raise UserError(f'{key}={cfg[key]}: give one; several images are a folder or a glob, as "folder/*.jpg"')
+    return EditsDataModule(
+        image=cfg.image,
+        prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg, "prompt")],
+        prompts_file=cfg.prompts_file,
+        negative_prompt=negative_prompt,
+        seeds=list(dict.fromkeys(seed + i for seed in as_list(cfg, "seed") for i in range(cfg.num_images_per_prompt))),
+        lora_scales=lora_scales,
+        height=cfg.height,
+        width=cfg.width,
+        max_area=cfg.max_area,
+        batch_size=cfg.batch_size,
+    )
+
+
+def as_list(cfg: DictConfig, key: str) -> list[Any]:
+    """A setting that may be one value or several."""
+    value = cfg[key]
+    values = list(value) if isinstance(value, ListConfig) else [value]
+    if not values:
+        raise UserError(f"{key}=[]: the list is empty")
+    return values
+
+
+def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
+    """The settings of the model that the first LoRA was trained on, changed by what the command line says of it."""
+    trained = ((headers or [None])[0] or {}).get("model")
+    if any(override.startswith("model=") for override in overrides) or not trained:
+        return cfg.model
+    own = [override for override in overrides if override.startswith(("model.", "model/"))]
+    quantization = trained.get("quantization") or {}
+    if any(override.startswith("model/quantization=") for override in own):
+        quantization = {}
+    elif quantization:  # any of them: its values come from the header
+        own.append("model/quantization=fp8")
+    name = str(trained.get("name"))
+    if not (CONF / "model" / f"{name}.yaml").is_file() or "/" in name or name.startswith("_"):
+        raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
+    model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
+    given = {override.split("=")[0].removeprefix("model.").removeprefix("model/") for override in own}
+    if "quantization.format" in given:
+        quantization = {key: value for key, value in quantization.items() if key != "backend"}
+    settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
+    for key, value in settings.items():
+        # A file from elsewhere may set values, never what is called or looked up.
+        private = any(part.startswith("_") for part in key.split("."))
+        if _plain(value) and not private and key not in given and OmegaConf.select(model, key, default=...) is not ...:
+            OmegaConf.update(model, key, value, merge=False)
+    return model
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value of a header is only a value: interpolations would look things up."""
+    if isinstance(value, list):
+        return all(isinstance(one, str) and _plain(one) for one in value)
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
+
+
+def warn_of_other_base(module: Any, files: list[Path], headers: list[Header]) -> None:
+    """Warn where a LoRA was trained on another base, on another precision of it, or with other encoder settings."""
+    if not any(headers):
+        return
+    provenance = module.base.provenance()
+    here = {key: value for key, value in provenance.items() if key != "transformer"} | module.encoding_settings()
+    for file, header in zip(files, headers, strict=True):
+        if header is None:
+            continue
+        trained = {**header.get("model", {}), **header}
+        for key in dict.fromkeys([*here, *(key for key in header if key.endswith("_precision"))]):
+            # Encoders without a precision of their own have the model's dtype.
+            plain = key.endswith("_precision") and key != "base_precision"
+            before = trained.get(key, trained.get("dtype", ...) if plain else ...)
+            now = here.get(key, str(module.base.dtype)[6:])
+            if before is not ... and before != now:
+                log.warning(f"note: {file} was trained on {key} {before}, this is {now}")

@@ -1,0 +1,160 @@
+"""task=fit: build everything from the composed config, train, and say what came of it."""
+
+import contextlib
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from callbacks.graceful_stop import GracefulStop
+from callbacks.lookup import find_callback
+from callbacks.metrics import Metrics
+from callbacks.report.commands import predict_command
+from callbacks.run_folder import RunFolder
+from callbacks.signals import Stopped, stop
+from callbacks.validation import Validation
+from datamodules.cached import CachedDataModule
+from datamodules.errors import UserError
+from datamodules.files import replacing
+from tasks.encode import build_cache
+from tasks.folders import LOCK
+from tasks.placement import place_trainer
+from tasks.resolvers import CONF
+from tasks.resuming import check_resumable, find_checkpoint, start_anew
+from tasks.terminal import is_first_process, log, silence_libraries
+
+
+class StartOfTraining(L.Callback):
+    """The first of all callbacks: what must be in place before the others start.
+
+    Args:
+        max_steps: optimizer steps of the run. The trainer may have been given one more, to let it start at all.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stop.install_handlers()  # Lightning has just put its own signal handlers, which would leave without saving
+        trainer.fit_loop.epoch_loop.max_steps = self.max_steps
+
+
+class SaveConfig(L.Callback):
+    """Writes config.yaml when all callbacks before it have started, since each of them may refuse the run.
+
+    The file marks a folder as a run's. `Report` reads it from the first epoch on.
+    """
+
+    def __init__(self, run: RunFolder, settings: dict[str, Any]) -> None:
+        self.run = run
+        self.settings = settings
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            with replacing(self.run.config) as temporary:
+                OmegaConf.save(OmegaConf.create(self.settings), temporary)
+
+
+def fit(cfg: DictConfig, output_dir: Path) -> float:
+    """Train; returns what a sweep compares."""
+    run = RunFolder(output_dir)
+    with no_traces_unless_started(run, cfg.data.get("cache_dir")):
+        return report(train(cfg, run), run, cfg.monitor, cfg.model_name)
+
+
+def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
+    """The trainer, after its last step."""
+    checkpoint, step = find_checkpoint(cfg.ckpt_path, run) or (None, 0)
+    settings = run_settings(cfg)  # before Hydra's instantiate, which resolves interpolations in place
+    if checkpoint is not None:
+        check_resumable(settings, checkpoint)
+    place_trainer(cfg)
+    L.seed_everything(cfg.seed, verbose=False)
+    # Plain lists and dicts: what goes into a checkpoint must load without this project's libraries.
+    data = instantiate(cfg.data, _convert_="all")
+    module = instantiate(cfg.model, _convert_="all")
+    # Before the cache is built: a logger's library may be missing.
+    loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
+    silence_libraries()
+    if isinstance(data, CachedDataModule) and data.shards is None:
+        data.sample_set.require_root()
+        module.check()
+        build_cache(cfg, data)
+    configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
+    callbacks = [StartOfTraining(cfg.trainer.max_steps), *configured, SaveConfig(run, settings), GracefulStop()]
+    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=run.path)
+    # A run that was killed after its last step was saved still lacks its last pictures and report. Lightning skips
+    # training where no step is left, so it is told of one more; StartOfTraining takes that back.
+    trainer.fit_loop.epoch_loop.max_steps = max(cfg.trainer.max_steps, step + 1)
+    if is_first_process() and not run.checkpoint.is_file():
+        start_anew(run)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except Stopped as stopped:  # by a second signal, which does not wait for saving
+        saved = run.checkpoint.is_file()
+        stopped.add_note("resume from the last saved step with ckpt_path=last" if saved else "nothing to save")
+        raise
+    return trainer
+
+
+def run_settings(cfg: DictConfig) -> dict[str, Any]:
+    """What config.yaml holds: the composed config as a primary config, its interpolations kept.
+
+    A run is repeated from it by `python train.py -cp RUN -cn config output_dir=NEW`.
+    """
+    primary: Any = OmegaConf.load(CONF / "train.yaml")
+    del primary.hydra.help
+    hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
+    settings: Any = OmegaConf.to_container(cfg)
+    hydra_settings = OmegaConf.to_container(primary.hydra)
+    settings["ckpt_path"] = None
+    return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": hydra_settings}
+
+
+def report(trainer: L.Trainer, run: RunFolder, monitor: str | None, model_name: str) -> float:
+    """Say how good the model is and where things are; returns the monitored figure, which a sweep compares."""
+    if run.checkpoint.is_file():
+        where = f"after step {trainer.global_step}, saved in {run}"
+        stop.check(f"{where}; resume with the same command and output_dir={shlex.quote(str(run))} ckpt_path=last")
+    stop.check("before the first step: nothing to save")
+    metrics = find_callback(trainer, Metrics)
+    if metrics is not None and not metrics.latest:
+        log.info(f"nothing to do: {run} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
+    validation = find_callback(trainer, Validation)
+    if validation is not None and validation.rows:
+        log.info(validation.summary())
+    if run.report.is_file():
+        log.info(f"look at it: {run.report}")
+    module: Any = trainer.lightning_module
+    log.info(f"done: {run.weights(module.adapter.folder, 'last')}")
+    log.info(f'try it: {predict_command(module, str(run), model_name, {})} prompt="..."')
+    measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
+    if not trainer.is_global_zero:  # only the first process measures
+        return float("nan")
+    if monitor is None:
+        monitor = "val_loss" if "val_loss" in measured else "loss_avg"
+    if monitor not in measured and metrics is not None and metrics.latest:
+        raise UserError(f"monitor={monitor} was not measured: choose {', '.join(measured)}")
+    return measured.get(monitor, float("nan"))
+
+
+@contextlib.contextmanager
+def no_traces_unless_started(run: RunFolder, cache_dir: str | None) -> Iterator[None]:
+    """Remove the folder of a run that ends before its config.yaml is written, unless it held files before.
+
+    Args:
+        cache_dir: what is encoded stays; a folder that contains it is not removed.
+    """
+    fresh = is_first_process() and all(path.name == LOCK for path in run.path.iterdir())
+    if cache_dir is not None and Path(cache_dir).expanduser().resolve().is_relative_to(run.path.resolve()):
+        fresh = False
+    try:
+        yield
+    finally:
+        if fresh and not run.config.exists():
+            shutil.rmtree(run.path, ignore_errors=True)

@@ -1,0 +1,45 @@
+"""task=quantize: write the transformer as its settings quantize it."""
+
+import re
+import shlex
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.filesize import decimal
+
+from datamodules.errors import UserError
+from datamodules.files import replacing_folder
+from lightning_modules.pretrained.weights import save_quantized
+from tasks.folders import LOCK
+from tasks.placement import compute_device
+from tasks.terminal import log, silence_libraries
+
+
+def quantize(cfg: DictConfig, output_dir: Path) -> None:
+    """Quantize the transformer and write it to output_dir, which must be empty."""
+    silence_libraries()
+    device = compute_device(cfg)
+    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None)
+    quantization = module.base.source.quantization
+    if quantization is None:
+        raise UserError(
+            "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model/quantization=fp4, ..."
+        )
+    if quantization.on_disk is None:
+        raise UserError(
+            f"task=quantize cannot write {quantization.backend}'s layers: leave model.quantization.backend out"
+        )
+    if any(path.name != LOCK for path in output_dir.iterdir()):  # it is replaced as a whole
+        raise UserError(f"output_dir={output_dir} is not empty: choose another folder")
+    module.check()
+    module.base.source.check_unquantized("task=quantize")
+    transformer = module.to(device).base.load_transformer()
+    with replacing_folder(output_dir) as unfinished:
+        save_quantized(transformer, quantization, unfinished)
+    files = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
+    log.info(f"{output_dir} holds {quantization.format}, {decimal(files)}")
+    overrides = HydraConfig.get().overrides.task
+    same = [shlex.quote(override) for override in overrides if re.match(r"model[./=](?!transformer_name)", override)]
+    log.info(f"train on it: {' '.join(['python train.py', *same, f'model.transformer_name_or_path={output_dir}'])}")

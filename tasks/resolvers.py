@@ -1,0 +1,36 @@
+"""The folder of the settings, and what their `${name:...}` values compute. Import this before Hydra composes."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from tasks.folders import prediction_folder, run_folder
+
+CONF = Path(__file__).parent.parent / "conf"
+PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
+# Of `quantization.formats.FORMATS`, whose import takes seconds.
+FOUR_BIT = ("fp4", "nf4")
+
+
+def precision_for(dtype: str) -> str:
+    """Lightning's precision for weights of this dtype. Other dtypes are refused later, by the model."""
+    return PRECISION.get(dtype, "32-true")
+
+
+def unless_4_bit(usual: float, four_bit: float, *, _root_: DictConfig) -> float:
+    """The first value, or the second where the transformer is quantized to 4 bits."""
+    chosen = OmegaConf.select(_root_, "model.quantization") or {}
+    four = chosen.get("format") in FOUR_BIT and "transformer" in chosen.get("components_to_quantize", ())
+    return four_bit if four else usual
+
+
+def warmup_steps(most: int, max_steps: int) -> int:
+    """At most a tenth of a run: one that never comes to its learning rate would learn next to nothing."""
+    return min(most, max_steps // 10)
+
+
+for _resolver in (precision_for, unless_4_bit, warmup_steps):
+    OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
+# Computed once in a command: a sweep's jobs share the folder.
+for _folder in (run_folder, prediction_folder):
+    OmegaConf.register_new_resolver(_folder.__name__, _folder, use_cache=True, replace=True)

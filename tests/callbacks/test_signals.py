@@ -1,0 +1,119 @@
+"""SIGINT and SIGTERM end all commands alike."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from callbacks import signals
+from callbacks.signals import Stop, Stopped
+from lightning_modules.edit_module import EditModule
+from tasks import terminal as console
+from tests.support.commands import ROOT
+
+STUCK = """
+import ctypes, sys
+from callbacks import signals
+signals.HANDLER_TIMEOUT = 0.3
+with signals.stop.listening():
+    signals.stop.busy_with = sys.argv[1] if sys.argv[1:] else None
+    # Waits for its child, whatever comes.
+    ctypes.CDLL(None).system(b"echo waiting; exec sleep 20 > /dev/null 2>&1")
+"""
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+def tell(number):
+    os.kill(os.getpid(), number)
+
+
+def test_first_signal_waits_for_the_current_piece_of_work_and_the_second_does_not(monkeypatch):
+    stop, before = Stop(), signal.getsignal(signal.SIGTERM)
+    with stop.listening():
+        stop.busy_with = "this batch"
+        tell(signal.SIGTERM)
+        tell(signal.SIGINT)
+        assert stop.signal is signal.SIGTERM, "what comes at once is a duplicate"
+        monkeypatch.setattr(signals, "DEBOUNCE", 0.0)
+        with pytest.raises(Stopped, match="stopped by SIGTERM"):
+            tell(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with stop.listening(), pytest.raises(Stopped, match="stopped by SIGINT"):
+        tell(signal.SIGINT)
+
+
+def test_process_that_never_comes_to_handle_a_signal_ends_too_unless_it_is_busy():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    processes = [subprocess.Popen([sys.executable, "-c", STUCK, *more], **pipes) for more in ([], ["this batch"])]
+    for process in processes:
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+    stuck, busy = processes
+    assert stuck.communicate(timeout=30)[1] == "stopped by SIGTERM\n"
+    assert stuck.returncode == 128 + signal.SIGTERM
+    time.sleep(0.5)
+    assert busy.poll() is None
+    busy.kill()
+    busy.communicate()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_prediction_stops_after_the_current_picture(run, tmp_path, number):
+    """Among many of one image and prompt, made two at once."""
+    out = tmp_path / "out"
+
+    def wait_and_tell():
+        while not (out / "predictions.jsonl").exists():
+            time.sleep(0.002)
+        tell(number)
+
+    threading.Thread(target=wait_and_tell, daemon=True).start()
+    request = ["prompt=[x,y]", "width=32", "height=32", "num_inference_steps=1", "num_images_per_prompt=2000"]
+    outcome = run("predict", *request, "batch_size=2", f"output_dir={out}", ok=False)
+    assert outcome.status == 128 + number
+    assert f"{number.name}: stopping after this one" in outcome.text
+    assert f"stopped by {number.name}; finished pictures are in {out}" in outcome.text
+    assert "Traceback" not in outcome.text
+    made = len(list(out.glob("*.png")))
+    assert 0 < made < 4000
+    assert made % 2 == 0, "both of a batch are written"
+    assert made == len((out / "predictions.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("task", ["preview", "quantize", "compare_precision"])
+def test_other_tasks_stop_at_once(run, pairs, tmp_path, monkeypatch, task):
+    monkeypatch.setattr("tasks.contact_sheet.write_contact_sheet", lambda *_: tell(signal.SIGTERM))
+    monkeypatch.setattr(EditModule, "check", lambda _: tell(signal.SIGTERM))
+    data = [] if task == "quantize" else [f"data.root={pairs}"]
+    settings = ["model/quantization=fp8"] if task == "quantize" else []
+    outcome = run("predict", f"task={task}", *data, *settings, f"output_dir={tmp_path / 'out'}", ok=False)
+    assert outcome.status == 128 + signal.SIGTERM
+    assert outcome.text.splitlines()[-1] == "stopped by SIGTERM"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", ["train", "predict"])
+def test_output_that_nobody_reads_is_dropped_quietly(script):
+    process = subprocess.Popen(
+        [sys.executable, ROOT / f"{script}.py", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+
+
+def test_pipe_that_breaks_later_is_dropped_too(monkeypatch):
+    end, pipe = os.pipe()
+    with os.fdopen(pipe, "w") as stream:
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with console.command_line():
+            print("read", file=sys.stderr)
+            assert os.read(end, 100) == b"read\n"
+            os.close(end)
+            for _ in range(3):
+                print("x" * 100_000, file=sys.stderr)

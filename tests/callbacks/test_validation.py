@@ -1,0 +1,245 @@
+"""Held-out samples: what is held out, what is measured on it, and which weights are kept as the best."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from PIL import Image
+
+from callbacks.image_metrics import FeatureSimilarity, MaskIoU
+from callbacks.report.page import read_strip
+from callbacks.validation import Validation
+from tests.support.commands import compose, lora_bytes, rows, short
+from tests.support.pictures import make_pairs
+
+
+@pytest.fixture
+def settings(tiny, pairs, tmp_path):
+    """Overrides of a run that makes three sets of pictures of two held-out pairs."""
+    common = short(tiny, pairs, tmp_path / "run", 4, shown=True)
+    pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=2", "sample_every=2"]
+    return [*common, *pictures, "data.val_count=2", "optimizer.lr=1e-2", "scheduler=constant", "save_every=2"]
+
+
+def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tiny, pairs, tmp_path):
+    def parted(*more):
+        module = instantiate(compose("train", f"model.pretrained_model_name_or_path={tiny}").model)
+        data = instantiate(compose("train", "data=pairs", f"data.root={pairs}", *more).data)
+        data.configure_for(module)
+        data.scan()
+        return data.keys, data.validation and data.validation.keys
+
+    keys, held_out = parted("data.val_count=3", "seed=1")
+    assert len(held_out) == 3
+    assert sorted(keys + held_out) == [f"{n:02d}" for n in range(8)]
+    assert parted("data.val_count=3", "seed=2") == (keys, held_out)
+    assert set(parted("data.val_count=2")[1]) < set(held_out)
+    assert parted() == ([f"{n:02d}" for n in range(8)], None)
+    other = make_pairs(tmp_path / "other", [(32, 32)] * 2)
+    keys, held_out = parted(f"data.val_root={other}")
+    assert (len(keys), held_out) == (8, ["held_out/00", "held_out/01"])  # keys stay unique
+    # A table over the same pictures: what it lists is not learned from.
+    names = {"file_name": f"{pairs}/training_images/03.png", "control_file_name": f"{pairs}/control_images/03.png"}
+    (tmp_path / "some.jsonl").write_text(json.dumps({**names, "prompt": "x"}))
+    keys, held_out = parted(f"data.val_root={tmp_path / 'some.jsonl'}")
+    assert (len(keys), len(held_out), "03" in keys) == (7, 1, False)
+
+
+def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
+    """Each drawn pair comes with its way back."""
+    settings = ["data=shapes", f"data.source.folder={tmp_path}", "data.source.edits=[recolor]", "data.source.count=20"]
+    data = instantiate(compose("train", *settings, "data.val_count=4", "data.cache_dir=null").data)
+    data.scan()
+    files = [
+        {path for sample in one.samples for path in (sample.target, *sample.controls)}
+        for one in (data, data.validation)
+    ]
+    assert not files[0] & files[1]
+    assert (len(data.samples), len(data.validation.samples)) == (16, 4)
+
+
+@pytest.mark.parametrize("model", ["flux_kontext", "flux_dev", "qwen_image_edit", "qwen_image_edit_plus"])
+def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arguments, tmp_path, model):
+    settings = [one for one in arguments(model, tmp_path / "run", 1, shown=True) if "dtype" not in one]
+    pictures = ["callbacks.sample_images.count=2", "callbacks.sample_images.num_inference_steps=2"]
+    run("train", *settings, *pictures, "data.val_count=2", "model.dtype=bfloat16", "optimizer.lr=1e-2")
+    first, last = rows(tmp_path / "run")
+    assert all(np.isfinite(value) for value in (*first.values(), *last.values()))
+    assert first["val_loss"] != last["val_loss"]
+    assert ("psnr_source" in first) == ("psnr_nothing" in first) == (model != "flux_dev")
+    text = (tmp_path / "run/report.html").read_text()
+    assert "psnr (before" in text
+    assert text.count('alt="after"') == 2
+    assert (tmp_path / "run/grid.png").is_file()
+
+
+def test_run_goes_on_with_other_metrics(run, tmp_path, settings):
+    run("train", *settings)
+    more = [
+        "callbacks.validation.metrics.ssim=null",
+        "+callbacks.validation.metrics.iou._target_=callbacks.image_metrics.MaskIoU",
+    ]
+    run("train", *settings, "ckpt_path=last", "trainer.max_steps=6", *more)
+    table = (tmp_path / "run/validation.csv").read_text().splitlines()
+    assert table[0].split(",")[-3:] == ["iou", "iou_source", "iou_nothing"]
+    assert table[1].endswith(",,,")
+    assert len(table) == 5
+
+
+@pytest.mark.parametrize("data", ["pairs", "cached"])
+def test_validation_loss_is_that_of_an_independent_computation(run, tiny, pairs, tmp_path, settings, data):
+    """The mean over samples and t of |velocity - (eps - x0)|^2, without LoRA: the base's; the same at any seed."""
+    where = [f"data={data}"]
+    settings = [one for one in settings if not one.startswith(("data=", "data.cache_dir=" if data == "pairs" else "-"))]
+    run("train", *settings, *where)
+    [first, *_] = rows(tmp_path / "run")
+    run("train", *settings, *where, "seed=7", "trainer.max_steps=1", f"output_dir={tmp_path / 'again'}")
+    loss = [name for name in first if name.startswith("val_loss")]
+    assert [rows(tmp_path / "again")[0][name] for name in loss] == [first[name] for name in loss]
+
+    cfg = compose(
+        "train", f"model.pretrained_model_name_or_path={tiny}", "data=pairs", f"data.root={pairs}", "data.val_count=2"
+    )
+    module, source = instantiate(cfg.model, adapter=None), instantiate(cfg.data)
+    source.configure_for(module)
+    source.scan()
+    module.transformer = module.base.load_transformer()
+    losses = []
+    with torch.no_grad():
+        for number, raw in enumerate(source.validation.pixels(2)):
+            batch = module.encoder(raw)
+            x0, control = module.normalize(batch.target_mean), module.normalize(batch.controls[0])
+            eps = _noise(raw.keys[0], x0.shape[1:])
+            for band in range(4):
+                t = torch.tensor([(band + (number + 0.5) / 2) / 4])
+                velocity = module.denoise((1 - t) * x0 + t * eps, t, [control], batch.prompt)
+                losses.append((velocity - (eps - x0)).square().mean())
+    losses = torch.stack(losses).view(2, 4).mean(0)
+    torch.testing.assert_close(torch.tensor([first[f"val_loss_t{n}"] for n in range(4)]), losses, rtol=1e-4, atol=0)
+    assert first["val_loss"] == pytest.approx(float(losses.mean()), rel=1e-4)
+
+
+def _noise(key, shape):
+    """By the definition in the documents: the sample's name seeds the draw."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4])
+    return torch.randn((1, *shape), generator=torch.Generator().manual_seed(seed))
+
+
+def test_metrics_are_those_of_the_pictures_on_disk(run, tmp_path, settings):
+    run("train", *settings)
+    measured = rows(tmp_path / "run")
+    assert [row["step"] for row in measured] == [0, 2, 4]
+    for row in measured:
+        strips = [
+            read_strip(path) for path in sorted((tmp_path / "run/samples").glob(f"step-{int(row['step']):06d}/*"))
+        ]
+        assert len(strips) == 2
+        for name, pick in {
+            "psnr": lambda s: (s.result, s.target),
+            "psnr_source": lambda s: (s.result, s.controls[0]),
+            "psnr_nothing": lambda s: (s.controls[0], s.target),
+        }.items():
+            pairs_of = [[np.asarray(one, dtype=float) / 255 for one in pick(strip)] for strip in strips]
+            expected = np.mean([-10 * np.log10(np.square(a - b).mean()) for a, b in pairs_of])
+            assert row[name] == pytest.approx(expected, abs=0.1)  # pictures on disk are rounded to 8 bits
+
+
+def test_best_weights_are_those_of_the_best_row_and_a_run_that_goes_on_knows_them(run, tmp_path, settings):
+    run("train", *settings, "monitor=psnr")
+    measured = rows(tmp_path / "run")
+    best = max(measured[1:], key=lambda row: row["psnr"])
+    assert lora_bytes(tmp_path / "run", "best") == lora_bytes(tmp_path / "run", f"step-{int(best['step']):06d}")
+    kept = lora_bytes(tmp_path / "run", "best")
+    run("train", *settings, "monitor=psnr", "ckpt_path=last", "trainer.max_steps=6")
+    again = rows(tmp_path / "run")
+    assert again[:3] == measured
+    assert [row["step"] for row in again] == [0, 2, 4, 6]
+    if again[-1]["psnr"] <= best["psnr"]:
+        assert lora_bytes(tmp_path / "run", "best") == kept
+    else:
+        assert lora_bytes(tmp_path / "run", "best") == lora_bytes(tmp_path / "run", "step-000006")
+
+
+def test_training_is_the_same_with_and_without_validation(run, tiny, tmp_path, settings):
+    run("train", *settings)
+    without = [one for one in settings if not one.startswith("output_dir")]
+    run("train", *without, f"output_dir={tmp_path / 'without'}", "callbacks.sample_images=null", "save_every=2")
+    assert lora_bytes(tmp_path / "run") == lora_bytes(tmp_path / "without")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["monitor=beauty"], "monitor=beauty is none of val_loss, "),
+        (["data.val_count=8"], "data.val_count=8 of 8 pairs leaves none to train on: at most data.val_count=7"),
+        (["data.val_count=-1"], "data.val_count=-1: must be a whole number from 0 on"),
+        (["data.val_root=nowhere"], "choose one"),
+        (["data.val_root=nowhere", "data.val_count=0"], "nowhere: no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(run, settings, more, message):
+    assert message in run("train", *settings, *more, ok=False).error
+
+
+def test_run_tells_what_it_reached_and_returns_what_is_monitored(run, tmp_path, settings):
+    text = run("train", *settings).text
+    last = rows(tmp_path / "run")[-1]
+    assert f"validation loss {rows(tmp_path / 'run')[0]['val_loss']:.4f} -> {last['val_loss']:.4f}" in text
+    assert f"(doing nothing {last['psnr_nothing']:.4g})" in text
+
+
+def test_mask_iou_of_known_masks():
+    metric = MaskIoU()
+    ours, theirs = torch.zeros(1, 3, 4, 4), torch.zeros(1, 3, 4, 4)
+    ours[..., :2] = 0.9
+    theirs[..., 1:3] = 1.0
+    metric.update(ours, theirs)
+    assert float(metric.compute()) == pytest.approx(1 / 3)
+    assert metric.higher_is_better
+
+
+@pytest.mark.parametrize("kind", ["dino", "clip"])
+def test_feature_similarity_is_that_of_the_models_own_features(tmp_path, kind):
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, Dinov2Config, Dinov2Model
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    if kind == "dino":
+        model = Dinov2Model(Dinov2Config(**small))
+    else:
+        text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+        model = CLIPModel(
+            CLIPConfig(vision_config={**small, "intermediate_size": 16}, text_config=text, projection_dim=8)
+        )
+    processor = CLIPImageProcessor(**size)
+    for part in (model, processor):
+        part.save_pretrained(tmp_path)
+    one, other = (Image.fromarray(np.random.default_rng(n).integers(0, 255, (32, 32, 3), np.uint8)) for n in (1, 2))
+    metric = FeatureSimilarity(str(tmp_path))
+    metric.update(*(torch.tensor(np.asarray(i)).permute(2, 0, 1)[None] / 255 for i in (one, other)))
+    with torch.no_grad():
+        seen = processor(images=[one, other], return_tensors="pt")["pixel_values"]
+        features = model.eval().vision_model(seen).pooler_output if kind == "clip" else model.eval()(seen).pooler_output
+        features = model.visual_projection(features) if kind == "clip" else features
+    expected = torch.nn.functional.cosine_similarity(features[:1], features[1:])
+    torch.testing.assert_close(metric.compute(), expected[0], rtol=1e-4, atol=1e-5)
+    assert float(metric.compute()) < 0.9999
+
+
+def test_perceptual_metrics_are_a_choice(tmp_path):
+    cfg = compose("train", "callbacks/metrics=perceptual", "data=shapes", f"output_dir={tmp_path}")
+    assert set(cfg.callbacks.validation.metrics) == {"psnr", "ssim", "mask_iou", "lpips", "dino", "clip"}
+    assert isinstance(instantiate(cfg.callbacks.validation), Validation)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [("lpips", "metrics.lpips: its weights are not at hand"), ("dino", "cannot load facebook/dino")],
+)
+def test_metric_without_its_weights_is_one_line(run, settings, metric, message):
+    others = [f"callbacks.validation.metrics.{name}=null" for name in ("lpips", "dino", "clip") if name != metric]
+    assert message in run("train", *settings, "callbacks/metrics=perceptual", *others, ok=False).error

@@ -1,0 +1,1 @@
+"""Pictures, captions and drawn shapes."""

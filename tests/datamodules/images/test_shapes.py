@@ -1,0 +1,134 @@
+"""The drawn world: its pictures come from a seed, and its edits are exact."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from hydra.utils import instantiate
+from PIL import ImageChops
+
+from datamodules.errors import UserError
+from datamodules.images.scenes import COLORS, SIDE, Scene, Shape, draw, random_scene
+from datamodules.images.shapes import DRAWN, EDITS, HELD_BACK, KNOWN, Edit, find_shapes, weights
+from datamodules.images.transforms import open_image
+from tests.support.commands import compose
+
+SCENE = Scene("blue", (Shape("circle", "red", 20, 20, 10), Shape("star", "white", 45, 40, 11)))
+
+
+def edit(name: str, seed: int = 0, scene: Scene = SCENE) -> Edit:
+    return EDITS[name](Random(seed), scene, scene.shapes[0])
+
+
+def drawn(folder, *settings, **more):
+    return find_shapes([DRAWN], str(folder), *settings, **more)
+
+
+def changed(one, other) -> np.ndarray:
+    return np.asarray(ImageChops.difference(one, other)).max(-1) > 0
+
+
+def test_pictures_are_a_function_of_the_seed(tmp_path):
+    found = [drawn(tmp_path / name, list(EDITS), 30, seed, 1) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    pixels = [[np.asarray(open_image(path)) for s in one.samples for path in (s.target, *s.controls)] for one in found]
+    assert [s.prompt for s in found[0].samples] == [s.prompt for s in found[1].samples]
+    assert all(np.array_equal(x, y) for x, y in zip(pixels[0], pixels[1], strict=True))
+    assert [s.prompt for s in found[0].samples] != [s.prompt for s in found[2].samples]
+
+
+def test_pictures_are_drawn_once(tmp_path):
+    first = drawn(tmp_path, ["remove"], 3, 0, 1).samples
+    times = [sample.target.stat().st_mtime_ns for sample in first]
+    assert drawn(tmp_path, ["remove"], 3, 0, 1).samples == first
+    assert [sample.target.stat().st_mtime_ns for sample in first] == times
+
+
+def test_scenes_are_as_described():
+    for seed in range(200):
+        scene = random_scene(Random(seed))
+        kinds = [shape.kind for shape in scene.shapes]
+        assert 1 <= len(kinds) == len(set(kinds)) <= 3
+        assert all(shape.inside() and shape.color != scene.background for shape in scene.shapes)
+        colors = np.asarray(draw(scene)).reshape(-1, 3)
+        for name in {scene.background, *(shape.color for shape in scene.shapes)}:
+            assert (colors == COLORS[name]).all(-1).sum() > 20
+
+
+def test_removing_leaves_the_ground_and_everything_else():
+    [circle, star] = SCENE.shapes
+    edited = edit("remove")
+    assert edited.prompt == "remove the circle"
+    assert not changed(edited.result, draw(Scene("blue", (star,)))).any()
+    rows, columns = np.nonzero(changed(edited.result, draw(SCENE)))
+    assert abs(rows - circle.y).max() <= circle.radius
+    assert abs(columns - circle.x).max() <= circle.radius
+
+
+@pytest.mark.parametrize("name", ["recolor", "background", "turn", "move"])
+def test_way_back_leads_back(name, tmp_path):
+    samples = drawn(tmp_path, [name], 10, 3, 1).samples
+    for there, back in zip(samples[::2], samples[1::2], strict=True):
+        assert (there.target, *there.controls) == (*back.controls, back.target)
+        assert there.prompt != back.prompt
+
+
+def test_moving_shifts_the_shape():
+    alone = Scene("black", (Shape("square", "green", 32, 32, 10),))
+    edited = edit("move", scene=alone)
+    dx, dy = {"left": (-16, 0), "right": (16, 0), "up": (0, -16), "down": (0, 16)}[edited.prompt.split()[-1]]
+    assert np.array_equal(np.roll(np.asarray(draw(alone)), (dy, dx), (0, 1)), np.asarray(edited.result))
+
+
+def test_segmenting_gives_white_on_black():
+    mask = np.asarray(edit("segment").result)
+    assert set(np.unique(mask[changed(draw(SCENE), draw(Scene("blue", ()))) == 0])) == {0}
+    assert mask[20, 20].tolist() == mask[40, 45].tolist() == [255, 255, 255]
+
+
+def test_held_back_edits_are_not_among_the_known(tmp_path):
+    known = {sample.prompt for sample in drawn(tmp_path, [e.__name__ for e in KNOWN], 500, 0, 1).samples}
+    for held_back in HELD_BACK:
+        assert edit(held_back.__name__).prompt not in known
+    words = {word for prompt in known for word in prompt.split()}
+    assert not words & {"segment", "outline", "mirror", "invert", "shapes"}
+
+
+def test_weights_tell_what_changes(tmp_path):
+    target = edit("remove").result
+    mask = np.asarray(weights(draw(SCENE), target, 4))
+    assert mask.shape == (SIDE, SIDE)
+    assert set(np.unique(mask)) == {64, 255}
+    assert mask[20, 20] == 255
+    assert mask[40, 45] == 64
+    [sample] = drawn(tmp_path, ["remove"], 1, 0, change_weight=4).samples
+    assert sample.mask is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["shrink"], 3, 0), "there is no shrink; choose from recolor"),
+        (([], 3, 0), "at least one of each"),
+        ((["move"], 0, 0), "at least one of each"),
+    ],
+)
+def test_mistakes_are_told(tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        drawn(tmp_path, *arguments, 1)
+
+
+@pytest.mark.parametrize("setting", ["data.root", "data.val_root"])
+def test_pairs_of_ones_own_are_neither_mixed_with_drawn_ones_nor_written_to(pairs, tmp_path, setting):
+    before = sorted(pairs.rglob("*"))
+    cfg = compose("train", "data=shapes", f"{setting}={pairs}", "data.val_count=0", f"data.cache_dir={tmp_path}")
+    with pytest.raises(UserError, match=f"{setting}={pairs}: data=shapes draws its own pairs"):
+        instantiate(cfg.data).scan()
+    assert sorted(pairs.rglob("*")) == before
+
+
+def test_pairs_are_drawn_below_the_cache(tmp_path):
+    data = instantiate(compose("train", "data=shapes", f"data.cache_dir={tmp_path}").data)
+    data.scan()
+    assert len(data.samples) + len(data.validation.samples) == 40
+    assert all(tmp_path / "shapes" in sample.target.parents for sample in data.samples)
+    assert data.describe().startswith("24 pairs of drawn shapes, 16 held out")

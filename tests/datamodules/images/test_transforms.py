@@ -1,0 +1,204 @@
+"""A file becomes the tensor that the diffusers pipelines would make of it."""
+
+import os
+import re
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from datamodules.errors import UserError
+from datamodules.images.conditions import ConditionImages
+from datamodules.images.transforms import (
+    fit_area,
+    floor_size,
+    image_size,
+    load_image,
+    load_mask,
+    open_image,
+    verify_image,
+)
+from tests.support.pictures import photograph
+
+SIZE = (48, 32)
+
+
+@pytest.fixture
+def image():
+    return photograph("coffee", *SIZE)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".bmp", ".tiff"])
+def test_tensor_equals_diffusers_preprocessing(image, tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    image.save(path)
+    expected = VaeImageProcessor(vae_scale_factor=16).preprocess(Image.open(path))[0]
+    assert torch.equal(load_image(path), expected)
+
+
+def test_range_is_minus_one_to_one(tmp_path):
+    Image.fromarray(np.array([[[0, 128, 255]] * 16] * 16, dtype=np.uint8)).save(tmp_path / "x.png")
+    torch.testing.assert_close(load_image(tmp_path / "x.png")[:, 0, 0], torch.tensor([-1, 2 * 128 / 255 - 1, 1]))
+
+
+@pytest.mark.parametrize(("size", "floored"), [((47, 33), (32, 32)), ((100, 64), (96, 64))])
+def test_sides_are_floored_to_16_by_resizing_as_diffusers_does(tmp_path, size, floored):
+    photograph("coffee", *size).save(tmp_path / "x.png")
+    expected = VaeImageProcessor(vae_scale_factor=16).preprocess(Image.open(tmp_path / "x.png"))[0]
+    own = load_image(tmp_path / "x.png")
+    assert own.shape == (3, floored[1], floored[0])
+    assert torch.equal(own, expected)
+
+
+def test_exif_rotation_is_applied_to_pixels_and_size(image, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it rotated by 90 degrees
+    image.save(tmp_path / "x.png", exif=exif)
+    assert image_size(tmp_path / "x.png") == (32, 48)
+    assert np.array_equal(open_image(tmp_path / "x.png"), image.transpose(Image.Transpose.ROTATE_270))
+
+
+def test_rotation_that_a_png_tells_behind_its_pixels_counts_too(image, tmp_path):
+    image.save(tmp_path / "x.png")
+    data = (tmp_path / "x.png").read_bytes()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    chunk = b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    late = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    (tmp_path / "x.png").write_bytes(data[:-12] + late + data[-12:])
+    assert image_size(tmp_path / "x.png") == open_image(tmp_path / "x.png").size == (32, 48)
+
+
+def test_size_of_a_png_is_known_without_its_pixels(tmp_path):
+    photograph("coffee", 256, 256).save(tmp_path / "x.png")
+    (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:2000])
+    assert image_size(tmp_path / "x.png") == (256, 256)
+
+
+def test_palette(image, tmp_path):
+    quantized = image.quantize(16)
+    quantized.save(tmp_path / "x.png")
+    assert np.array_equal(open_image(tmp_path / "x.png"), quantized.convert("RGB"))
+
+
+def test_alpha_is_laid_on_white(image, tmp_path):
+    alpha = Image.new("L", SIZE, 255)
+    alpha.paste(0, (0, 0, 24, 32))
+    alpha.paste(128, (24, 0, 30, 32))
+    image.putalpha(alpha)
+    image.save(tmp_path / "x.png")
+    own = np.asarray(open_image(tmp_path / "x.png")).astype(float)
+    pixels, weight = np.asarray(image)[..., :3].astype(float), np.asarray(alpha)[..., None] / 255
+    assert np.abs(own - (pixels * weight + 255 * (1 - weight))).max() <= 1
+
+
+def test_transparent_palette_entry_becomes_white(tmp_path):
+    image = Image.new("P", SIZE, 0)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.paste(1, (0, 0, 24, 32))
+    image.save(tmp_path / "x.png", transparency=0)
+    opened = open_image(tmp_path / "x.png")
+    assert opened.getpixel((0, 0)) == (200, 100, 50)
+    assert opened.getpixel((47, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
+    ramp = np.tile(np.linspace(0, 65535, 48).astype(np.uint16), (32, 1))
+    Image.fromarray(ramp).save(tmp_path / "x.png")
+    assert np.array_equal(np.asarray(open_image(tmp_path / "x.png"))[..., 0], ramp >> 8)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "CMYK", "LA"])
+def test_other_modes_become_rgb(image, tmp_path, mode):
+    path = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
+    image.convert(mode).save(path)
+    opened = open_image(path)
+    assert opened.mode == "RGB"
+    assert opened.size == SIZE
+
+
+def test_mask_is_brightness_at_the_targets_size(tmp_path):
+    mask = Image.new("L", (96, 64), 0)
+    mask.paste(255, (0, 0, 48, 64))
+    mask.save(tmp_path / "m.png")
+    loaded = load_mask(tmp_path / "m.png", SIZE)
+    assert loaded.shape == (1, 32, 48)
+    assert loaded[..., :20].min() == 1
+    assert loaded[..., 28:].max() == 0
+
+
+def test_sizes():
+    assert floor_size(47, 33) == (32, 32)
+    assert fit_area(640, 480, 10**6) == (640, 480)
+    width, height = fit_area(4000, 3000, 2**20)
+    assert (width, height) == (1168, 880)
+    assert width * height <= 2**20
+    assert fit_area(10_000_000, 16, 2**18) == (2**14, 16)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
+def test_truncated_file_is_found_without_a_full_decode(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    photograph("coffee", 256, 256).save(path)
+    verify_image(path)
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(UserError, match=f"cannot read the image {path}"):
+        verify_image(path)
+
+
+def unreadable(path, kind):
+    """Make a file, or something else, of that name."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to("/nowhere/x.png")
+    elif kind == "floats":
+        Image.fromarray(np.random.default_rng(0).random((32, 32), np.float32)).save(path, format="TIFF")
+    elif kind == "giant":
+        Image.new("1", (15_000, 14_000)).save(path)
+    else:
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("pipe", "it is a pipe or a device"),
+        ("device", "it is a pipe or a device"),
+        ("folder", "it is a folder"),
+        ("dangling", "it is a link to /nowhere/x.png, which is not there"),
+        ("floats", "its pixels are floating-point numbers"),
+        ("giant", "15000x14000 are more than 179 megapixels, shrink it$"),
+        ("empty", "it is empty or no picture"),
+    ],
+)
+@pytest.mark.parametrize("read", [image_size, verify_image, open_image])
+def test_what_is_no_picture_is_said_at_once(tmp_path, kind, reason, read):
+    unreadable(tmp_path / "x.png", kind)
+    with pytest.raises(UserError, match=re.escape(f"cannot read the image {tmp_path}/x.png: ") + reason):
+        read(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(("suffix", "mode"), [(".png", "RGB"), (".png", "RGBA"), (".png", "P"), (".jpg", "CMYK")])
+def test_picture_that_is_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, mode):
+    small = photograph("coffee", 64, 48)
+    small.resize((2048, 1536), Image.Resampling.BICUBIC).convert(mode).save(tmp_path / f"x{suffix}")
+    [pixels], _ = ConditionImages().load([tmp_path / f"x{suffix}"], max_area=64 * 48)
+    expected = torch.from_numpy(np.array(small)).permute(2, 0, 1)
+    assert pixels.shape == (1, 3, 48, 64)
+    assert ((pixels[0] + 1) * 127.5 - expected).abs().mean() < (12 if mode == "P" else 3)
+
+
+def test_giant_picture_is_decoded_in_part_and_without_a_warning(tmp_path, recwarn):
+    """Of 100 megapixels, 400 MB as PIL holds them, 6."""
+    Image.new("RGB", (10_000, 10_000)).save(tmp_path / "x.jpg")
+    assert open_image(tmp_path / "x.jpg", 2**19).size == (2500, 2500)
+    assert not recwarn.list

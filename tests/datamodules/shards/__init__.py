@@ -1,0 +1,1 @@
+"""Caches and streams of latents."""

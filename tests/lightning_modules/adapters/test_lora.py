@@ -1,0 +1,148 @@
+"""The adapter and its files."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.formats.diffusers import check_fits, find_weights, read_header, save_lora
+from lightning_modules.adapters.lora import LoRA
+from lightning_modules.adapters.peft_layers import adapter_state
+from tests.support.tiny_pipelines import build_pipeline
+
+DEFAULTS = {
+    "rank": 4,
+    "alpha": None,
+    "dropout": 0.0,
+    "target_modules": ["to_q"],
+    "init_lora_weights": True,
+    "init_from": None,
+    "seed": 0,
+}
+
+
+def inject(stock, **settings):
+    lora = LoRA(**{**DEFAULTS, **settings})
+    lora.inject(stock.transformer)
+    return lora
+
+
+def adapted(stock):
+    return {name.split(".lora_")[0] for name in trainable(stock.transformer)}
+
+
+def test_only_the_adapter_trains_and_it_is_float32(stock):
+    stock.transformer.to(torch.bfloat16)
+    inject(stock)
+    assert all(".lora_" in name for name in trainable(stock.transformer))
+    assert {p.dtype for p in trainable(stock.transformer).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("target_modules", "count"),
+    [
+        (["to_k", "to_q", "to_v", "to_out.0"], 2 * 4 + 2 * 3),
+        ([r"to_q", "add_q_proj"], 2 * 2 + 2),
+        (r"transformer_blocks\.\d+\.attn\.to_[qk]", 4),
+        (r".*single_transformer_blocks\.1\..*proj_(mlp|out)", 2),
+    ],
+)
+def test_target_modules_as_list_and_as_regular_expression(stock, target_modules, count):
+    inject(stock, target_modules=target_modules)
+    assert len(adapted(stock)) == count
+
+
+def test_all_linear_is_every_linear_layer_but_the_output(stock):
+    linear = {name for name, module in stock.transformer.named_modules() if isinstance(module, torch.nn.Linear)}
+    inject(stock, target_modules="all-linear")
+    assert adapted(stock) == linear - {"proj_out"}
+
+
+def test_initial_weights_are_a_function_of_the_seed(tiny):
+    from diffusers import FluxKontextPipeline
+
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(len(states))  # what happened before must not matter
+        stock = FluxKontextPipeline.from_pretrained(tiny)
+        inject(stock, seed=seed)
+        states.append(safetensors.torch.save(adapter_state(stock.transformer)))
+    assert states[0] == states[1] != states[2]
+
+
+def test_new_adapter_changes_nothing(stock):
+    arguments = {"prompt": "x", "width": 32, "height": 32, "max_area": 1024, "num_inference_steps": 2}
+    arguments |= {"max_sequence_length": 16, "output_type": "pt"}
+    before = stock(**arguments, generator=torch.Generator().manual_seed(0)).images
+    inject(stock)
+    assert torch.equal(stock(**arguments, generator=torch.Generator().manual_seed(0)).images, before)
+
+
+def test_file_has_diffusers_names_and_the_alpha_of_each_layer(stock, tmp_path):
+    inject(stock, alpha=3)
+    save_lora(adapter_state(stock.transformer), tmp_path / "x.safetensors", 3, {"step": 7})
+    state = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    assert state[f"{layer}.lora_A.weight"].shape == (4, 64)
+    assert state[f"{layer}.lora_B.weight"].shape == (64, 4)
+    assert state[f"{layer}.alpha"] == 3
+    assert read_header(tmp_path / "x.safetensors") == {"step": 7}
+
+
+def test_scale_survives_save_and_load_in_diffusers_and_peft(stock, tiny, tmp_path):
+    """The existing system lost alpha on saving: a scale of 2 came back as 1."""
+    from diffusers import FluxKontextPipeline
+
+    inject(stock, alpha=8)
+    save_lora(adapter_state(stock.transformer), tmp_path / "pytorch_lora_weights.safetensors", 8, {})
+    again = FluxKontextPipeline.from_pretrained(tiny)
+    again.load_lora_weights(tmp_path, adapter_name="a")
+    layers = [m for m in again.transformer.modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)]
+    assert len(layers) == 4
+    assert all(float(layer.scaling["a"]) == 2.0 for layer in layers)
+
+
+def test_weights_are_found_in_a_run_a_folder_and_a_file(tmp_path):
+    folder = tmp_path / "run" / "lora" / "last"
+    folder.mkdir(parents=True)
+    file = folder / "pytorch_lora_weights.safetensors"
+    file.touch()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "my_lora.safetensors").touch()
+    for path in (tmp_path / "run", folder, file):
+        assert find_weights(path) == file
+    assert find_weights(other) == other / "my_lora.safetensors"
+    with pytest.raises(UserError, match=r"has neither pytorch_lora_weights\.safetensors nor lora/last"):
+        find_weights(tmp_path)
+
+
+def test_file_that_is_no_safetensors(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=r"x\.safetensors is damaged \(.*; name a LoRA's"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
+    from diffusers import FluxKontextPipeline
+
+    build_pipeline(tmp_path / "wide", seed=1, heads=6)
+    wide = FluxKontextPipeline.from_pretrained(tmp_path / "wide")
+    inject(wide)
+    save_lora(adapter_state(wide.transformer), tmp_path / "x.safetensors", 4, {"base": "wide-model"})
+    with pytest.raises(UserError, match=r"to_q has another shape.* it was made for wide-model"):
+        check_fits(tmp_path / "x.safetensors", stock.transformer, "tiny-model")
+
+
+def test_starting_weights_of_another_rank_are_refused(stock, tiny, tmp_path):
+    from diffusers import FluxKontextPipeline
+
+    inject(stock)
+    save_lora(adapter_state(stock.transformer), tmp_path / "x.safetensors", 4, {})
+    for settings, message in (
+        ({"rank": 8}, "adapter.rank=8"),
+        ({"target_modules": ["to_q", "to_k"]}, "adapts other layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            inject(FluxKontextPipeline.from_pretrained(tiny), init_from=str(tmp_path / "x.safetensors"), **settings)

@@ -1,0 +1,219 @@
+"""The mask of every forward: under checkpointing, compilation, in stock pipelines, and what refuses it."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from diffusers import FluxKontextPipeline
+from hydra.utils import instantiate
+from peft import LoraConfig
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.formats.diffusers import read_adapter, save_lora
+from lightning_modules.adapters.peft_layers import ADAPTER, adapter_state, lora_layers
+from lightning_modules.adapters.rank_mask import RankGate, attach_rank_schedule, mask_forwards
+from lightning_modules.adapters.rank_schedule import RankSchedule
+from tests.support.commands import compose
+from tests.support.tiny_adapters import (
+    ADAPTERS,
+    LAYER,
+    RANK,
+    build,
+    export,
+    gate_of,
+    gradients,
+    learn,
+    load,
+    picture,
+    velocity,
+)
+
+
+def test_forward_without_a_mask_is_an_error(tiny):
+    module = instantiate(
+        compose("train", "model=flux_kontext", "model.dtype=float32", "adapter=tlora").model,
+        pretrained_model_name_or_path=str(tiny),
+    )
+    module.configure_model()
+    with pytest.raises(UserError, match="ran without a rank mask: in diffusers call attach_rank_schedule"):
+        velocity(module, [0.5])
+    mask_forwards(module.transformer, module.rank_gates, lambda: None)
+    velocity(module, [0.5])
+    with pytest.raises(UserError, match="ran without a rank mask"):
+        module.transformer.get_submodule(LAYER)(torch.randn(1, 3, 64))
+
+
+def test_dora_and_masks_refuse_each_other(stock):
+    stock.transformer.add_adapter(LoraConfig(r=RANK, target_modules=["to_q"], use_dora=True))
+    with pytest.raises(UserError, match="to_q is a DoRA layer"):
+        RankGate(RankSchedule("timestep", RANK, 1, 1.0)).attach(stock.transformer, ADAPTER)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_merging_is_refused_with_the_reason(tiny, tmp_path, adapter):
+    stock = load(tiny, tmp_path, [adapter])
+    attach_rank_schedule(stock, tmp_path / "a")
+    before = picture(stock)
+    own = build(tiny, adapter).transformer.get_submodule(LAYER)
+    for fuse in (stock.fuse_lora, stock.transformer.fuse_lora, lambda: stock.fuse_lora(adapter_names=["a"]), own.merge):
+        with pytest.raises(UserError, match="cannot be merged or fused: its rank follows the timestep"):
+            fuse()
+    assert torch.equal(picture(stock), before)
+
+
+def test_merging_refuses_the_t_lora_and_no_other(tiny, tmp_path):
+    stock = load(tiny, tmp_path, ["tlora"], ["lora", "adapter.target_modules=all-linear"])
+    attach_rank_schedule(stock, tmp_path / "a", "a")
+    stock.set_adapters(["a", "b"])
+    with pytest.raises(UserError, match="cannot be merged or fused"):
+        stock.fuse_lora()
+    assert not any(layer.merged for layer in lora_layers(stock.transformer).values()), "all or nothing"
+    stock.fuse_lora(adapter_names=["b"])
+    assert all(layer.merged_adapters == ["b"] for layer in lora_layers(stock.transformer).values())
+
+
+def test_fused_adapter_cannot_be_given_a_schedule(tiny, tmp_path):
+    stock = load(tiny, tmp_path, ["tlora"])
+    stock.fuse_lora()
+    with pytest.raises(UserError, match="is fused already; a T-LoRA cannot be merged or fused"):
+        attach_rank_schedule(stock, tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["timestep", "normalised", "step_index", "constant"])
+def test_each_forward_of_a_stock_pipeline_has_the_rank_of_its_step(tiny, tmp_path, kind):
+    """Against the formulas, of the scheduler's timesteps; in bf16, whose own rounds them; both passes of true CFG."""
+    stock = load(tiny, tmp_path, ["tlora", "adapter.rank=16", "adapter.min_rank=2", f"adapter.rank_schedule={kind}"])
+    stock.to(torch.bfloat16)
+    attach_rank_schedule(stock, tmp_path / "a")
+    ranks = []
+    layer = stock.transformer.get_submodule(LAYER)
+    layer.lora_B["a"].register_forward_pre_hook(lambda _, args: ranks.append(int((args[0] != 0).any(dim=1).sum())))
+    picture(stock, steps=7, true_cfg_scale=2.0, negative_prompt="y")
+    t = [Fraction(float(timestep)) for timestep in stock.scheduler.timesteps]
+    progress = {
+        "timestep": [(1000 - now) / 1000 for now in t],
+        "normalised": [(1000 - now) / (1000 - t[-1]) for now in t],
+        "step_index": [Fraction(i, 6) for i in range(7)],
+        "constant": [Fraction(1)] * 7,
+    }[kind]
+    expected = [math.floor(p * 14) + 2 for p in progress]
+    assert ranks == [rank for rank in expected for _ in range(2)]
+    assert len(set(ranks)) == (1 if kind == "constant" else 7)
+
+
+def test_compiled_pipeline_follows_a_schedule_that_is_attached_later(tiny, tmp_path):
+    stock = load(tiny, tmp_path, ["tlora"])
+    full = picture(stock)
+    stock.transformer.compile_repeated_blocks(backend="eager")
+    torch.testing.assert_close(picture(stock), full)
+    attach_rank_schedule(stock, tmp_path / "a")
+    masked = picture(stock)
+    eager = load(tiny, tmp_path, ["tlora"])
+    attach_rank_schedule(eager, tmp_path / "a")
+    torch.testing.assert_close(masked, picture(eager))
+    assert (masked - full).abs().max() > 0.01
+
+
+def test_another_pipeline_on_the_same_transformer_cannot_count_steps(tiny, tmp_path):
+    for kind in ("step_index", "timestep"):
+        stock = load(tiny, tmp_path, ["tlora", f"adapter.rank_schedule={kind}"])
+        attach_rank_schedule(stock, tmp_path / "a")
+        expected = picture(stock)
+        other = FluxKontextPipeline(**stock.components)
+        if kind == "timestep":
+            assert torch.equal(picture(other), expected)
+        else:
+            with pytest.raises(UserError, match="rank_schedule=step_index counts the steps of the FluxKontextPipeline"):
+                picture(other)
+
+
+def test_training_after_an_interrupted_sampling_has_its_own_timesteps(tiny, tmp_path):
+    stock = load(tiny, tmp_path, ["tlora"])
+    attach_rank_schedule(stock, tmp_path / "a")
+
+    def interrupt(pipeline, step, *_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        picture(stock, callback_on_step_end=interrupt)
+    module = build(tiny, "lora")
+    module.transformer = stock.transformer
+    velocity(module, [0.2, 0.9])
+    assert gate_of(stock, "a").active_ranks.tolist() == [3, 1]
+
+
+def test_attaching_names_what_is_wrong(tiny, tmp_path):
+    plain, masked = build(tiny, "lora"), build(tiny, "tlora")
+    for name, module in (("plain", plain), ("masked", masked)):
+        export(module, tmp_path / name / "pytorch_lora_weights.safetensors")
+    stock = FluxKontextPipeline.from_pretrained(tiny)
+    with pytest.raises(UserError, match="no rank schedule: it is no T-LoRA"):
+        attach_rank_schedule(stock, tmp_path / "plain")
+    with pytest.raises(UserError, match=r"adapter_name: name one of the adapters that are loaded \(none\)"):
+        attach_rank_schedule(stock, tmp_path / "masked")
+    stock.load_lora_weights(tmp_path / "masked", adapter_name="a")
+    stock.load_lora_weights(tmp_path / "plain", adapter_name="b")
+    with pytest.raises(UserError, match=r"that are loaded \(a, b\)"):
+        attach_rank_schedule(stock, tmp_path / "masked")
+    with pytest.raises(UserError, match="adapter_name=c: loaded are a, b"):
+        attach_rank_schedule(stock, tmp_path / "masked", "c")
+    attach_rank_schedule(stock, tmp_path / "masked", "a")
+
+
+def test_header_says_what_happens_without_the_schedule_and_damaged_ones_are_told(tiny, tmp_path):
+    module = build(tiny, "ortho_tlora", "adapter.min_rank=2")
+    export(module, tmp_path / "x.safetensors")
+    schedule = read_adapter(tmp_path / "x.safetensors")["rank_schedule"]
+    note = schedule.pop("note")
+    assert schedule == {"kind": "timestep", "rank": RANK, "min_rank": 2, "alpha_rank_scale": 1.0, "width": 2}
+    assert "uses the full rank at every timestep" in note
+    header = {"adapter": {"rank_schedule": {"kind": "timestep", "rank": RANK}}}
+    save_lora(adapter_state(module.transformer), tmp_path / "x.safetensors", 6, header)
+    with pytest.raises(UserError, match=r"x\.safetensors has a rank schedule that this version of Retouch"):
+        attach_rank_schedule(FluxKontextPipeline.from_pretrained(tiny), tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_gradient_checkpointing_has_the_mask_of_its_forward_whatever_ran_in_between(tiny, adapter, autocast):
+    """Another forward, at another t, between the forward and the backward: a sample picture, say."""
+    plain = build(tiny, adapter, "model.gradient_checkpointing=false")
+    checkpointed = build(tiny, adapter, "model.gradient_checkpointing=true")
+    for module in (plain, checkpointed):
+        learn(module)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = velocity(module, [0.2, 0.6]).float().square().mean()
+            with torch.no_grad():
+                velocity(module, [0.95, 0.05])
+        loss.backward()
+    one, other = gradients(plain), gradients(checkpointed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "checkpointing", "whole", "backend"),
+    [
+        ("tlora", False, True, "eager"),
+        ("tlora", True, False, "aot_eager"),
+        ("ortho_tlora", False, False, "aot_eager"),
+        ("ortho_tlora", True, True, "eager"),
+    ],
+)
+def test_compiled_once_for_every_timestep(tiny, adapter, checkpointing, whole, backend):
+    module = build(tiny, adapter, f"model.gradient_checkpointing={checkpointing}")
+    learn(module)
+    times = [[0.05, 0.9], [0.2, 0.1], [0.4, 0.4], [0.6, 0.05], [0.8, 0.3], [0.99, 0.5]]
+    expected = [velocity(module, t).detach() for t in times]
+    torch._dynamo.reset()
+    if whole:
+        module.transformer.compile(backend=backend, fullgraph=True)
+    else:
+        module.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
+    first = velocity(module, times[0])
+    first.square().mean().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t, eager in zip(times, expected, strict=True):
+            compiled = velocity(module, t)
+            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+            compiled.square().mean().backward()

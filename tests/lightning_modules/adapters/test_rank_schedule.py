@@ -1,0 +1,164 @@
+"""How many components work at which timestep, and what a forward without an answer does."""
+
+import math
+from decimal import Decimal, getcontext
+from fractions import Fraction
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.rank_schedule import RankSchedule
+from tests.support.commands import run_code
+
+EVERY_TIMESTEP = range(1001)
+# Float32 arithmetic is wrong for the second to fourth: at t = 160, 410 and 100.
+SETTINGS = [(16, 8, 1), (76, 1, 1), (101, 1, 1), (101, 1, 2), (32, 1, 1), (64, 1, 2), (128, 0, 3), (40, 4, 0.5)]
+SETTINGS += [
+    (64, 1, 1.5),
+    (33, 7, 0.7),
+    (64, 1, 0.01),
+    (64, 1, 9.99),
+    (32, 2, 0.3333),
+    (8, 8, 1),
+    (1, 1, 1),
+    (255, 3, 2.25),
+]
+
+
+def exact_rank(t: int, rank: int, min_rank: int, alpha: float, t_min: int = 0) -> int:
+    """The paper's formula in whole numbers, or, for a fractional exponent, to 80 digits."""
+    left, span = 1000 - t, rank - min_rank
+    if alpha == int(alpha):
+        return left ** int(alpha) * span // (1000 - t_min) ** int(alpha) + min_rank
+    getcontext().prec = 80
+    power = (Decimal(left) / (1000 - t_min)) ** Decimal(str(alpha)) if left else Decimal(0)
+    return math.floor(power * span + Decimal("1e-60")) + min_rank
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32], ids=str
+)
+@pytest.mark.parametrize(("rank", "min_rank", "alpha"), SETTINGS)
+def test_active_rank_equals_exact_arithmetic_at_every_timestep(rank, min_rank, alpha, dtype):
+    schedule = RankSchedule("timestep", rank, min_rank, alpha)
+    timesteps = torch.tensor(EVERY_TIMESTEP).to(dtype)  # coarse dtypes round, to other whole timesteps
+    expected = [exact_rank(int(t), rank, min_rank, alpha) for t in timesteps]
+    assert schedule.active_ranks(timesteps).tolist() == expected
+
+
+@pytest.mark.parametrize(("rank", "min_rank", "alpha"), SETTINGS)
+def test_active_rank_is_exact_for_timesteps_that_were_divided_by_1000(rank, min_rank, alpha):
+    """The transformers are called with t / 1000 in float32."""
+    timesteps = torch.tensor(EVERY_TIMESTEP, dtype=torch.float32) / 1000 * 1000
+    expected = [exact_rank(t, rank, min_rank, alpha) for t in EVERY_TIMESTEP]
+    assert RankSchedule("timestep", rank, min_rank, alpha).active_ranks(timesteps).tolist() == expected
+
+
+@pytest.mark.parametrize(("rank", "min_rank", "alpha"), [(32, 1, 1), (64, 1, 2), (101, 1, 1)])
+def test_sampling_timesteps_between_whole_ones_are_not_rounded_to_them(rank, min_rank, alpha):
+    timesteps = torch.arange(8001) / 8
+    progress = [1 - Fraction(k, 8000) for k in range(8001)]
+    expected = [math.floor(p**alpha * (rank - min_rank)) + min_rank for p in progress]
+    assert RankSchedule("timestep", rank, min_rank, alpha).active_ranks(timesteps).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "min_rank", "alpha", "expected"),
+    [
+        (16, 8, 1, [16, 15, 15, 14, 12, 10, 8, 8]),
+        (64, 1, 2, [64, 63, 52, 36, 16, 4, 1, 1]),
+        (32, 1, 1, [32, 31, 28, 24, 16, 8, 1, 1]),
+    ],
+)
+def test_active_ranks_are_the_authors(rank, min_rank, alpha, expected):
+    timesteps = torch.tensor([0, 1, 100, 250, 500, 750, 999, 1000])
+    assert RankSchedule("timestep", rank, min_rank, alpha).active_ranks(timesteps).tolist() == expected
+
+
+def flux_timesteps(steps: int) -> torch.Tensor:
+    """Of FLUX at 1024x1024."""
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist(), mu=1.15)
+    return scheduler.timesteps
+
+
+def test_ranks_of_the_sampling_schedule():
+    schedule = RankSchedule("timestep", 32, 1, 1)
+    timesteps = flux_timesteps(28)
+    expected = [1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5, 6, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17, 19, 21, 23, 25, 28]
+    assert schedule.active_ranks(timesteps, timesteps).tolist() == expected
+    trained = schedule.active_ranks(torch.arange(1, 1001)).float().mean()
+    assert round(float(trained), 1) == 16.0
+
+
+def test_mask_lets_the_first_components_through_and_each_sample_has_its_own():
+    mask = RankSchedule("timestep", 4, 1, 1.0).mask(torch.tensor([1000.0, 300.0, 0.0]))
+    assert mask.tolist() == [[True, False, False, False], [True, True, True, False], [True] * 4]
+
+
+@pytest.mark.parametrize("kind", ["timestep", "normalised", "step_index", "constant"])
+def test_nothing_waits_for_the_device(kind):
+    """A tensor on the meta device has no numbers that could be read."""
+    timesteps, sampling = torch.empty(3, device="meta"), torch.empty(28, device="meta")
+    for all_timesteps in (None, sampling):
+        mask = RankSchedule(kind, 16, 2, 1.5).mask(timesteps, all_timesteps)
+        assert (mask.shape, mask.device.type) == ((3, 16), "meta")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 28, 50])
+@pytest.mark.parametrize(("rank", "min_rank"), [(16, 8), (32, 1), (64, 1)])
+def test_step_index_counts_steps_and_not_timesteps(rank, min_rank, steps):
+    schedule = RankSchedule("step_index", rank, min_rank, 2.0)
+    for timesteps in (flux_timesteps(steps), torch.linspace(900, 3, steps)):
+        got = [int(schedule.active_ranks(t.reshape(1), timesteps)) for t in timesteps]
+        progress = [Fraction(i, steps - 1) if steps > 1 else Fraction(1) for i in range(steps)]
+        assert got == [math.floor(p**2 * (rank - min_rank)) + min_rank for p in progress]
+    same = RankSchedule("timestep", rank, min_rank, 2.0)
+    t = torch.arange(1001)
+    assert torch.equal(schedule.mask(t), same.mask(t)), "in training there are no steps"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 28, 50])
+@pytest.mark.parametrize(("rank", "min_rank", "alpha"), SETTINGS[:8])
+def test_normalised_reaches_the_full_rank_in_the_last_step_and_in_training(rank, min_rank, alpha, steps):
+    schedule = RankSchedule("normalised", rank, min_rank, alpha)
+    timesteps = flux_timesteps(steps)
+    ranks = schedule.active_ranks(timesteps, timesteps).tolist()
+    assert ranks[-1] == rank
+    assert ranks == sorted(ranks)
+    expected = [exact_rank(t, rank, min_rank, alpha, t_min=1) for t in range(1, 1001)]
+    assert schedule.active_ranks(torch.arange(1, 1001)).tolist() == expected
+    assert schedule.active_ranks(torch.tensor([0.0, 0.4])).tolist() == [rank, rank]
+
+
+def test_constant_is_the_full_rank():
+    assert RankSchedule("constant", 16, 1, 1.0).mask(torch.arange(1001)).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("sigmoid", 16, 1, 1.0), "adapter.rank_schedule=sigmoid: choose timestep"),
+        (("timestep", 16, 17, 1.0), "adapter.min_rank=17: must be a whole number from 0 to 16"),
+        (("timestep", 16, 1.5, 1.0), "adapter.min_rank=1.5"),
+        (("timestep", 16, 1, 0), "adapter.alpha_rank_scale=0: must be a number from 0.01 to 10"),
+        (("timestep", 16, 1, 0.001), "adapter.alpha_rank_scale=0.001"),
+        (("timestep", 16, 1, 11), "adapter.alpha_rank_scale=11"),
+        (("timestep", 16, 1, True), "adapter.alpha_rank_scale=True"),
+        (("timestep", 16.0, 1, 1), "adapter.rank=16.0"),
+        (("timestep", 16, 1, "much"), "adapter.alpha_rank_scale=much"),
+    ],
+)
+def test_bad_settings_are_named(settings, words):
+    with pytest.raises(UserError, match=words):
+        RankSchedule(*settings)
+
+
+def test_attaching_to_a_pipeline_needs_no_lightning():
+    code = (
+        "import sys, lightning_modules.adapters.rank_mask\n"
+        "print([m for m in sys.modules if m.startswith('lightning.')])"
+    )
+    assert run_code(code).stdout.strip() == "[]"

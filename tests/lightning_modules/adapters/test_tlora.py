@@ -1,0 +1,256 @@
+"""T-LoRA's layers against closed forms, its files against stock diffusers, its steps against plain ones."""
+
+import bitsandbytes
+import pytest
+import safetensors.torch
+import torch
+from diffusers import FluxKontextPipeline
+from hydra.utils import instantiate
+
+from datamodules.batch import LatentBatch
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.peft_layers import ADAPTER, adapter_tensors, lora_layers
+from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from lightning_modules.adapters.rank_schedule import RankSchedule
+from tests.support.commands import compose
+from tests.support.tiny_adapters import (
+    ADAPTERS,
+    LAYER,
+    RANK,
+    batch,
+    build,
+    export,
+    gate_of,
+    gradients,
+    learn,
+    quantize,
+    velocity,
+)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (3, 5, 64), (3, 2, 5, 64)])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_layer_equals_the_dense_closed_form_forward_and_backward(tiny, adapter, shape):
+    module = build(tiny, adapter, "adapter.alpha_rank_scale=1.5")
+    learn(module)
+    layer = module.transformer.double().get_submodule(LAYER)
+    timesteps = torch.tensor([900.0, 500.0, 0.0])
+    mask = RankSchedule("timestep", RANK, 1, 1.5).mask(timesteps).double()
+    assert mask.sum(dim=1).tolist() == [1, 2, 4]
+    mask = mask.view(3, *[1] * (len(shape) - 2), RANK)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    base, scale = layer.get_base_layer(), 6 / RANK
+    own = [x, *(parameter for half in (down, up) for parameter in half.parameters() if parameter.requires_grad)]
+    if adapter == "tlora":
+        dense = ((x @ down.weight.T) * mask) @ up.weight.T
+    else:
+        frozen = ((x @ down.initial.T) * mask) @ up.initial.T
+        dense = ((x @ down.weight.T) * mask * down.singular_values) @ up.weight.T - frozen
+    expected = base(x) + scale * dense
+    weights = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), own)
+    [gate] = module.rank_gates
+    gate.open(timesteps, None, torch.float64)
+    got = layer(x)
+    got_gradients = torch.autograd.grad((got * weights).sum(), own)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got_gradients, expected_gradients, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_masked_components_get_exactly_zero_gradient(tiny, adapter):
+    module = build(tiny, adapter)
+    learn(module)
+    velocity(module, [0.6, 0.9]).square().mean().backward()  # ranks 2 and 1
+    for layer in lora_layers(module.transformer, ADAPTER).values():
+        for parameter in layer.lora_A[ADAPTER].parameters():
+            if parameter.requires_grad:
+                assert (parameter.grad[:2] != 0).any()
+                assert (parameter.grad[2:] == 0).all()
+        up = layer.lora_B[ADAPTER].weight
+        assert (up.grad[:, :2] != 0).any()
+        assert (up.grad[:, 2:] == 0).all()
+
+
+def test_full_mask_is_plain_lora_bitwise(tiny):
+    plain = build(tiny, "lora")
+    masked = build(tiny, "tlora", "adapter.init_lora_weights=true", "adapter.rank_schedule=constant")
+    for module in (plain, masked):
+        learn(module)
+    outputs = [velocity(module, [0.3, 0.9]) for module in (plain, masked)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().mean().backward()
+    one, other = gradients(plain), gradients(masked)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_autocast_trains_float32_weights_close_to_float32(tiny, adapter):
+    """The relative error of bf16 products, 2**-8 for each, a few of them in a row."""
+    runs = []
+    for enabled in (False, True):
+        module = build(tiny, adapter)
+        learn(module)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            velocity(module, [0.2, 0.6]).float().square().mean().backward()
+        runs.append(gradients(module))
+    for name, exact in runs[0].items():
+        assert runs[1][name].dtype == torch.float32
+        assert (runs[1][name] - exact).norm() < 0.05 * exact.norm()
+        assert (runs[1][name][exact == 0] == 0).all(), "masked components"
+
+
+def steps(module, optimizer, *times):
+    """Take an optimizer step at each t; gives the weights and moments after each."""
+    taken = []
+    for t in times:
+        optimizer.zero_grad()
+        velocity(module, [t, t]).square().mean().backward()
+        module.adapter.before_step(optimizer, module.transformer)
+        optimizer.step()
+        taken.append(
+            {
+                name: [parameter.detach().clone(), *(s.clone() for s in optimizer.state[parameter].values())]
+                for name, parameter in trainable(module.transformer).items()
+            }
+        )
+    return taken
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adam_lets_masked_components_drift_and_holds_them_on_request(tiny, adapter):
+    """After a step with all components, steps with the first one alone."""
+    for update_masked in (True, False):
+        module = build(tiny, adapter, f"adapter.update_masked={update_masked}", "optimizer.weight_decay=0.1")
+        learn(module)
+        optimizer = module.configure_optimizers()["optimizer"]
+        before, *_, after = steps(module, optimizer, 0.0, 0.9, 0.9)
+        for name, tensors in after.items():
+            for now, then in zip(tensors, before[name], strict=True):
+                if now.ndim == 0:  # Adam's count of steps
+                    continue
+                up = "lora_B" in name
+                assert not torch.equal(now[:, :1] if up else now[:1], then[:, :1] if up else then[:1])
+                held = torch.equal(now[:, 1:] if up else now[1:], then[:, 1:] if up else then[1:])
+                assert held is not update_masked, name
+
+
+def test_holding_changes_nothing_where_every_component_works(tiny):
+    runs = []
+    for update_masked in (True, False):
+        module = build(tiny, "tlora", f"adapter.update_masked={update_masked}", "adapter.rank_schedule=constant")
+        learn(module)
+        runs.append(steps(module, module.configure_optimizers()["optimizer"], 0.3, 0.8)[-1])
+    assert all(torch.equal(a, b) for name in runs[0] for a, b in zip(runs[0][name], runs[1][name], strict=True))
+
+
+def test_holding_passes_over_layers_without_a_gradient(run, arguments, tmp_path):
+    """Nothing reads the text's part of Qwen-Image's last block."""
+    settings = ["adapter=tlora", "adapter.update_masked=false", "adapter.target_modules=all-linear"]
+    run("train", *arguments("qwen_image_edit", tmp_path / "run", 2, *settings))
+
+
+@pytest.mark.parametrize("optimizer", [bitsandbytes.optim.AdamW8bit, torch.optim.Adafactor])
+def test_holding_needs_an_optimizer_with_a_number_for_each_weight(tiny, optimizer):
+    """Said before weights are read."""
+    settings = compose("train", "adapter=tlora", "adapter.update_masked=false").model
+    module = instantiate(settings, pretrained_model_name_or_path=str(tiny))
+    module.optimization.optimizer, name = optimizer, optimizer.__name__
+    with pytest.raises(UserError, match=rf"adapter\.update_masked=false needs an optimizer .* {name} does not"):
+        module.check()
+
+
+def delta(transformer, adapter_name, x, gate, timesteps):
+    """What the adapter adds in a layer."""
+    layer = transformer.get_submodule(LAYER)
+    gate.open(timesteps, None, torch.float32)
+    return layer.lora_B[adapter_name](layer.lora_A[adapter_name](x)) * layer.scaling[adapter_name]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_file_gives_the_same_output_without_the_base_it_was_made_on(tiny, tmp_path, adapter, quantized, monkeypatch):
+    module = build(tiny, adapter)
+    if quantized:
+        del module.transformer
+        module.transformer = module.base.load_transformer()
+        quantize(module.transformer)
+        module.adapter.inject(module.transformer)
+    learn(module)
+    export(module, tmp_path / "pytorch_lora_weights.safetensors")
+    stock = FluxKontextPipeline.from_pretrained(tiny)
+    with torch.no_grad():
+        for parameter in stock.transformer.get_submodule(LAYER).parameters():
+            parameter.zero_()
+    monkeypatch.setattr(torch.linalg, "svd", None)
+    stock.load_lora_weights(tmp_path, adapter_name="a")
+    attach_rank_schedule(stock, tmp_path)
+    theirs = gate_of(stock, "a")
+    x, timesteps = torch.randn(3, 5, 64), torch.tensor([800.0, 400.0, 0.0])
+    [ours] = module.rank_gates
+    with torch.no_grad():
+        expected = delta(module.transformer, ADAPTER, x, ours, timesteps)
+        torch.testing.assert_close(delta(stock.transformer, "a", x, theirs, timesteps), expected, rtol=1e-6, atol=1e-6)
+    assert len({float(sample.norm()) for sample in expected}) == 3
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_init_from_goes_on_from_the_file(tiny, tmp_path, adapter):
+    module = build(tiny, adapter)
+    learn(module)
+    export(module, tmp_path / "x.safetensors")
+    again = build(tiny, adapter, f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.alpha=3")
+    with torch.no_grad():
+        torch.testing.assert_close(velocity(again, [0.2, 0.7]), velocity(module, [0.2, 0.7]), rtol=1e-5, atol=1e-5)
+        up = again.transformer.get_submodule(LAYER).lora_B[ADAPTER]
+        torch.testing.assert_close(up.weight, module.transformer.get_submodule(LAYER).lora_B[ADAPTER].weight)
+    other = "lora" if adapter == "ortho_tlora" else "ortho_tlora"
+    with pytest.raises(UserError, match="was made by adapter="):
+        build(tiny, other, f"adapter.init_from={tmp_path / 'x.safetensors'}")
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
+    """Sample pictures of a bf16 base are predict.py's: the orthogonal factors are cast after they are combined."""
+    module = build(tiny, adapter, dtype="bfloat16")
+    learn(module, spread=1e-2)
+    export(module, tmp_path / "pytorch_lora_weights.safetensors")
+    stock = FluxKontextPipeline.from_pretrained(tiny, torch_dtype=torch.bfloat16)
+    stock.load_lora_weights(tmp_path)
+    attach_rank_schedule(stock, tmp_path)
+    x_t, [control], prompt = batch()
+    before = safetensors.torch.save(adapter_tensors(module.transformer))
+    with torch.no_grad(), module.adapter.in_dtype(module.transformer, torch.bfloat16):
+        arguments = (x_t.bfloat16(), torch.tensor([0.2, 0.7]), [control.bfloat16()])
+        prompt = {name: tensor.bfloat16() for name, tensor in prompt.items()}
+        ours = module.denoise(*arguments, prompt)
+        module.trim_last_block(stock.transformer)
+        module.transformer = stock.transformer
+        assert torch.equal(ours, module.denoise(*arguments, prompt))
+    module = build(tiny, adapter, dtype="bfloat16")
+    learn(module, spread=1e-2)
+    with module.adapter.in_dtype(module.transformer, torch.bfloat16):
+        pass
+    assert safetensors.torch.save(adapter_tensors(module.transformer)) == before
+
+
+def test_dropout_is_a_function_of_the_sample_s_number(tiny):
+    """The same again whatever was drawn before, and another for another sample."""
+    module = build(tiny, "tlora", "adapter.dropout=0.5", "model.timesteps.logit_std=0", "model.vae_encode_mode=mode")
+    learn(module, spread=1.0)
+    x_t, controls, prompt = batch(1)
+    dropped = []
+    layer = module.transformer.get_submodule(LAYER)
+    layer.lora_dropout[ADAPTER].register_forward_hook(lambda _, inputs, output: dropped.append((output == 0).clone()))
+    losses = []
+    for number in (3, 4, 3):
+        latents = LatentBatch(["x"], [number], x_t, x_t, controls, prompt, prompt, None)
+        losses.append(module.training_step(latents, 0)["losses"])
+    assert torch.equal(losses[0], losses[2])
+    assert torch.equal(dropped[0], dropped[2])
+    assert not torch.equal(dropped[0], dropped[1])
+    assert 0.3 < dropped[0].float().mean() < 0.7

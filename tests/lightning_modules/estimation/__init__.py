@@ -1,0 +1,1 @@
+"""What a step computes and holds."""

@@ -1,0 +1,1 @@
+"""How a transformer is run: kernels, checkpointing, offloading."""

@@ -1,0 +1,146 @@
+"""However a step is executed, its loss and gradients are the same: checkpointed, offloaded, cut."""
+
+import logging
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from hydra.utils import instantiate
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.estimation.fake_tensors import OnCuda
+from lightning_modules.execution.blocks import blocks
+from lightning_modules.execution.checkpointing import POLICIES, read_policy, set_checkpointing
+from lightning_modules.execution.last_block import LastBlock
+from tests.support.commands import compose
+from tests.support.steps import BASES, assert_same, family, inputs, made, step
+from tests.support.tiny_adapters import build, velocity
+from tests.support.tiny_pipelines import MODELS
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("adapter", ["lora", "tlora"])
+def test_every_position_of_the_dial_gives_the_same_bits(tiny, adapter, base):
+    module = made(tiny, adapter, base, "adapter.target_modules=all-linear")
+    plain = step(module)
+    for position in (*POLICIES, "every_3"):
+        set_checkpointing(module.transformer, position, module.adapter.bind_rank_mask)
+        assert_same(step(module), plain)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repositories, model):
+    """To rounding: matrix products of other shapes add in another order."""
+    module = family(repositories, model)
+    last = list(blocks(module.transformer).values())[-1]
+    assert isinstance(last.forward, LastBlock)
+    results = []
+    for cut in (True, False):
+        module.transformer.zero_grad()
+        if not cut:
+            last.forward = last.forward.full
+        loss = module.denoise(*inputs(module)).square().mean()
+        loss.backward()
+        of_layers = {name: p.grad for name, p in trainable(module.transformer).items() if p.grad is not None}
+        results.append({"loss": loss.detach(), **of_layers})
+    for name, own in results[0].items():
+        torch.testing.assert_close(own, results[1][name], rtol=1e-4, atol=1e-6)
+    # What reaches only the text that is cut away has no gradient, or one of zeros.
+    assert all(not gradient.any() for name, gradient in results[1].items() if name not in results[0])
+
+
+@pytest.fixture(params=[(model, adapter) for model in MODELS for adapter in ("lora", "full")], ids="-".join)
+def in_bf16(repositories, request):
+    """A family's module as it trains, every layer of it."""
+    model, adapter = request.param
+    every = ["adapter.target_modules=all-linear"] if adapter == "lora" else []
+    path = f"model.pretrained_model_name_or_path={repositories[model]}"
+    settings = [f"model={model}", path, "model.dtype=bfloat16", f"adapter={adapter}", *every]
+    module = instantiate(compose("train", *settings).model, _convert_="all")
+    module.configure_model()
+    return module
+
+
+def test_all_that_ddp_waits_for_has_a_gradient(in_bf16):
+    with torch.autocast("cpu", torch.bfloat16):
+        in_bf16.denoise(*inputs(in_bf16)).square().mean().backward()
+    waited_for = {name: p for name, p in in_bf16.named_parameters() if p.requires_grad}
+    for name in in_bf16._ddp_params_and_buffers_to_ignore:
+        waited_for.pop(name, None)
+    assert len(waited_for) > 20
+    assert not [name for name, parameter in waited_for.items() if parameter.grad is None]
+
+
+def test_kernels_of_attention_get_one_dtype(in_bf16):
+    """Where norms are in float32, as under CUDA's autocast: of all families, in every block."""
+    seen = []
+    with OnCuda(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        fused = F.scaled_dot_product_attention
+
+        def observed(query, key, value, **_):
+            seen.append({query.dtype, key.dtype, value.dtype})
+            return fused(query, key, value)
+
+        with mock.patch.object(F, "scaled_dot_product_attention", observed):  # undone before what it is within
+            in_bf16.denoise(*inputs(in_bf16))
+    assert seen == [{torch.bfloat16}] * len(blocks(in_bf16.transformer))
+
+
+def test_casting_inputs_once_changes_no_bit(tiny):
+    module = made(tiny, "lora", "bf16")
+    once = step(module)
+    for block in list(blocks(module.transformer).values())[:-1]:
+        assert len(block.attn._forward_pre_hooks) == 1
+        block.attn._forward_pre_hooks.clear()
+    assert_same(once, step(module))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.attention_backend=fast"], "model.attention_backend=fast: diffusers has .*native"),
+        (["model.attention_backend=sage"], "sage has no backward pass: use it in prediction only"),
+        (
+            ["model.compile=true", "model/quantization=fp8", "model.quantization.backend=torchao"],
+            "model.compile does not go with model.quantization.backend=torchao",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named(tiny, settings, message):
+    path = f"model.pretrained_model_name_or_path={tiny}"
+    module = instantiate(compose("train", "model=flux_kontext", path, *settings).model, _convert_="all")
+    with pytest.raises(UserError, match=message):
+        module.check()
+
+
+def test_kernel_that_is_not_there_is_named(tiny):
+    with pytest.raises(UserError, match="cannot be used here"):
+        build(tiny, "lora", "model.attention_backend=flash")
+
+
+@pytest.mark.parametrize("setting", ["some", "every_0", "2"])
+def test_what_is_no_position_of_the_dial_is_named(setting):
+    with pytest.raises(UserError, match="choose none, selective, every_2"):
+        read_policy(setting)
+
+
+def test_what_multiplies_fp8_layers_is_said(tiny, caplog):
+    caplog.set_level(logging.INFO, "retouch")
+    said = {}
+    for base in ("fp8", "bf16"):
+        caplog.clear()
+        made(tiny, "lora", base)
+        said[base] = {line for line in caplog.messages if "fp8:" in line}  # once or, by several handlers, more often
+    assert said == {"fp8": {"fp8: weights only: its tensor cores are not used here"}, "bf16": set()}
+
+
+def test_attention_backend_is_the_dispatcher_s(tiny):
+    plain, chosen = (build(tiny, "lora", *more) for more in ([], ["model.attention_backend=_native_math"]))
+    torch.testing.assert_close(velocity(plain, [0.5]), velocity(chosen, [0.5]))
+    assert {str(b.attn.processor._attention_backend.value) for b in blocks(chosen.transformer).values()} == {
+        "_native_math"
+    }
+    assert _AttentionBackendRegistry._active_backend == AttentionBackendName.NATIVE, "others are as before"

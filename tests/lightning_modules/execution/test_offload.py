@@ -1,0 +1,230 @@
+"""Blocks that wait in the host's memory, and encoders: the same numbers as without."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from torch.nn import Linear
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.estimation.weights import waiting_bytes
+from lightning_modules.execution import host_memory
+from lightning_modules.execution.block_offload import BlockStream, streamed_blocks, streamed_linears
+from lightning_modules.execution.blocks import blocks
+from lightning_modules.execution.host_memory import all_weights, pin
+from lightning_modules.pretrained.components import Components
+from lightning_modules.timing import StageTimer
+from tests.support.commands import compose, lora_bytes, short
+from tests.support.tiny_adapters import batch, learn
+from tests.support.tiny_pipelines import FLUX
+
+BASES = {"bf16": ["model.quantization=null"], **{f: [f"model.quantization.format={f}"] for f in ("fp8", "nf4", "int8")}}
+
+
+def build(tiny, *more):
+    cfg = compose("train", "model=flux_kontext_fp8", f"model.pretrained_model_name_or_path={tiny}", *more)
+    module = instantiate(cfg.model, _convert_="all")
+    module.check()
+    module.configure_model()
+    if module.rank_gates:
+        mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
+    learn(module)
+    return module
+
+
+def step(module):
+    """The velocity and the gradients of a batch."""
+    x_t, controls, prompt = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        velocity = module.denoise(x_t, torch.tensor([0.2, 0.7]), controls, prompt)
+    velocity.float().square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in trainable(module.transformer).items()}
+    return {"velocity": velocity.detach(), **gradients}
+
+
+@pytest.mark.parametrize(("base", "adapter"), [*((base, "lora") for base in BASES), ("fp8", "ortho_tlora")])
+def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
+    settings = [*BASES[base], f"adapter={adapter}", "adapter.rank=4"]
+    whole = step(build(tiny, *settings))
+    for count in (1, 4):
+        streamed = step(build(tiny, *settings, f"model.offload.blocks={count}"))
+        assert whole.keys() == streamed.keys()
+        assert all(torch.equal(whole[name], streamed[name]) for name in whole)
+
+
+def test_two_buffers_of_the_largest_block_take_turns(tiny, monkeypatch):
+    """Forward one after the other, backward the way back; the last two are still there when that begins."""
+    copied = []
+    fetch = BlockStream._fetch
+
+    def counted(self, number):
+        if number not in self._block_in:
+            copied.append(number)
+        return fetch(self, number)
+
+    monkeypatch.setattr(BlockStream, "_fetch", counted)
+    module = build(tiny, "model.offload.blocks=4", "model.quantization=null")
+    step(module)
+    assert copied == [0, 1, 2, 3, 1, 0]
+    copied.clear()
+    x_t, controls, prompt = batch()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            module.denoise(x_t, torch.tensor([0.2, 0.7]), controls, prompt)
+    # Then round and round; the first two are there already.
+    assert copied == [2, 3, 0, 1, 2, 3, 0]
+
+
+def test_what_waits_is_what_the_dry_run_says(tiny):
+    """But for what rounds a layer's place up."""
+    for base in BASES.values():
+        plain = blocks(build(tiny, *base).transformer).values()
+        sizes = [sum(layer.weight.nbytes for layer in streamed_linears(block)) for block in plain]
+        assert waiting_bytes(build(tiny, "model.offload.blocks=4", *base).base.source) == sum(sizes) - 2 * max(sizes)
+
+
+def test_nothing_is_left_in_a_block_that_has_computed(tiny):
+    module = build(tiny, "model.offload.blocks=2")
+    streamed = streamed_blocks(module.transformer, 2)
+    for _ in range(2):
+        step(module)
+        linears = [
+            m
+            for block in streamed.values()
+            for n, m in block.named_modules()
+            if isinstance(m, Linear) and "lora" not in n
+        ]
+        assert len(linears) > 10
+        assert all(linear.weight is None for linear in linears)
+
+
+def test_streamed_blocks_are_spread_over_all(tiny):
+    transformer = build(tiny).transformer
+    names = list(blocks(transformer))
+    assert len(names) == 4
+    assert list(streamed_blocks(transformer, 2)) == [names[0], names[2]]
+    assert list(streamed_blocks(transformer, 4)) == names
+    assert streamed_blocks(transformer, 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.offload.blocks=5"], "model.offload.blocks=5: FluxTransformer2DModel has 0 to 4"),
+        (["model.offload.blocks=-1"], "model.offload.blocks=-1: FluxTransformer2DModel has 0 to 4"),
+        (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=full"),
+        (
+            ["model.offload.blocks=2", "model.quantization.backend=torchao"],
+            "does not go with model.quantization.backend",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed_is_named(tiny, settings, message):
+    with pytest.raises(UserError, match=message):
+        build(tiny, *settings)
+
+
+def test_run_and_prediction_with_offloading_are_the_same(run, tiny, pairs, tmp_path):
+    """Sample pictures included: blocks stream where no gradient is wanted, too."""
+    offloaded = ["model.offload.blocks=3", "model.offload.encoders=true"]
+    pictures = []
+    for name, more in (("whole", []), ("offloaded", offloaded)):
+        common = short(tiny, pairs, tmp_path / name, 3, "pairs", shown=True)
+        steps = "callbacks.sample_images.num_inference_steps=2"
+        run("train", "model=flux_kontext_fp8", *FLUX["settings"], *common, steps, *more)
+        asked = [f"lora={tmp_path / name}", f"image={pairs / 'control_images/00.png'}", "prompt=x"]
+        where = [f"model.pretrained_model_name_or_path={tiny}", f"output_dir={tmp_path / name / 'pictures'}"]
+        same = ["model=flux_kontext_fp8", *FLUX["settings"], *where, *more]
+        run("predict", *asked, *same, "num_inference_steps=2")
+        pictures.append([path.read_bytes() for path in sorted((tmp_path / name).rglob("*.png"))])
+    assert len(pictures[0]) == 10  # four before, four after, the grid, and a prediction
+    assert pictures[0] == pictures[1]
+    assert lora_bytes(tmp_path / "whole") == lora_bytes(tmp_path / "offloaded")
+
+
+def test_components_rest_beside_the_transformer_only(tiny):
+    module = build(tiny, "model.offload.encoders=true")
+    moved = []
+    module.base.components.offload_to_cpu = lambda: moved.append(True)
+    module.base.offload_to_cpu()
+    module.cpu()
+    module.base.offload_to_cpu()
+    assert moved == [True]
+
+
+def test_failed_pinning_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
+    """CUDA reports a failed call twice: to its caller, and to whoever starts a kernel next."""
+    left = []
+
+    def register(memory, device):
+        if len(memory) > 2:
+            left.append("operation not supported")
+            raise RuntimeError(f"Registering memory failed with cudaError: {left[0]}")
+
+    def launch_kernel(device):
+        if left:
+            raise RuntimeError(left.pop())
+
+    monkeypatch.setattr(host_memory, "_register", register)
+    monkeypatch.setattr(host_memory, "_launch_kernel", launch_kernel)
+    device = torch.device("cuda", 0)
+    assert [pin(torch.empty(size), device) for size in (2, 3, 4, 1)] == [True, False, False, True]
+    launch_kernel(device)
+    [note] = [record.message for record in caplog.records]
+    assert "memory cannot be pinned: Registering memory failed" in note
+
+
+class Elsewhere(str):
+    """The CPU, under another name."""
+
+    type = "elsewhere"
+
+
+QUANTIZED = {
+    "float32": None,
+    "fp8": ["model/quantization=fp8"],
+    "int8": ["model/quantization=fp8", "model.quantization.format=int8"],
+    "nf4": ["model/quantization=fp4", "model.quantization.bnb_4bit_use_double_quant=true"],
+    "torchao": ["model/quantization=fp8", "model.quantization.backend=torchao"],
+}
+
+
+@pytest.mark.parametrize("base", QUANTIZED)
+def test_components_that_rest_are_copied_to_the_device_alone(tiny, base):
+    """What they had become there is lost; what trains is kept."""
+    device = torch.device("cpu")
+    quantization = None
+    if QUANTIZED[base] is not None:
+        chosen = "model.quantization.components_to_quantize=[text_encoder_2]"
+        cfg = compose("train", "model=flux_kontext", *QUANTIZED[base], chosen)
+        quantization = instantiate(cfg.model.quantization, _convert_="all")
+    places = {"vae": None, "text_encoder": None}
+    parts = Components(str(tiny), None, torch.float32, places, lambda: device, StageTimer(), quantization)
+    names = ("vae", "text_encoder_2")
+    vae, encoder = models = [parts[name] for name in names]
+
+    def encode():
+        with torch.no_grad():
+            mean = vae.encode(torch.ones(1, 3, 16, 16)).latent_dist.mean
+            return mean, encoder(torch.arange(8)[None]).last_hidden_state
+
+    def memory():
+        return [part.data_ptr() for model in models for part in all_weights(model)] if base != "torchao" else []
+
+    expected, device, rested = encode(), Elsewhere("cpu"), []
+    for _ in range(3):
+        parts.offload_to_cpu()
+        rested.append(memory())
+        assert all(map(torch.equal, expected, encode()))
+        assert [parts[name] for name in names] == models
+        assert all(map(torch.equal, expected, encode()))
+        assert not set(memory()) & set(rested[0])
+        for part in (part for model in models for part in all_weights(model) if base != "torchao"):
+            part.data.zero_()
+    assert rested[0] == rested[1] == rested[2]
+    parts.offload_to_cpu()
+    parts["vae"].requires_grad_(True).encoder.conv_in.bias.data.fill_(7)
+    for _ in range(2):
+        parts.offload_to_cpu()
+        assert (parts["vae"].encoder.conv_in.bias == 7).all()

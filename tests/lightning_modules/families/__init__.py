@@ -1,0 +1,1 @@
+"""Each model against its pipeline in diffusers."""

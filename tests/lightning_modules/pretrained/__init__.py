@@ -1,0 +1,1 @@
+"""Bases from disk or hub."""

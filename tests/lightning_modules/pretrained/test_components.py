@@ -1,0 +1,75 @@
+"""What is loaded, remembered and timed."""
+
+import torch
+
+from lightning_modules.encoder import PromptCache
+from lightning_modules.pretrained.components import Components
+from lightning_modules.timing import StageTimer
+
+CPU = torch.device("cpu")
+
+
+def components(tiny):
+    return Components(str(tiny), None, torch.float32, {"vae": None, "text_encoder": None}, lambda: CPU, StageTimer())
+
+
+def test_only_what_is_asked_for_is_loaded_and_it_can_be_let_go(tiny):
+    parts = components(tiny)
+    vae = parts["vae"]
+    assert parts["vae"] is vae
+    assert parts.models() == {"vae": vae}
+    parts.release("vae", "text_encoder")
+    assert parts.models() == {}
+    assert parts.timer.seconds["load"] > 0
+
+
+def test_a_stage_within_another_is_not_counted_twice(monkeypatch):
+    watch = StageTimer()
+    monkeypatch.setattr(watch, "_now", iter([0.0, 1.0, 6.0, 10.0]).__next__)
+    with watch.stage("outer"), watch.stage("inner"):
+        pass
+    assert watch.seconds == {"inner": 5.0, "outer": 5.0}
+
+
+def test_prompts_are_encoded_once_and_alone_and_the_oldest_forgotten():
+    calls = []
+
+    def encode(prompt, images):
+        calls.append(prompt)
+        return {"prompt_embeds": torch.tensor([float(len(prompt))])}
+
+    memory = PromptCache(encode, StageTimer(), kept=2)
+    batch = memory(["a", "bb", "a"], [[], [], []], CPU)
+    assert batch["prompt_embeds"].tolist() == [[1.0], [2.0], [1.0]]
+    assert calls == ["a", "bb"]
+    memory(["ccc"], [[]], CPU)  # "bb" was used longest ago
+    memory(["a"], [[]], CPU)
+    assert calls == ["a", "bb", "ccc"]
+    memory(["bb"], [[]], CPU)
+    assert calls == ["a", "bb", "ccc", "bb"]
+
+
+def test_prompts_of_a_prediction_are_all_kept():
+    memory = PromptCache(lambda prompt, images: {"x": torch.zeros(1)}, StageTimer(), kept=2)
+    prompts = [str(i) for i in range(10)]
+    memory.keep([(prompt, ()) for prompt in prompts], lambda paths: [])
+    memory.encode = None  # the encoders are gone
+    assert memory(prompts, [[]] * 10, CPU)["x"].shape == (10, 1)
+    assert all(memory.seconds(prompt, []) >= 0 for prompt in prompts)
+
+
+def test_prompt_is_known_by_the_images_that_its_encoder_sees():
+    calls = []
+
+    def encode(prompt, images):
+        calls.append((prompt, len(images)))
+        length = 2 + len(calls)
+        return {"prompt_embeds": torch.full((length, 3), float(len(calls))), "prompt_embeds_mask": torch.ones(length)}
+
+    memory = PromptCache(encode, StageTimer())
+    image = torch.arange(12, dtype=torch.uint8).view(3, 2, 2)
+    batch = memory(["a", "a", "a", "a"], [[image], [image + 1], [image.clone()], [image, image]], CPU)
+    assert calls == [("a", 1), ("a", 1), ("a", 2)]
+    assert batch["prompt_embeds"][:, 0, 0].tolist() == [1, 2, 1, 3]
+    assert batch["prompt_embeds_mask"].sum(1).tolist() == [3, 4, 3, 5]
+    assert batch["prompt_embeds"][0, 3:].abs().sum() == 0

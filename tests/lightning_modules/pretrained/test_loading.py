@@ -1,0 +1,189 @@
+"""Each component alone, and what is said of a repository that cannot be used."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from datamodules.errors import UserError
+from lightning_modules.pretrained.repository import (
+    load_component,
+    read_index,
+    repository_file,
+    resolve_device,
+)
+from lightning_modules.pretrained.transformer import TransformerSource, load_transformer
+from tests.support.commands import ROOT, run_code
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODELS = ["text_encoder", "text_encoder_2", "vae", "transformer"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_loaded_alone_equals_the_pipelines(tiny, stock, name):
+    own, theirs = load_component(str(tiny), name), getattr(stock, name)
+    assert type(own) is type(theirs)
+    assert not any(p.requires_grad for p in own.parameters())
+    assert not own.training
+    ours, expected = own.state_dict(), theirs.state_dict()
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in expected.items()}
+    assert all(torch.equal(ours[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
+def test_tokenizer_loaded_alone_equals_the_pipelines(tiny, stock, name):
+    text = ["make it snow", "What's THIS? 42", ""]
+    arguments = {"padding": "max_length", "max_length": 20, "truncation": True}
+    assert load_component(str(tiny), name)(text, **arguments) == getattr(stock, name)(text, **arguments)
+
+
+def test_scheduler_loaded_alone_equals_the_pipelines(tiny, stock):
+    assert dict(load_component(str(tiny), "scheduler").config) == dict(stock.scheduler.config)
+
+
+def test_component_comes_in_the_dtype_asked_for(tiny):
+    assert load_component(str(tiny), "vae", dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_transformer_may_come_from_a_repository_of_its_own(tiny, stock, tmp_path):
+    stock.transformer.save_pretrained(tmp_path)
+    for repository in (tmp_path, tiny):
+        own = load_transformer(type(stock.transformer), str(repository), dtype=torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(own.parameters(), stock.transformer.parameters(), strict=True))
+
+
+def test_meta_transformer_has_the_names_and_shapes_and_no_memory(tiny, stock):
+    meta = TransformerSource("FluxTransformer2DModel", str(tiny), None, torch.float32, None, 0).meta
+    shapes = {name: p.shape for name, p in meta.named_parameters()}
+    assert shapes == {name: p.shape for name, p in stock.transformer.named_parameters()}
+    assert all(p.is_meta for p in meta.parameters())
+
+
+def test_folder_that_is_no_pipeline_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"has no model_index\.json"):
+        read_index(str(tmp_path))
+
+
+def test_damaged_weights_are_named(tiny, tmp_path):
+    copy = shutil.copytree(tiny, tmp_path / "copy")
+    (copy / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"vae lacks its weights"):
+        load_component(str(copy), "vae")
+
+
+def test_name_that_is_neither_folder_nor_repository_is_refused():
+    with pytest.raises(UserError, match="neither a folder here nor the name of a repository"):
+        repository_file("no/such/folder", "model_index.json")
+
+
+def test_unreachable_hub_says_what_to_do():
+    with pytest.raises(UserError, match=r"huggingface\.co cannot be reached: check the network"):
+        repository_file("black-forest-labs/FLUX.1-Kontext-dev", "model_index.json")
+
+
+def cached_like(folder: Path, cache: Path, repository: str, listed: bool) -> None:
+    """The hub's cache after a download of all that is in a folder; newer versions of its client keep a listing too."""
+    place = cache / f"models--{repository.replace('/', '--')}"
+    snapshot = place / "snapshots" / COMMIT
+    (place / "blobs").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(COMMIT)
+    for number, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        blob = place / "blobs" / f"{number:040x}"
+        shutil.copyfile(file, blob)
+        link = snapshot / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    if listed:
+        listing = pytest.importorskip("huggingface_hub._tree_cache")
+        entry = listing.TreeCacheEntry(size=1, blob_id="a" * 40)
+        listing.write_tree_cache(str(place), COMMIT, dict.fromkeys(("config.json", "transformer/config.json"), entry))
+
+
+def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pairs, tmp_path):
+    """A transformer alone, and a plan of a whole pipeline; HF_HUB_OFFLINE=1 spares the client's attempts, a minute."""
+    cached_like(tiny, tmp_path, "owner/pipeline", listed=False)
+    cached_like(tiny / "transformer", tmp_path, "owner/transformer", listed=False)
+    code = (
+        "import sys, torch, train\n"
+        "from lightning_modules.pretrained.transformer import TransformerSource\n"
+        "source = TransformerSource('FluxTransformer2DModel', 'owner/transformer', None, torch.float32, None, 0)\n"
+        "print(type(source.load(torch.device('cpu'))).__name__)\n"
+        "sys.argv = ['train.py', *sys.argv[1:]]\n"
+        "train.main()\n"
+    )
+    model = ["model.pretrained_model_name_or_path=owner/pipeline", "model/quantization=fp8"]
+    arguments = ["model=flux_kontext", *model, f"data.root={pairs}", "task=dry_run"]
+    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    result = run_code(code, *arguments, cwd=tmp_path, **environment)
+    assert "FluxTransformer2DModel" in result.stdout
+    assert "fp8" in result.stdout + result.stderr
+
+
+def test_file_that_is_known_to_lack_in_the_cache_is_not_taken_for_absent(tiny, tmp_path, monkeypatch):
+    """The listing has it, and so it is to be downloaded; another revision was not downloaded at all."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached_like(tiny / "vae", tmp_path, "owner/partial", listed=True)
+    assert repository_file("owner/partial", "config.json").is_file()
+    assert repository_file("owner/partial", "diffusion_pytorch_model.safetensors.index.json") is None
+    for filename, revision in (("transformer/config.json", None), ("model_index.json", "v2")):
+        with pytest.raises(UserError, match="cannot be reached"):
+            repository_file("owner/partial", filename, revision)
+
+
+@pytest.mark.parametrize(("name", "fits"), [("cpu", True), (None, True), ("cuda:93", False), ("tpu9000", False)])
+def test_impossible_device_is_refused(name, fits):
+    if fits:
+        resolve_device(name, "model.devices.vae")
+    else:
+        with pytest.raises(UserError, match=f"model.devices.vae={name}"):
+            resolve_device(name, "model.devices.vae")
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub whose one repository is gated and whose others do not exist."""
+
+    def do_HEAD(self):
+        code = "GatedRepo" if "gated" in self.path else "RepoNotFound"
+        self.send_response(403 if code == "GatedRepo" else 404)
+        self.send_header("X-Error-Code", code)
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+def test_gated_and_missing_repositories_are_told_apart_and_the_token_never_shown(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import json\n"
+        "from lightning_modules.pretrained.repository import read_index\n"
+        "from datamodules.errors import UserError\n"
+        "lines = []\n"
+        "for name in ('owner/gated', 'owner/missing'):\n"
+        "    try: read_index(name)\n"
+        "    except UserError as error: lines.append(str(error))\n"
+        "print(json.dumps(lines))\n"
+    )
+    result = run_code(
+        code,
+        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
+        HF_HUB_OFFLINE="0",
+        HF_TOKEN="hf_averysecrettoken",
+        HF_HOME=str(tmp_path),
+    )
+    server.shutdown()
+    gated, missing = json.loads(result.stdout)
+    assert "owner/gated is gated: accept its licence" in gated
+    assert "log in" in gated
+    assert "owner/missing is neither a folder here nor a repository" in missing
+    assert "hf_averysecrettoken" not in result.stdout + result.stderr
+    assert not any("averysecret" in path.read_text(errors="ignore") for path in tmp_path.rglob("*") if path.is_file())

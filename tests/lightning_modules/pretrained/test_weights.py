@@ -1,0 +1,228 @@
+"""Transformers that are quantized on disk: they are loaded as they are, and what they lack is named."""
+
+import json
+import shutil
+
+import bitsandbytes
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from hydra.utils import instantiate
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.pretrained.transformer import load_transformer, transformer_weights
+from lightning_modules.quantization.float8 import E4M3, E5M2
+from lightning_modules.quantization.four_bit import FourBitLinear
+from lightning_modules.quantization.fp8 import Fp8Linear
+from lightning_modules.quantization.int8 import Int8Linear
+from tests.lightning_modules.quantization.test_quantization import FP8
+from tests.lightning_modules.quantization.test_quantized_linear import dequantized, quantization
+
+NAME = "diffusion_pytorch_model.safetensors"
+LAYER = "transformer_blocks.0.attn.to_q"
+
+
+@pytest.fixture(scope="module")
+def source(repositories):
+    """A tiny FLUX transformer in bf16."""
+    return FluxTransformer2DModel.from_pretrained(
+        repositories["flux_kontext"], subfolder="transformer", torch_dtype=torch.bfloat16
+    )
+
+
+def write(transformer, folder, replace, config=None, extra=None):
+    """Its folder, with the tensors of each linear layer but proj_out as `replace` gives them: suffix -> tensor."""
+    transformer.save_pretrained(folder)
+    state = load_file(folder / NAME)
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.Linear) and name != "proj_out":
+            del state[f"{name}.weight"]
+            state |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in replace(module).items()}
+    save_file(state | (extra or {}), folder / NAME)
+    if config is not None:
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+    return folder
+
+
+def by_bitsandbytes(make):
+    """What one of its own layers saves."""
+
+    def replace(module):
+        layer = make(module)
+        layer.load_state_dict(module.state_dict())
+        state = layer.to("cpu").state_dict()
+        return {key: tensor for key, tensor in state.items() if key != "bias"}
+
+    return replace
+
+
+def four_bit(quant_type, double):
+    return by_bitsandbytes(
+        lambda m: bitsandbytes.nn.Linear4bit(m.in_features, m.out_features, True, torch.bfloat16, double, quant_type)
+    )
+
+
+def fp8(scale_name=None, shape=(), dtype=E4M3, hints=()):
+    """One scale for a layer, as published files have it; without a name plain numbers."""
+
+    def replace(module):
+        scale = module.weight.abs().max().float() / torch.finfo(dtype).max
+        if scale_name is None:
+            return {"weight": module.weight.to(dtype)}
+        more = {hint: torch.ones(()) for hint in hints}
+        return {"weight": (module.weight.float() / scale).to(dtype), scale_name: scale.reshape(shape), **more}
+
+    return replace
+
+
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+FORMATS = {
+    "bitsandbytes fp4": (four_bit("fp4", False), BNB | {"bnb_4bit_quant_type": "fp4"}, FourBitLinear, "fp4"),
+    "bitsandbytes nf4, double": (four_bit("nf4", True), BNB | {"bnb_4bit_quant_type": "nf4"}, FourBitLinear, "nf4"),
+    "bitsandbytes int8": (
+        by_bitsandbytes(lambda m: bitsandbytes.nn.Linear8bitLt(m.in_features, m.out_features, True, False)),
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        Int8Linear,
+        "int8",
+    ),
+    "fp8 scaled": (fp8("weight_scale", (1,)), None, Fp8Linear, "fp8"),
+    "fp8 scaled, ComfyUI's names": (fp8("scale_weight", hints=["scale_input"]), None, Fp8Linear, "fp8"),
+    "fp8 plain": (fp8(), None, Fp8Linear, "fp8"),
+    "fp8 plain, e5m2": (fp8(dtype=E5M2), None, Fp8Linear, "fp8"),
+}
+
+
+def load(folder, **more):
+    device = torch.device("cpu")
+    return load_transformer(FluxTransformer2DModel, str(folder), dtype=torch.bfloat16, device=device, **more)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def checkpoint(request, source, tmp_path_factory):
+    replace, config, kind, format = FORMATS[request.param]
+    return write(source, tmp_path_factory.mktemp("checkpoint"), replace, config), kind, format
+
+
+def test_layers_are_loaded_as_they_are(checkpoint, source):
+    """Not upcast: dtype and bytes are those on disk. What they stand for is near the original."""
+    folder, kind, format = checkpoint
+    state = load_file(folder / NAME)
+    model = load(folder)
+    assert transformer_weights(str(folder)).format == format
+    assert type(model.proj_out) is nn.Linear
+    for name, module in source.named_modules():
+        if isinstance(module, nn.Linear) and name != "proj_out":
+            layer, stored = model.get_submodule(name), state[f"{name}.weight"]
+            assert type(layer) is kind
+            assert layer.weight.dtype == stored.dtype
+            assert torch.equal(layer.weight.data.view(torch.uint8).flatten(), stored.view(torch.uint8).flatten())
+            assert torch.equal(layer.bias, module.bias)
+            original = module.weight.float()
+            assert (dequantized(layer) - original).norm() < 0.13 * original.norm()
+    kept = sum(t.nbytes for k, t in model.state_dict().items() if not k.endswith("weight_scale"))
+    on_disk = sum(t.nbytes for k, t in state.items() if "scale" not in k and not k.endswith("weight_format"))
+    assert kept == on_disk
+
+
+def test_settings_do_not_quantize_what_is_quantized(checkpoint):
+    folder, kind, _ = checkpoint
+    model = load(folder, quantization=quantization("nf4" if kind is not FourBitLinear else "fp8"))
+    assert type(model.get_submodule(LAYER)) is kind
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp4", "nf4", "int8"])
+def test_what_task_quantize_writes_loads_bitwise(run, repositories, tmp_path, format):
+    tiny = repositories["flux_kontext"]
+    made = ["model=flux_kontext_fp8", f"model.quantization.format={format}", f"output_dir={tmp_path}"]
+    outcome = run("predict", "task=quantize", *made, f"model.pretrained_model_name_or_path={tiny}")
+    assert f"holds {format}" in outcome.text
+    assert f"model.transformer_name_or_path={tmp_path}" in outcome.text
+    again = load(tmp_path)
+    direct = load(tiny, quantization=instantiate(FP8, format=format))
+    ours, theirs = again.state_dict(), direct.state_dict()
+    assert ours.keys() == theirs.keys()
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config.get("load_in_4bit", False) == (format in ("fp4", "nf4"))
+    for key in (key for key in ours if key.startswith(LAYER) and "bias" not in key and "quant_state" not in key):
+        assert torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8))
+
+
+def damaged(folder, tmp_path, change):
+    """A copy whose tensors `change` has changed."""
+    shutil.copytree(folder, tmp_path / "damaged")
+    state = load_file(folder / NAME)
+    change(state)
+    save_file(state, tmp_path / "damaged" / NAME)
+    return tmp_path / "damaged"
+
+
+LACKS = {
+    "fp8 scaled": (lambda s: s.pop(f"{LAYER}.weight_scale"), f"lacks the scales of {LAYER}: the file is incomplete"),
+    "bitsandbytes fp4": (
+        lambda s: s.pop(f"{LAYER}.weight.quant_state.bitsandbytes__fp4"),
+        f"lacks the quant state of {LAYER}: the file is incomplete",
+    ),
+    "bitsandbytes int8": (lambda s: s.pop(f"{LAYER}.SCB"), f"lacks the quant state of {LAYER}"),
+    "bitsandbytes nf4, double": (lambda s: s.pop(f"{LAYER}.weight.absmax"), f"the quant state of {LAYER} is damaged"),
+    "fp8 plain": (lambda s: s.pop(f"{LAYER}.weight"), f"lacks {LAYER}.weight: is it complete, and made for Flux"),
+}
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_a_checkpoint_lacks_is_named_in_one_line(source, tmp_path, name):
+    replace, config, *_ = FORMATS[name]
+    change, message = LACKS[name]
+    folder = damaged(write(source, tmp_path / "whole", replace, config), tmp_path, change)
+    with pytest.raises(UserError) as raised:
+        load(folder)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_marker_of_scales_without_any_is_an_error(source, tmp_path):
+    folder = write(source, tmp_path, fp8(), extra={"scaled_fp8": torch.zeros(2, dtype=E4M3)})
+    with pytest.raises(UserError, match="lacks the scales of "):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (fp8("weight_scale_inv"), r"weight_scale_inv, .*scales of an unknown kind"),
+        (lambda module: fp8()(module) | {"weight_scale": torch.ones(2, 2)}, r"scales \(2, 2\) on disk: expected one"),
+    ],
+)
+def test_scales_that_are_not_known_are_named(source, tmp_path, scales, message):
+    with pytest.raises(UserError, match=message):
+        load(write(source, tmp_path, scales))
+
+
+def test_layers_of_another_shape_are_named(source, tmp_path):
+    def shrink(state):
+        state[f"{LAYER}.weight"] = state[f"{LAYER}.weight"][:32].contiguous()
+
+    folder = damaged(write(source, tmp_path / "whole", fp8()), tmp_path, shrink)
+    with pytest.raises(UserError, match=f"{LAYER} is 32x64 on disk, 64x64 in the model"):
+        load(folder)
+
+
+def test_a_shard_that_is_missing_or_damaged_is_named(source, tmp_path):
+    source.save_pretrained(tmp_path, max_shard_size="300KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].write_bytes(shards[1].read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"00002.*is damaged \(.*\); download it again"):
+        load(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(UserError, match=f"lacks {shards[1].name}"):
+        load(tmp_path)
+
+
+def test_sharded_weights_are_read_from_all_files(source, tmp_path):
+    source.save_pretrained(tmp_path, max_shard_size="300KB")
+    model = load(tmp_path, quantization=quantization("int8"))
+    assert all(not parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model.x_embedder.bias, source.x_embedder.bias)

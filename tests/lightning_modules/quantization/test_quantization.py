@@ -1,0 +1,107 @@
+"""Which layers are quantized, when, and what that takes."""
+
+import bitsandbytes
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from peft import LoraConfig
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.quantization.quantization import nbytes
+from tests.lightning_modules.quantization.test_quantized_linear import quantization
+from tests.support.commands import ROOT, compose
+
+FP8 = OmegaConf.load(ROOT / "conf/model/quantization/fp8.yaml")
+KEPT = {
+    "flux_kontext": {"x_embedder", "context_embedder", "proj_out", "norm_out.linear"}
+    | {f"transformer_blocks.{i}.{norm}.linear" for i in range(2) for norm in ("norm1", "norm1_context")}
+    | {f"single_transformer_blocks.{i}.norm.linear" for i in range(2)},
+    "qwen_image_edit": {"img_in", "txt_in", "proj_out", "norm_out.linear"}
+    | {f"transformer_blocks.{i}.{part}_mod.1" for i in range(2) for part in ("img", "txt")},
+}
+CLASSES = {"flux_kontext": FluxTransformer2DModel, "qwen_image_edit": QwenImageTransformer2DModel}
+
+
+@pytest.mark.parametrize("model", KEPT)
+def test_embedders_modulation_and_output_stay_as_they_are(repositories, model):
+    transformer = CLASSES[model].from_pretrained(repositories[model], subfolder="transformer")
+    linears = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    size = instantiate(FP8).nbytes(transformer, torch.float32)
+    instantiate(FP8).convert(transformer, torch.device("cpu"), torch.float32)
+    kept = {name for name in linears if type(transformer.get_submodule(name)) is nn.Linear}
+    assert {name for name in kept if not name.startswith("time_text_embed")} == KEPT[model]
+    assert linears - kept >= {f"transformer_blocks.0.attn.{name}" for name in ("to_q", "add_k_proj", "to_out.0")}
+    scales = sum(transformer.get_submodule(name).weight_scale.nbytes for name in linears - kept)
+    assert nbytes(transformer) == size + scales
+
+
+def test_list_of_what_stays_can_be_changed(repositories):
+    transformer = FluxTransformer2DModel.from_pretrained(repositories["flux_kontext"], subfolder="transformer")
+    quantization("int8", skip=["transformer_blocks.*"]).convert(transformer, torch.device("cpu"), torch.float32)
+    assert type(transformer.proj_out) is not nn.Linear
+    assert type(transformer.transformer_blocks[0].attn.to_q) is nn.Linear
+    with pytest.raises(UserError, match="leaves no linear layer"):
+        quantization("int8", skip=["*"]).convert(transformer, torch.device("cpu"), torch.float32)
+
+
+def test_an_adapter_must_come_after(repositories):
+    transformer = FluxTransformer2DModel.from_pretrained(repositories["flux_kontext"], subfolder="transformer")
+    transformer.add_adapter(LoraConfig(target_modules=["to_q"]))
+    with pytest.raises(UserError, match="before the adapter"):
+        instantiate(FP8).convert(transformer, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("format=fp6", "model.quantization.format=fp6: choose fp8, fp4, nf4, int8"),
+        ("backend=quantum", "model.quantization.backend=quantum has no fp8: choose retouch or quanto or torchao"),
+        ("gradient_dtype=float16", "model.quantization.gradient_dtype=float16: choose float8_e5m2 or bfloat16"),
+    ],
+)
+def test_settings_that_do_not_exist_are_named(setting, message):
+    with pytest.raises(Exception, match=message):
+        instantiate(compose("train", "model=flux_kontext_fp8", f"model.quantization.{setting}").model)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("lightning_modules.quantization.quantization.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"backend=torchao is not installed: pip install torchao"):
+        quantization("fp8", "torchao")
+
+
+def test_a_device_that_cannot_do_it_is_named(monkeypatch):
+    def no_kernel(*args, **kwargs):
+        raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", no_kernel)
+    with pytest.raises(UserError, match=r"nf4 by bitsandbytes does not run on cpu here: no kernel image is available$"):
+        quantization("nf4").quantize(nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("name", ["flux_kontext", "flux_dev", "qwen_image_edit", "qwen_image_edit_plus"])
+@pytest.mark.parametrize("format", ["fp8", "fp4"])
+def test_each_family_has_both(name, format):
+    base, variant = (OmegaConf.to_container(compose("train", f"model={m}").model) for m in (name, f"{name}_{format}"))
+    assert variant.pop("quantization") == {**OmegaConf.to_container(FP8), "format": format}
+    assert base.pop("quantization") is None
+    assert variant == base
+
+
+def test_four_bits_start_slower():
+    for model, more, expected in (
+        ("flux_kontext_fp8", [], (1e-4, 0)),
+        ("flux_kontext_fp4", [], (2e-5, 100)),
+        ("flux_kontext_fp8", ["model.quantization.format=nf4", "optimizer=adamw_8bit"], (2e-5, 100)),
+        ("flux_kontext_fp4", ["optimizer.lr=3e-5"], (3e-5, 100)),
+        ("flux_kontext_fp4", ["optimizer=prodigy"], (1.0, 100)),
+        ("flux_kontext_fp4", ["model.quantization.components_to_quantize=[text_encoder_2]"], (1e-4, 0)),
+        (None, ["experiment=precision_fp4"], (2e-5, 100)),
+        (None, ["experiment=precision_fp8"], (1e-4, 0)),
+    ):
+        cfg = compose("train", *([f"model={model}"] if model else []), *more)
+        assert (cfg.optimizer.lr, cfg.scheduler.num_warmup_steps) == expected
+        assert cfg.trainer.gradient_clip_val == 1.0

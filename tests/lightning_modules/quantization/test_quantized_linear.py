@@ -1,0 +1,210 @@
+"""Quantized layers against their own dequantized weights in float32, and these against what was quantized."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_modules.quantization import float8, fp8
+from lightning_modules.quantization.float8 import E4M3, E5M2
+from lightning_modules.quantization.formats import FORMATS
+from lightning_modules.quantization.fp8 import Fp8Linear
+from lightning_modules.quantization.linear import QuantizedLinear
+from lightning_modules.quantization.quantization import Quantization
+
+WAYS = [(format, backend) for format, row in FORMATS.items() for backend in row.backends]
+
+
+def quantization(format, backend=None, skip=(), **more):
+    settings = {"bnb_4bit_use_double_quant": False, "gradient_dtype": "float8_e5m2", **more}
+    return Quantization(format, backend, skip, ["transformer"], **settings)
+
+
+def linear(dtype=torch.float32, sides=(96, 128)):
+    torch.manual_seed(0)
+    layer = nn.Linear(sides[1], sides[0]).requires_grad_(False)
+    layer.weight.mul_(torch.logspace(-2, 2, sides[0])[:, None])  # rows of different sizes
+    return layer.to(dtype)
+
+
+def dequantized(layer):
+    """In float32."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.dequantize(torch.float32).detach()
+    return layer.weight.dequantize().float().detach()  # torchao's
+
+
+def error(a, b):
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+def forward_and_backward(layer, dtype):
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 128).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        y = layer(x)
+    grad = torch.randn(y.shape)
+    y.backward(grad.to(y.dtype))
+    return x.detach(), y.detach(), grad, x.grad
+
+
+@pytest.mark.parametrize(("format", "backend"), WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_dequantized_weight(format, backend, dtype):
+    """In float32 to its rounding; under autocast input, weight and output are rounded to bf16, 2^-9 each at most."""
+    layer = quantization(format, backend).quantize(linear(dtype))
+    x, y, grad, x_grad = forward_and_backward(layer, dtype)
+    weight = dequantized(layer)
+    tolerance = 1e-6 if dtype == torch.float32 else 3 * 2**-9
+    assert y.dtype == dtype
+    assert error(y, x @ weight.T + layer.bias.float()) < tolerance
+    assert error(x_grad, grad @ weight) < tolerance
+
+
+# Half a step: of e4m3's 3 bits relative to the weight, else to the largest weight of a row or of a block of 64.
+@pytest.mark.parametrize(("format", "backend"), WAYS)
+def test_weights_are_within_half_a_step(format, backend):
+    source = linear()
+    layer = quantization(format, backend).quantize(source)
+    weight, back = linear().weight, dequantized(layer)
+    row = weight.abs().amax(1, keepdim=True)
+    block = weight.reshape(-1, 64).abs().amax(1, keepdim=True).expand(-1, 64).reshape(weight.shape)
+    half_step = {
+        # Below 2^-6 of e4m3's range, whose largest is 448, steps no longer shrink; a power of two may double the scale.
+        "fp8": torch.maximum(weight.abs() * 2**-4, 2 * row / 448 * 2**-10),
+        "int8": row / 254 + weight.abs() * 2**-11 + 2**-25,  # bitsandbytes rounds to float16 first
+        "nf4": block * 0.153,  # the widest gap of its 16 numbers, -1 to -0.6962, is 0.3038
+        "fp4": block * 0.168,  # 2/3 to 1
+    }[format]
+    assert ((weight - back).abs() <= half_step * 1.01).all()
+    assert not torch.equal(weight, back)
+
+
+def test_double_quantization_costs_little_and_saves_the_scales():
+    plain, double = (
+        quantization("nf4", bnb_4bit_use_double_quant=d).quantize(linear(sides=(128, 128))) for d in (0, 1)
+    )
+    original = linear(sides=(128, 128)).weight
+    assert error(dequantized(double), original) < 1.05 * error(dequantized(plain), original)
+    assert double.quant_state.absmax.dtype == torch.uint8
+
+
+def test_fp8_scales_are_powers_of_two_and_bf16_dequantizes_exactly():
+    layer = quantization("fp8").quantize(linear())
+    assert torch.equal(layer.weight_scale.log2(), layer.weight_scale.log2().round())
+    exact = layer.weight.double() * layer.weight_scale.double()
+    assert torch.equal(layer.dequantize(torch.bfloat16).double(), exact)
+
+
+@pytest.mark.parametrize(
+    ("refused", "gradient_dtype", "line"),
+    [
+        ([], E5M2, "tensor cores for products and gradients"),
+        ([], torch.bfloat16, "tensor cores for products only"),
+        ([E5M2], E5M2, "tensor cores for products only"),
+        ([E4M3], E5M2, "tensor cores for gradients only"),
+        ([E4M3, E5M2], E5M2, "weights only: its tensor cores are not used here"),
+    ],
+)
+def test_kernels_are_tried_apart_at_a_model_s_size(monkeypatch, refused, gradient_dtype, line):
+    """On tensors without content, and with a double of the product: as a GPU does that has no kernel for some."""
+    tried = []
+
+    def scaled_mm(a, b, *, use_fast_accum, **_):
+        tried.append((a.dtype, use_fast_accum, *a.shape, *b.shape))
+        if a.dtype in refused or a.shape[1] < 1024:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    float8.has_tensor_cores.cache_clear()
+    with FakeTensorMode():
+        assert float8.kernels(torch.device("cuda"), gradient_dtype) == line
+    float8.has_tensor_cores.cache_clear()
+    asked = [E4M3, E5M2][: 1 + (gradient_dtype == E5M2)]
+    assert tried == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in asked]
+
+
+def test_gradients_stay_in_bf16_where_only_products_have_a_kernel(monkeypatch):
+    monkeypatch.setattr(fp8, "has_tensor_cores", lambda device, dtype: dtype == E4M3)
+    layer = quantization("fp8").quantize(linear())
+    x, y, grad, x_grad = forward_and_backward(layer, torch.float32)
+    assert error(y, x @ dequantized(layer).T + layer.bias) > 1e-3
+    assert error(x_grad, grad @ dequantized(layer)) < 1e-6
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """PyTorch's own _scaled_mm, which a CPU has too."""
+    monkeypatch.setattr(fp8, "has_tensor_cores", lambda *_: True)
+
+
+@pytest.mark.parametrize("gradient_dtype", ["float8_e5m2", "bfloat16"])
+def test_tensor_cores_add_the_rounding_of_activations_and_gradients(tensor_cores, monkeypatch, gradient_dtype):
+    """An e4m3 number is off by 2^-4 at most, by less than 2^-4 / sqrt(3) in the mean square; e5m2's step is double."""
+    calls = []
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, *args, **kw: calls.append(a.dtype) or scaled_mm(a, *args, **kw))
+    layer = quantization("fp8", gradient_dtype=gradient_dtype).quantize(linear())
+    x, y, grad, x_grad = forward_and_backward(layer, torch.float32)
+    weight = dequantized(layer)
+    assert 1e-3 < error(y, x @ weight.T + layer.bias) < 2**-4 / 3**0.5
+    gradient_error = error(x_grad, grad @ weight)
+    if gradient_dtype == "bfloat16":
+        assert calls == [E4M3]
+        assert gradient_error < 1e-6
+    else:
+        assert calls == [E4M3, E5M2]
+        assert 1e-3 < gradient_error < 2**-3 / 3**0.5
+
+
+def test_tensor_cores_are_left_where_sides_do_not_fit(tensor_cores, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", None)
+    layer = quantization("fp8").quantize(linear(sides=(96, 72)))
+    x = torch.randn(2, 72)
+    assert error(layer(x), x @ dequantized(layer).T + layer.bias) < 1e-6
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so_on_tensor_cores(tensor_cores, value):
+    """Then a diverging step is left out, as on other bases."""
+    layer = quantization("fp8").quantize(linear())
+    x = torch.randn(2, 128)
+    x[0, 3] = value
+    y = layer(x)
+    assert not y[0].isfinite().any()
+    assert y[1].isfinite().all()
+
+
+def test_rows_of_zeros_stay_zero():
+    rows, scales = float8.quantize_rows(torch.zeros(2, 16), E4M3)
+    assert torch.equal(rows.float() * scales, torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize(("format", "backend"), [way for way in WAYS if way[1] != "torchao"])
+def test_backward_keeps_the_quantized_weight_alone(format, backend):
+    """bitsandbytes' own layers keep their inputs, and where gradient checkpointing does not see it."""
+    layer = quantization(format, backend).quantize(linear())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(torch.randn(3, 128, requires_grad=True))
+    assert [tensor.data_ptr() for tensor in kept] == [part.data_ptr() for part in layer.parts()]
+
+
+@pytest.mark.parametrize(("format", "backend"), WAYS)
+def test_gradient_checkpointing_changes_nothing(format, backend):
+    layer = quantization(format, backend).quantize(linear())
+    gradients = []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        x = torch.linspace(-1, 1, 128).requires_grad_()
+        run(x.view(1, -1)).square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_loaded_scales_of_one_number_are_for_all_rows():
+    weight = torch.randn(32, 16).to(E4M3)
+    layer = Fp8Linear(weight, torch.tensor([[0.25]]), None, torch.float32, E5M2)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(layer(x), x @ (weight.float() * 0.25).T)

@@ -1,0 +1,35 @@
+"""Commands on a cache of their own."""
+
+import re
+
+from datamodules.shards.cache import Cache
+from tests.support import commands
+
+
+def cache_overrides(tiny, root, folder):
+    return [
+        "task=cache",
+        f"model.pretrained_model_name_or_path={tiny}",
+        f"data.root={root}",
+        f"data.cache_dir={folder}",
+        "data.num_workers=0",
+        "trainer.accelerator=cpu",
+        f"output_dir={folder.parent / 'unused'}",
+    ]
+
+
+def short(tiny, root, output, steps, data="cached", shown=False):
+    """Overrides of a short quiet run with a cache of its own."""
+    return [*commands.short(tiny, root, output, steps, data, shown), f"data.cache_dir={output.parent / 'cache'}"]
+
+
+def only(folder) -> Cache:
+    """The one cache in a cache_dir."""
+    (found,) = [path for path in folder.iterdir() if path.is_dir()]
+    return Cache(found, {})
+
+
+def encoded(outcome) -> int:
+    """How many samples a command says it has encoded."""
+    match = re.search(r"encoded (\d+) samples", outcome.text)
+    return int(match[1]) if match else 0

@@ -1,0 +1,32 @@
+"""The adapters of a transformer of ours and of a stock one."""
+
+import torch
+from peft import LoraConfig
+
+from lightning_modules.adapters.peft_layers import adapter_state
+
+
+def randomize(transformer: torch.nn.Module) -> None:
+    """Make the second half of a fresh adapter, which is zero, as random as the first."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in transformer.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+
+
+def adapt_like(transformer: torch.nn.Module, own: torch.nn.Module) -> None:
+    """Give a stock transformer, by peft alone, the adapter of ours (rank 4, alpha 6)."""
+    transformer.requires_grad_(False)
+    transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    weights = adapter_state(own)
+    for name, parameter in transformer.named_parameters():
+        if "lora_" in name:
+            parameter.data = weights[name.replace(".default", "")].clone()
+
+
+def assert_same_gradients(own: torch.nn.Module, stock: torch.nn.Module) -> None:
+    """Of the adapters of two transformers."""
+    ours, theirs = ({n: p.grad for n, p in one.named_parameters() if p.requires_grad} for one in (own, stock))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,73 @@
+"""Training steps of tiny models, however they are executed."""
+
+import torch
+from hydra.utils import instantiate
+
+from tests.support.commands import compose
+from tests.support.tiny_adapters import build, gradients, learn, velocity
+
+BASES = {
+    "bf16": [],
+    "fp8": ["model/quantization=fp8"],
+    "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
+    "fp4": ["model/quantization=fp4"],
+    "int8": ["model/quantization=fp8", "model.quantization.format=int8"],
+    "quanto": ["model/quantization=fp8", "model.quantization.backend=quanto"],
+}
+
+
+def made(tiny, adapter, base, *more):
+    settings = [*BASES[base], "model.gradient_checkpointing=none", *more]
+    module = build(tiny, adapter, *settings, dtype="bfloat16")
+    learn(module)
+    return module
+
+
+def step(module, t=(0.2, 0.7)):
+    """Loss and gradients under autocast."""
+    module.transformer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = velocity(module, list(t)).float().square().mean()
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(module)}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert len(one) > 14
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different
+
+
+def with_a_block_of_each_kind(module):
+    """To compile less."""
+    transformer = module.transformer
+    del transformer.transformer_blocks[1:]
+    del transformer.single_transformer_blocks[:-1]
+    learn(module)
+    return module
+
+
+def inputs(module, samples=2):
+    """x_t, t, controls and prompt of any family; where the text has a mask, one sample's ends early."""
+    generator = torch.Generator().manual_seed(1)
+    channels = module.transformer.config.in_channels // 4
+    controls = [] if module.condition_images.most == 0 else [(8, 8)]
+    x_t, *controls = (torch.randn(samples, channels, *size, generator=generator) for size in ((8, 12), *controls))
+    shapes = module.prompt_shapes(module.base.source.config(), "make it snow", [(32, 32)] * len(controls))
+    prompt = {name: torch.randn(samples, *shape, generator=generator) for name, shape in shapes.items()}
+    if "pooled_prompt_embeds" not in prompt:
+        mask = torch.ones(prompt["prompt_embeds"].shape[:2], dtype=torch.bool)
+        mask[-1, -3:] = False
+        prompt["prompt_embeds_mask"] = mask
+    return x_t, torch.linspace(0.2, 0.7, samples), controls, prompt
+
+
+def family(repositories, model, *more):
+    """A family's module with an adapter on every layer, in float32."""
+    path = f"model.pretrained_model_name_or_path={repositories[model]}"
+    settings = [path, "model.dtype=float32", "adapter.rank=4", "adapter.target_modules=all-linear", *more]
+    module = instantiate(compose("train", f"model={model}", *settings).model, _convert_="all")
+    module.configure_model()
+    learn(module)
+    return module

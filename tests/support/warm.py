@@ -1,0 +1,85 @@
+"""Commands in processes of their own that have nothing to import: they are forked of one that did."""
+
+import contextlib
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import TimeoutExpired
+
+from tests.support.commands import ROOT
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.support.imported"])
+
+
+class Warm:
+    """A running command, to be used like a subprocess.Popen. What it prints goes to a file.
+
+    Args:
+        before: called in its process before the command.
+    """
+
+    def __init__(
+        self, script: str, *overrides: str, cwd: Path = ROOT, before: Callable[[], None] | None = None
+    ) -> None:
+        self.stdout = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  closed by `end`
+        arguments = script, [str(one) for one in overrides], self.stdout.name, cwd, dict(os.environ), before
+        with contextlib.chdir(ROOT):  # where the process that is forked looks for what it imports
+            multiprocessing.forkserver.ensure_running()
+        self._process = CONTEXT.Process(target=command, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise TimeoutExpired("command", timeout)
+        return self.returncode
+
+    def end(self) -> None:
+        """Nothing of it goes on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
+        self.stdout.close()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What it has printed, when it has ended."""
+        self.wait(timeout)
+        return self.stdout.read(), None
+
+
+def command(
+    script: str,
+    overrides: list[str],
+    output: str,
+    cwd: Path,
+    environment: dict[str, str],
+    before: Callable[[], None] | None,
+) -> None:
+    """What a new process of train.py or predict.py does."""
+    os.setsid()
+    with open(output, "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    sys.argv = [str(ROOT / f"{script}.py"), *overrides]
+    if before is not None:
+        before()
+    importlib.import_module(script).main()

@@ -1,0 +1,184 @@
+"""The plan of a run: from the real configurations, without weights."""
+
+import re
+
+import pytest
+import safetensors.torch
+import torch
+from hydra.utils import instantiate
+
+from benchmarks.memory import write_shallow
+from datamodules.shards.cache import Cache
+from lightning_modules import flow
+from lightning_modules.estimation import activations
+from lightning_modules.estimation.activations import bytes_per_parameter
+from lightning_modules.estimation.fake_tensors import PeakMemory
+from lightning_modules.execution.checkpointing import set_checkpointing
+from tasks.footprint import measure, without_network
+from tests.support.commands import ROOT, compose, lora_bytes, short
+from tests.support.pictures import make_pairs
+from tests.support.tiny_pipelines import MODELS
+
+# As published on the models' pages
+PARAMETERS = {
+    "flux_kontext": 11_901_408_320,
+    "flux_dev": 11_901_408_320,
+    "qwen_image_edit": 20_430_401_088,
+    "qwen_image_edit_plus": 20_430_401_088,
+}
+YAMLS = sorted(
+    path.stem for path in (ROOT / "conf" / "model").glob("[!_]*.yaml") if path.stem[-4:] not in ("_fp8", "_fp4")
+)
+
+
+@pytest.mark.parametrize("model", YAMLS)
+def test_every_model_is_known_without_weights(model):
+    cfg = compose("train", f"model={model}")
+    with without_network(cfg.model) as module:
+        module.check()
+        parameters = sum(parameter.numel() for parameter in module.base.source.meta.parameters())
+    assert parameters == PARAMETERS.get(model, parameters)
+
+
+@pytest.mark.parametrize("model", ["embedded", "flux_dev", "qwen_image_edit_plus"])
+def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
+    """Of each kind of transformer; of one of them that is large, all blocks."""
+    captions = model in MODELS and MODELS[model].data == "captions"
+    data = ["data=captions", f"data.root={pairs}/training_images"] if captions else [f"data.root={pairs}"]
+    more = [f"output_dir={tmp_path / 'out'}", "data.val_count=3"]
+    if model == "qwen_image_edit_plus":  # two of its 60 blocks
+        write_shallow(model, 2, str(tmp_path / "shallow"))
+        more.append(f"model.pretrained_model_name_or_path={tmp_path / 'shallow'}")
+    outcome = run("train", "task=dry_run", f"model={model}", *more, *data)
+    assert "5 samples of" in outcome.text
+    if model == "flux_dev":
+        assert f"{PARAMETERS[model]:,} parameters" in outcome.text
+    phases = [f"with gradient checkpointing {position}\n" for position in ("none", "selective", "every_2", "full")]
+    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "on disk", *phases):
+        assert part in outcome.text
+    assert not re.search(r"^loading", outcome.text, re.MULTILINE)
+    assert "while the transformer goes to a GPU" in outcome.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
+    plan = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.gradient_checkpointing=true"]
+    sizes = []
+    for more in ([], ["model/quantization=fp4"], ["model/quantization=fp4", "model.offload.blocks=4"]):
+        text = run("train", *plan, *more).text
+        assert ("embedded (fp4)" if more else "embedded (float32)") in text
+        assert ("blocks" in text) == (len(more) == 2)
+        sizes.append(float(re.search(r"weights ([\d.]+) [kM]B", text)[1]) * (1000 if "weights 1.9 MB" in text else 1))
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):
+    arguments = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}"]
+    line = run("train", "model=flux_dev", *arguments, ok=False).error
+    assert line.startswith("error: black-forest-labs/FLUX.1-dev makes pictures from text alone")
+    other = "model.pretrained_model_name_or_path=black-forest-labs/FLUX.1-dev"
+    line = run("train", "model=qwen_image_edit", other, *arguments, ok=False).error
+    assert line.startswith("error: black-forest-labs/FLUX.1-dev has no processor, which QwenImageEdit needs")
+    outcome = run("train", "-m", "adapter.rank=4,8", *arguments, ok=False)
+    assert "task=dry_run plans one run" in outcome.text
+    assert "Callback" not in outcome.text  # one that raised
+
+
+def test_configurations_name_their_source():
+    import json
+
+    for file in (ROOT / "assets" / "configurations").glob("*.json"):
+        assert json.loads(file.read_text())["source"] == f"https://huggingface.co/{file.stem.replace('--', '/')}"
+
+
+def test_folders_and_unknown_names_are_read_as_they_are(tmp_path):
+    for name in (str(tmp_path), "somebody/something"):
+        settings = compose("train", "model=flux_kontext", f"model.pretrained_model_name_or_path={name}").model
+        with without_network(settings) as module:
+            assert module.base.components.repository == module.base.name == name
+    with without_network(compose("train", "model=qwen_image_edit").model) as module:
+        assert module.base.name == "Qwen/Qwen-Image-Edit"
+        assert module.base.source.config()["num_layers"] == 60
+
+
+@pytest.mark.parametrize(("name", "expected"), [("adamw", 8), ("adamw_8bit", 2), ("prodigy", 16), ("adafactor", 0.03)])
+def test_optimizer_state_is_what_the_optimizer_keeps(name, expected):
+    cfg = compose("train", f"optimizer={name}")
+    assert bytes_per_parameter(instantiate(cfg.optimizer)) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.fixture
+def planned(run, tiny, tmp_path):
+    """The plan of a tiny run on pictures of two sizes, its module, and the data."""
+    root = make_pairs(tmp_path / "data", [(64, 48)] * 2 + [(128, 96)] * 3)
+    overrides = [*short(tiny, root, tmp_path / "run", 1), f"data.cache_dir={tmp_path / 'cache'}"]
+    cfg = compose("train", *overrides, "data.batch_size=2")
+    module, data = instantiate(cfg.model), instantiate(cfg.data)
+    data.configure_for(module)
+    data.scan()
+    return measure(module, data), module, data, overrides, cfg
+
+
+def test_cache_is_as_large_as_planned(run, planned, tmp_path):
+    plan, _, _, overrides, _ = planned
+    run("train", *overrides)
+    (folder,) = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
+    headers = 450 * len(rows := list(Cache(folder, {}).rows()))
+    assert sum(row["bytes"] for row in rows) - headers == pytest.approx(plan.cache, rel=0.05)
+
+
+def test_activations_are_what_a_real_step_holds(planned):
+    """The same step on real tensors, its memory counted in the same way."""
+    plan, _, _, _, cfg = planned
+    samples, (images, _) = plan.batch.samples, plan.batch.size
+    assert (samples, images) == (2, ((128, 96), (128, 96)))
+    module = instantiate(cfg.model)
+    module.configure_model()
+    x_t = torch.randn(2, 8, 12, 16)
+    prompt = {"prompt_embeds": torch.randn(2, 16, 32), "pooled_prompt_embeds": torch.randn(2, 32)}
+    peaks = {}
+    for checkpointing in ("none", "selective", "every_2", "full"):
+        set_checkpointing(module.transformer, checkpointing, module.adapter.bind_rank_mask)
+        with PeakMemory() as memory:
+            known = [tensor.detach() for tensor in (*module.transformer.parameters(), x_t, *prompt.values())]
+            t, control = torch.rand(2), torch.randn_like(x_t)
+            memory.restart()
+            velocity = module.denoise(x_t, t, [control], prompt)
+            flow.flow_loss(velocity, x_t).mean().backward()
+        assert known
+        peaks[checkpointing] = memory.peak - plan.adapter // 2
+        module.transformer.zero_grad(set_to_none=True)
+    assert peaks["none"] > peaks["selective"] > peaks["every_2"] > peaks["full"]
+    assert peaks["none"] > 1.5 * peaks["full"]
+    for checkpointing, peak in peaks.items():
+        assert plan.activations[checkpointing] == pytest.approx(peak, rel=0.05)
+
+
+def test_adapter_and_weights_are_counted(planned):
+    plan, module, _, _, _ = planned
+    assert module.transformer is None
+    assert plan.weights == 4 * plan.parameters
+    assert plan.adapter == 8 * plan.trainable
+    assert plan.optimizer == 8 * plan.trainable
+
+
+def test_auto_takes_the_least_recomputation_that_fits(run, tiny, pairs, tmp_path, monkeypatch):
+    """With no memory left, and with just enough for each; the weights are the same in their bits."""
+    peaks, weights = {}, set()
+    peak = activations.FakeStep.peak
+    monkeypatch.setattr(activations.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
+
+    def chosen(free):
+        monkeypatch.setattr(activations, "free_memory", lambda device: free)
+        folder = tmp_path / str(free)
+        text = run("train", *short(tiny, pairs, folder, 2), "model.gradient_checkpointing=auto").text
+        weights.add(lora_bytes(folder))
+        return re.search(r"gradient_checkpointing=auto is (\w+): ", text)[1]
+
+    assert chosen(0) == "full"
+    assert list(peaks) == ["none", "selective", "every_2", "full"]
+    assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
+    trained = sum(tensor.numel() for tensor in safetensors.torch.load(weights.copy().pop()).values())
+    for position, size in peaks.items():
+        assert chosen(int((size + 8 * trained) / 0.9) + 2) == position
+    assert len(weights) == 1

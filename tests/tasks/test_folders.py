@@ -1,0 +1,98 @@
+"""Two commands never write to one folder."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from datamodules.errors import UserError
+from tasks.folders import BEGINS, LOCK, in_use, new_folder
+from tests.support.commands import ROOT, wait_until
+
+PICTURES = ["prompt=[a,b]", "width=32", "height=32", "num_inference_steps=1"]
+HOLD = """
+import sys, time
+from pathlib import Path
+from tasks.folders import in_use
+with in_use(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_folders_of_one_second_differ(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert new_folder("x") == "outputs/x"
+    assert not (tmp_path / "outputs").exists(), "what is only shown makes no folder"
+    token = BEGINS.set(True)
+    assert [new_folder("x") for _ in range(3)] == ["outputs/x", "outputs/x-2", "outputs/x-3"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert new_folder("x") == "outputs/x-3", "processes of a run go where the first one goes"
+    BEGINS.reset(token)
+
+
+def test_folder_in_use_is_refused_until_its_process_ends_however_that_is(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, cwd=ROOT)
+    holder.stdout.readline()
+    with pytest.raises(UserError, match=r"is in use by another command"), in_use(tmp_path):
+        pass
+    assert (tmp_path / LOCK).exists()
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with in_use(tmp_path):
+        assert (tmp_path / LOCK).exists()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_file_systems_without_locks_are_told_of_and_used(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    with in_use(tmp_path):
+        pass
+    assert "no locks in" in caplog.text
+
+
+@pytest.mark.parametrize("multirun", [[], ["-m"]])
+@pytest.mark.parametrize(
+    ("output_dir", "words"),
+    [
+        ("/etc/passwd", "output_dir=/etc/passwd cannot be made (it is a file): choose another folder"),
+        ("/etc/passwd/x", "output_dir=/etc/passwd/x cannot be made (Not a directory)"),
+        ("null", "output_dir=None: name a folder, or leave it out"),
+        (None, "output_dir=outputs/"),  # the working directory takes no files
+    ],
+)
+def test_folder_that_cannot_be_made_is_one_line(run, monkeypatch, multirun, output_dir, words):
+    monkeypatch.chdir("/proc/self")
+    where = [] if output_dir is None else [f"output_dir={output_dir}"]
+    for script in ["train", *([] if multirun else ["predict"])]:
+        assert words in run(script, *multirun, *where, "model=flux_kontext", ok=False).error
+
+
+def test_processes_that_are_started_from_elsewhere_must_be_told_where(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RETOUCH_OUTPUT_DIR", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "need output_dir=FOLDER" in run("predict", *PICTURES, ok=False).error
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_of_a_prediction_write_to_one_folder_and_stop_together(start, tmp_path):
+    """Only the first one is told to stop."""
+    two = [*PICTURES, "num_images_per_prompt=2000", "trainer.devices=2", "trainer.strategy=ddp"]
+    process = start("predict", *two, "trainer.accelerator=cpu", cwd=tmp_path)
+    prompts = [f"*/picture_p{number:02d}*.png" for number in range(2)]
+    wait_until(lambda: all(any((tmp_path / "outputs").glob(prompt)) for prompt in prompts), process, 240)
+    os.kill(process.pid, signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, text
+    [folder] = (tmp_path / "outputs").iterdir()
+    assert f"stopped by SIGTERM; finished pictures are in outputs/{folder.name}" in text
+    assert "Traceback" not in text
+    made = len(list(folder.glob("*.png")))
+    assert 2 <= made < 4000
+    assert made == len((folder / "predictions.jsonl").read_text().splitlines())

@@ -1,0 +1,146 @@
+"""Builds of a cache: killed, told to stop, by two processes, of bad pictures."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+
+from datamodules.shards.tar import scan
+from tests.datamodules.images.test_transforms import unreadable
+from tests.support.caches import cache_overrides, encoded, only, short
+from tests.support.commands import wait_until
+from tests.support.hold import hold_build
+from tests.support.latents import content
+from tests.support.pictures import make_pairs, photograph
+
+
+def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, start, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 15)
+    run("predict", *cache_overrides(tiny, root, tmp_path / "whole"), "data.shard_size=80000")
+    command = [*cache_overrides(tiny, root, tmp_path / "killed"), "data.shard_size=80000"]
+    process = start("predict", *command, before=partial(hold_build, 20, tmp_path / "held"))
+    wait_until((tmp_path / "held").exists, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (folder,) = (path for path in (tmp_path / "killed").iterdir() if path.is_dir())
+    done = sum("key" in row for tar in folder.glob("*.tar") for row in scan(tar)[0])
+    assert len(list(folder.glob("*.tar"))) > 1
+    assert 0 < done <= 20
+
+    assert done + encoded(run("predict", *command)) == 30
+    killed, whole = only(tmp_path / "killed"), only(tmp_path / "whole")
+    index = [sorted((cache.folder / "index.jsonl").read_text().splitlines()) for cache in (killed, whole)]
+    assert index[0] == index[1]
+    assert content(killed) == content(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_path, number):
+    """The whole process group is told, data workers included."""
+    root = make_pairs(tmp_path / "pairs", [(64, 64)] * 12)
+    command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.num_workers=1"]
+    process = start("predict", *command, before=partial(hold_build, 5, tmp_path / "held"))
+    wait_until((tmp_path / "held").exists, process)
+    os.killpg(process.pid, number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, text
+    assert f"stopped by {number.name}; the same command continues" in text
+    assert "Traceback" not in text
+    assert encoded(run("predict", *command)) == 7
+
+
+def test_two_processes_build_the_cache_that_one_builds(run, start, tiny, mixed, tmp_path):
+    run("predict", *cache_overrides(tiny, mixed, tmp_path / "one"))
+    two = [*cache_overrides(tiny, mixed, tmp_path / "two"), "trainer.devices=2", "trainer.strategy=ddp"]
+    process = start("predict", *two)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert content(only(tmp_path / "one")) == content(only(tmp_path / "two"))
+    shards = only(tmp_path / "two").manifest()["shards"]
+    assert {name: facts["samples"] for name, facts in shards.items()} == {
+        "latents-00000-000000.tar": 4,
+        "latents-00001-000000.tar": 4,
+    }
+
+
+def test_damaged_shard_is_named_and_only_its_samples_are_encoded_again(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 12)
+    command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.shard_size=60000"]
+    run("predict", *command)
+    cache = only(tmp_path / "cache")
+    before = content(cache)
+    name, facts = next(iter(cache.manifest()["shards"].items()))
+    path = cache.folder / name
+    path.write_bytes(path.read_bytes()[:-9000])
+    outcome = run("predict", *command)
+    assert f"{name} is damaged or missing: the lost ones of its {facts['samples']} samples are" in outcome.text
+    assert 0 < encoded(outcome) <= facts["samples"] < 12
+    assert content(only(tmp_path / "cache")) == before
+
+
+def test_mistakes_elsewhere_are_found_before_anything_is_encoded(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 2), "adapter.target_modules=[to_kk]", ok=False)
+    assert not list((tmp_path / "cache").glob("*/*.tar"))
+
+
+def test_bad_image_stops_the_build_or_is_left_out(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
+    (root / "control_images" / "01.png").write_text("no picture")
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    assert "01.png" in run("predict", *command, ok=False).error
+    assert encoded(run("predict", *command, "data.on_bad_image=skip")) == 2
+    text = run("train", *short(tiny, root, tmp_path / "run", 1), "data.on_bad_image=skip").text
+    assert "2 pairs of" in text
+    assert "skipped 1 unusable" in text
+    assert encoded(run("predict", *command, "data.on_bad_image=skip")) == 0
+
+
+def test_picture_that_changes_while_it_is_encoded_is_refused(run, tiny, pairs, tmp_path, monkeypatch):
+    """Else new pixels would go by the name of the old ones, for ever."""
+    from datamodules import encoding
+
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
+    load = encoding.PairDataset.__getitem__
+
+    def change_first(self, item):
+        if item[0] == 1:
+            photograph("camera", 32, 32).save(root / "control_images" / "01.png")
+        return load(self, item)
+
+    monkeypatch.setattr(encoding.PairDataset, "__getitem__", change_first)
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    assert "changed while it was encoded: start again" in run("predict", *command, ok=False).error
+    monkeypatch.undo()
+    assert encoded(run("predict", *command)) == 2
+
+
+def test_no_usable_pair(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)])
+    (root / "control_images" / "00.png").write_text("no picture")
+    command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.on_bad_image=skip"]
+    assert "no usable pair is left" in run("predict", *command, ok=False).error
+    arguments = [*short(tiny, root, tmp_path / "run", 1), "data.on_bad_image=skip"]
+    assert "no usable pair is left" in run("train", *arguments, ok=False).error
+
+
+def test_what_is_no_file_stops_the_build_or_is_left_out(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
+    for number, kind in enumerate(("pipe", "dangling")):
+        (root / "control_images" / f"0{number}.png").unlink()
+        unreadable(root / "control_images" / f"0{number}.png", kind)
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    assert "2 unusable: cannot read the image" in run("predict", *command, ok=False).error
+    assert encoded(run("predict", *command, "data.on_bad_image=skip")) == 2
+    text = run("train", *short(tiny, root, tmp_path / "run", 1), "data.on_bad_image=skip").text
+    assert "skipped 2 unusable" in text
+
+
+def test_builds_of_one_cache_wait_for_each_other(run, start, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 12)
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    processes = [start("predict", *command) for _ in range(2)]
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert sorted("encoded 12 samples" in text for text in texts) == [False, True]
+    assert len(only(tmp_path / "cache").sample_ids()) == 12

@@ -1,0 +1,178 @@
+"""Training on a cache, and on shards alone."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import safetensors.torch
+import torch
+from hydra.utils import instantiate
+from PIL import Image
+
+from datamodules.images.dataset import collate as collate_pixels
+from tasks.encode import build_cache
+from tests.support.caches import cache_overrides, only, short
+from tests.support.commands import compose, lora_bytes, start_cold, wait_until
+from tests.support.losses import losses
+from tests.support.pictures import make_pairs
+
+
+@pytest.mark.parametrize("vae_encode_mode", ["sample", "mode"])
+@pytest.mark.parametrize("caption_dropout_rate", [0.0, 0.5])
+def test_cached_and_streamed_training_give_the_same_loss(
+    run, tiny, mixed, tmp_path, vae_encode_mode, caption_dropout_rate
+):
+    """Same samples, noise and timesteps: with dropout, several controls, masks and prompts of mixed lengths."""
+    overrides = [*short(tiny, mixed, tmp_path / "run", 2), f"model.vae_encode_mode={vae_encode_mode}"]
+    overrides.append(f"data.caption_dropout_rate={caption_dropout_rate}")
+    cfg = compose("train", *overrides)
+    module, data = instantiate(cfg.model), instantiate(cfg.data)
+    build_cache(cfg, data)
+    data.open(data.cache(module))
+    module.configure_model()
+    module.objective.caption_dropout_rate = caption_dropout_rate
+    read = data.reader(caption_dropout_rate > 0)
+    raw = data.pixels(8)
+    taken = []
+    for first in (0, 4):
+        numbers = range(first, first + 4)
+        batch = read([(number, 100 + number) for number in numbers])
+        pixels = [raw[number] for number in numbers]
+        for number, sample in zip(numbers, pixels, strict=True):
+            sample.draws = [100 + number]
+        with torch.no_grad():
+            cached = losses(module, batch)
+            streamed = losses(module, module.encoder(collate_pixels(pixels), ""))
+        torch.testing.assert_close(cached, streamed, rtol=1e-6, atol=1e-6)
+        taken += cached.tolist()
+    assert len(set(taken)) == 8
+
+
+def test_cached_training_imports_and_loads_no_encoder(run, tiny, pairs, tmp_path):
+    arguments = short(tiny, pairs, tmp_path / "run", 3)
+    run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
+    probe = "+callbacks.probe={_target_: tests.support.probes.LoadedModules, file: " + f"{tmp_path}/modules" + "}"
+    process = start_cold("train", *arguments, probe)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    assert "loading transformer" in text
+    assert "loading text_encoder" not in text
+    assert "loading vae" not in text
+    modules = (tmp_path / "modules").read_text().splitlines()
+    encoders = ("modeling_t5", "modeling_clip", "autoencoder_kl", "pipeline_flux_kontext")
+    assert not [name for name in modules if name.endswith(encoders)]
+
+
+def test_two_processes_train_on_a_cache_that_they_build_first(run, start, tiny, tmp_path):
+    """Of which one sample is lacking: one of the processes has nothing to do."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 8)
+    run("predict", *cache_overrides(tiny, root, tmp_path / "cache"))
+    (root / "training_images" / "03.txt").write_text("another instruction")
+    two = [*short(tiny, root, tmp_path / "two", 4), "trainer.devices=2", "trainer.strategy=ddp"]
+    process = start("train", *two)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "encoded 1 samples" in text
+    run("train", *short(tiny, root, tmp_path / "one", 4), "data.batch_size=2")
+    one, other = (safetensors.torch.load(lora_bytes(tmp_path / name)) for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
+
+
+def test_resumed_run_on_cached_data_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, tiny, tmp_path):
+    """In the middle of an epoch, in mixed sizes under a token budget, with two data workers and caption dropout."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32), (64, 64), (32, 48)] * 4)
+    settings = ["data.max_tokens_per_batch=250", "data.num_workers=2", "save_every=12", "scheduler=constant"]
+    settings += ["data.caption_dropout_rate=0.3"]
+    run("train", *short(tiny, root, tmp_path / "whole", 24), *settings)
+    killed = [*short(tiny, root, tmp_path / "killed", 24), *settings]
+    process = start("train", *killed, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 15}")
+    wait_until((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "lora" / "step-000024").exists()
+    run("train", *killed, "ckpt_path=last")
+    assert lora_bytes(tmp_path / "killed") == lora_bytes(tmp_path / "whole")
+    assert lora_bytes(tmp_path / "whole", "step-000012") != lora_bytes(tmp_path / "whole")
+
+
+def test_token_budget_makes_large_pictures_small_batches(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 8 + [(64, 64)] * 4)
+    cfg = compose(
+        "train",
+        *short(tiny, root, tmp_path / "run", 1),
+        "model.max_sequence_length=64",
+        "data.max_tokens_per_batch=300",
+    )
+    data, module = instantiate(cfg.data), instantiate(cfg.model)
+    build_cache(cfg, data)
+    data.open(data.cache(module))
+    # 64 tokens of text, and 4 or 16 for each of two pictures.
+    assert sorted(data.batch_limits().values()) == [3, 4]
+    data.max_tokens_per_batch = 80
+    data.open(data.cache(module))
+    assert sorted(data.batch_limits().values()) == [1, 1]
+    assert data.notes == ["4 samples alone have more tokens than data.max_tokens_per_batch=80"]
+
+
+def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
+    """A folder of shards needs no pictures, and gives the same weights; sample pictures come from the latents."""
+    run("train", *short(tiny, pairs, tmp_path / "first", 4))
+    shutil.copytree(only(tmp_path / "cache").folder, tmp_path / "copy")
+    arguments = short(tiny, "null", tmp_path / "second", 4, shown=True)
+    samples = ["sample_every=0", "callbacks.sample_images.num_inference_steps=1"]
+    text = run("train", *arguments, f"data.shards={tmp_path / 'copy'}", *samples).text
+    assert f"8 samples of {tmp_path / 'copy'}" in text
+    assert lora_bytes(tmp_path / "first") == lora_bytes(tmp_path / "second")
+    pictures = list((tmp_path / "second" / "samples" / "step-000004").glob("*.png"))
+    assert len(pictures) == 4
+    assert Image.open(pictures[0]).size == (96, 32)
+
+
+def test_run_streams_from_a_pipe(run, tiny, pairs, tmp_path):
+    run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
+    url = f"pipe:cat {only(tmp_path / 'cache').folder}/latents-00000-000000.tar"
+    arguments = [*short(tiny, "null", tmp_path / "run", 6), "data.batch_size=2", "data.num_workers=2"]
+    text = run("train", *arguments, f"data.shards={url}").text
+    assert "8 samples in 1 shards, streamed from pipe:cat" in text
+    assert "loading text_encoder" not in text
+    run("train", *arguments, f"data.shards={url}", "ckpt_path=last", "trainer.max_steps=9")
+
+
+def test_shards_of_other_settings_are_refused(run, tiny, pairs, tmp_path):
+    run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
+    folder = only(tmp_path / "cache").folder
+    arguments = [*short(tiny, "null", tmp_path / "run", 2), "model.max_sequence_length=32"]
+    for url in (folder, f"pipe:cat {folder}/latents-00000-000000.tar"):
+        error = run("train", *arguments, f"data.shards={url}", ok=False).error
+        assert "does not match this run: it was encoded with settings max_sequence_length: 16 (here" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.shards=/nowhere", "/nowhere/manifest.json is not there"),
+        ("data.shards={empty}", "no manifest.json"),
+        ("data.cache_dir={file}/cache", "Not a directory"),
+        ("data.shards=http://127.0.0.1:9/x.tgz", "data.shards: http://127.0.0.1:9/x.tgz/manifest.json cannot be read"),
+    ],
+)
+def test_impossible_setting(run, tiny, pairs, tmp_path, override, words, monkeypatch):
+    monkeypatch.setattr("datamodules.shards.transfer.PAUSE", 0.0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    override = override.format(empty=tmp_path / "empty", file=tmp_path / "file")
+    root = "null" if override.startswith("data.shards=") else pairs
+    arguments = [*short(tiny, root, tmp_path / "run", 2), override]
+    assert words in run("train", *arguments, ok=False).error
+    assert not (tmp_path / "run").exists()
+
+
+def test_copied_shards_that_are_not_whole_are_refused_at_once(run, tiny, pairs, tmp_path):
+    run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
+    tar = next(only(tmp_path / "cache").folder.glob("*.tar"))
+    tar.write_bytes(tar.read_bytes()[:-1])
+    arguments = [*short(tiny, "null", tmp_path / "run", 1), f"data.shards={tar.parent}"]
+    assert "latents-00000-000000.tar is incomplete: copy it again" in run("train", *arguments, ok=False).error

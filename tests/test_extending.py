@@ -1,0 +1,210 @@
+"""A new family, adapter, quantization format and callback: each is files of its own, and nothing shared is touched."""
+
+import csv
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_modules.quantization.formats import FORMATS, Format
+from tests.support.commands import lora_bytes, short
+
+FAMILY = '''
+    """FLUX's transformer as a family of its own: half of the guidance, and no condition images."""
+
+    from datamodules.images.conditions import ConditionImages
+    from lightning_modules.edit_module import EditModule
+    from lightning_modules.families.flux import denoise
+
+
+    class Toy(EditModule):
+        pipeline_name = "FluxKontextPipeline"
+        transformer_class = "FluxTransformer2DModel"
+        text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+        condition_images = ConditionImages(most=0)
+
+        def __init__(self, words, **settings):
+            super().__init__(**settings)
+            self.words = words
+
+        def encoding_settings(self):
+            return {"words": self.words}
+
+        def encode_prompt(self, parts, prompt, images):
+            ids = parts["tokenizer_2"]([prompt], padding="max_length", max_length=self.words, truncation=True,
+                                       return_tensors="pt").input_ids
+            embeds = parts["text_encoder_2"](ids.to(parts.device("text_encoder_2"))).last_hidden_state[0]
+            return {"prompt_embeds": embeds.to(parts.dtype), "pooled_prompt_embeds": embeds.mean(0).to(parts.dtype)}
+
+        def prompt_shapes(self, config, prompt, images):
+            side = config["joint_attention_dim"]
+            return {"prompt_embeds": (self.words, side), "pooled_prompt_embeds": (side,)}
+
+        def encode_pixels(self, vae, pixels):
+            latent = vae.encode(pixels).latent_dist
+            return latent.mode(), latent.std
+
+        def normalize(self, latents):
+            return latents / 2
+
+        def velocity(self, transformer, x_t, t, controls, prompt):
+            return denoise.velocity(transformer, x_t, t, controls, prompt, 0.5)
+
+        def decode(self, vae, latents):
+            return vae.decode(2 * latents.to(vae.dtype)).sample
+
+        def pipeline_class(self):
+            from lightning_modules.families.flux.pipeline import LatentKontextPipeline
+
+            return LatentKontextPipeline
+'''
+MODEL = """
+    defaults: [_base, _self_]
+    _target_: toy_family.Toy
+    pretrained_model_name_or_path: ???
+    words: 12
+    sampling: {num_inference_steps: 2, guidance_scale: 2.5, true_cfg_scale: 1.0, negative_prompt: null}
+"""
+
+ADAPTER = '''
+    """Only the biases train."""
+
+    import safetensors.torch
+
+    from lightning_modules.adapters.adapter import Adapter, trainable
+
+
+    class Biases(Adapter):
+        folder = "biases"
+
+        def check(self, base, training):
+            pass
+
+        def inject(self, transformer):
+            for name, parameter in transformer.named_parameters():
+                parameter.requires_grad_(name.endswith("attn.to_q.bias"))
+            transformer.train()
+
+        def tensors(self, part):
+            return {name: parameter.detach() for name, parameter in trainable(part).items()}
+
+        def export(self, parts, base, header):
+            state = {name: tensor.clone() for name, tensor in self.tensors(parts["transformer"]).items()}
+
+            def write(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                safetensors.torch.save_file(state, folder / "biases.safetensors")
+
+            return write
+
+        def describe(self, trained):
+            return f"{len(trained)} biases"
+
+        def predict_arguments(self, run, model_name):
+            return {"biases": run}
+
+        def loading_code(self, weights):
+            return []
+'''
+
+CALLBACK = '''
+    """Writes the loss of each step to a file."""
+
+    from pathlib import Path
+
+    import lightning.pytorch as L
+
+
+    class Losses(L.Callback):
+        def __init__(self, output_dir):
+            self.path = Path(output_dir, "losses.txt")
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            with self.path.open("a") as file:
+                print(float(outputs["losses"].mean()), outputs["tokens"], file=file)
+'''
+CALLBACKS = """
+    defaults: [default, _self_]
+    losses: {_target_: toy_callback.Losses, output_dir: "${output_dir}"}
+"""
+
+
+@pytest.fixture
+def add(tmp_path, monkeypatch):
+    """Write a Python file, and a YAML of a group; gives the option that lets Hydra find this."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def add(module, code, config="", settings=""):
+        (tmp_path / f"{module}.py").write_text(textwrap.dedent(code))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        if config:
+            path = tmp_path / "conf" / f"{config}.yaml"
+            path.parent.mkdir(parents=True)
+            path.write_text(textwrap.dedent(settings))
+        return ["--config-dir", tmp_path / "conf"]
+
+    return add
+
+
+def losses_of(folder):
+    with (folder / "metrics.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_family_is_a_module_and_a_yaml(run, add, tiny, pairs, tmp_path):
+    """Cached, streamed, planned, with its sample pictures; its LoRA is written and used."""
+    option = add("toy_family", FAMILY, "model/toy", MODEL)
+    common = [one for one in short(tiny, pairs / "training_images", tmp_path / "run", 2) if "output_dir" not in one]
+    common = ["model=toy", "data=captions", "model.dtype=float32", *[c for c in common if c != "data=cached"]]
+    runs = {"cached": [], "streamed": ["data.cache_dir=null"]}
+    for name, more in runs.items():
+        run("train", *option, *common, *more, f"output_dir={tmp_path / name}")
+    assert losses_of(tmp_path / "cached") == losses_of(tmp_path / "streamed")
+    assert lora_bytes(tmp_path / "cached") == lora_bytes(tmp_path / "streamed")
+    plan = run("train", *option, *common, "task=dry_run", f"output_dir={tmp_path / 'plan'}").text
+    assert "8 samples" in plan
+    request = ["prompt=x", "height=32", "width=32", f"model.pretrained_model_name_or_path={tiny}", "model=toy"]
+    loras = [f"lora={tmp_path / 'cached'}", "model.dtype=float32", f"output_dir={tmp_path / 'pictures'}"]
+    run("predict", *option, *request, *loras, "trainer.accelerator=cpu")
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
+
+
+def test_adapter_is_a_file_and_a_yaml(run, add, tiny, pairs, tmp_path):
+    option = add("toy_adapter", ADAPTER, "adapter/biases", "_target_: toy_adapter.Biases\n")
+    common = [one for one in short(tiny, pairs, tmp_path / "run", 4) if one != "adapter.rank=4"]
+    more = ["model=flux_kontext", "adapter=biases", "model.dtype=float32", "model.max_sequence_length=64"]
+    run("train", *option, *common, *more, "trainer.max_steps=2", "scheduler=constant")
+    assert (tmp_path / "run" / "biases" / "step-000002" / "biases.safetensors").is_file()
+    run("train", *option, *common, *more, "scheduler=constant", "ckpt_path=last")
+    assert len(losses_of(tmp_path / "run")) == 4
+    weights = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert weights
+    assert all(name.endswith("attn.to_q.bias") for name in weights)
+
+
+class Rounded(nn.Linear):
+    """Weights in steps of 1/64."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.load_state_dict({name: (64 * one).round() / 64 for name, one in linear.state_dict().items()})
+        self.requires_grad_(False)
+
+
+def test_quantization_format_is_a_row(run, tiny, pairs, tmp_path, monkeypatch):
+    asked = ["model=flux_kontext", "model/quantization=fp8", "model.quantization.format=rounded"]
+    arguments = [*asked, *short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=64"]
+    assert "choose fp8, fp4, nf4, int8" in run("train", *arguments, ok=False).error
+    monkeypatch.setitem(FORMATS, "rounded", Format(7, 7.0, {"tests": lambda linear, *_: Rounded(linear)}))
+    assert "(rounded)" in run("train", *arguments).text
+    assert "rounded" in run("train", *arguments, "task=dry_run", f"output_dir={tmp_path / 'plan'}").text
+
+
+def test_callback_is_a_file_and_a_yaml(run, add, tiny, pairs, tmp_path):
+    option = add("toy_callback", CALLBACK, "callbacks/losses", CALLBACKS)
+    arguments = [*short(tiny, pairs, tmp_path / "run", 2), "model=flux_kontext", "model.max_sequence_length=64"]
+    run("train", *option, *arguments, "callbacks=losses")
+    seen = [line.split() for line in (tmp_path / "run" / "losses.txt").read_text().splitlines()]
+    assert [pytest.approx(float(loss), rel=1e-4) for loss, _ in seen] == losses_of(tmp_path / "run")

@@ -1,0 +1,142 @@
+"""What predict.py is asked, and where its pictures go."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.pictures import make_pairs, photograph, pixels, records
+
+
+def test_folder_glob_and_further_controls(run, trained, tmp_path):
+    folder = make_pairs(tmp_path / "in", [(32, 32), (48, 32), (40, 36)]) / "control_images"
+    photograph("rocket", 32, 64).save(folder / "00_control_1.png")
+    common = [f"lora={trained}", "prompt=x", "num_inference_steps=1"]
+    run("predict", *common, f"image={folder}", f"output_dir={tmp_path / 'a'}")
+    sizes = {path.name.partition("_")[0]: Image.open(path).size for path in (tmp_path / "a").glob("*.png")}
+    assert sizes == {"00": (32, 32), "01": (48, 32), "02": (32, 32)}
+    run("predict", *common, f"image={folder}/0[12].*", f"output_dir={tmp_path / 'b'}")
+    assert {path.name.partition("_")[0] for path in (tmp_path / "b").glob("*.png")} == {"01", "02"}
+    for name in ("01.png", "02.png"):
+        assert np.array_equal(pixels(tmp_path / "a" / name), pixels(tmp_path / "b" / name))
+
+
+def test_large_image_is_shrunk_to_max_area(run, trained, tmp_path):
+    photograph("coffee", 320, 160).save(tmp_path / "large.png")
+    run(
+        "predict", f"lora={trained}", f"image={tmp_path / 'large.png'}", "prompt=x", "num_inference_steps=1",
+        "max_area=5000", f"output_dir={tmp_path / 'out'}",
+    )  # fmt: skip
+    assert pixels(tmp_path / "out" / "large.png").shape == (48, 96, 3)
+
+
+def test_components_may_be_placed_one_by_one(run, trained, photo, tmp_path):
+    devices = [f"model.devices.{name}=cpu" for name in ("transformer", "text_encoder", "vae")]
+    run("predict", f"lora={trained}", f"image={photo}", "prompt=x", "num_inference_steps=1", *devices, f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["image=/nowhere.png", "prompt=x"], "image=/nowhere.png: no such file"),
+        (["width=32", "height=32"], "say what to do: prompt="),
+        (
+            ["prompt=x"],
+            "no image= to edit, which embedded needs; for a picture from the prompt alone give",
+        ),
+        (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
+        (["prompt=x", "seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295 or a list of them"),
+        (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a whole number from 256 on"),
+        (["prompt=[]"], "prompt=[]: the list is empty"),
+        (["lora=[]"], "lora=[]: the list is empty"),
+        (["prompt=x", "image=[a.png,b.png]"], "give one; several images are a folder or a glob"),
+        (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
+        (["prompt=x", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number from 1 on"),
+        (
+            ["prompt=x", "height=100", "width=32"],
+            "height=100: must be a whole number, a multiple of 16, from 16 on or null",
+        ),
+        (["prompt=x", "lora_scale=0.5"], "lora_scale needs lora="),
+        (["width=32", "height=32", "prompts_file=/nowhere.txt"], "prompts_file=/nowhere.txt: No such file"),
+        (["prompt=x", "width=32", "height=32", "model.devices.vae=cuda:3"], "this machine has cpu"),
+    ],
+)
+def test_bad_request_is_one_line(run, tmp_path, overrides, words):
+    assert words in run("predict", *overrides, f"output_dir={tmp_path / 'out'}", ok=False).error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "prompt", ["snow, please", "it's (very) {cold}: 50%", '"STOP" on a sign = red', "[draft] ${x} \\"]
+)
+def test_prompt_needs_no_quoting_of_its_own(run, tmp_path, prompt):
+    arguments = ["width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path}"]
+    run("predict", f"prompt={prompt}", *arguments)
+    assert records(tmp_path)[0]["prompt"] == prompt
+
+
+def test_earlier_predictions_are_not_overwritten(run, tmp_path):
+    arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
+    assert "no lora=: the model alone (embedded)" in run("predict", *arguments).text
+    before = pixels(tmp_path / "out" / "picture.png")
+    assert "already contains predictions" in run("predict", *arguments, "seed=1", ok=False).error
+    assert np.array_equal(pixels(tmp_path / "out" / "picture.png"), before)
+
+
+def test_header_of_a_file_from_elsewhere_can_call_nothing(run, trained, photo, tmp_path):
+    """A downloaded LoRA says which model it was trained on; it must not say what is run here."""
+    import safetensors.torch
+
+    trap = tmp_path / "trap"
+    file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
+    with safetensors.safe_open(file, "pt") as source:
+        header = json.loads(source.metadata()["retouch"])
+    header["model"]["revision"] = {"_target_": "builtins.open", "_args_": [str(trap), "w"]}
+    header["model"]["_target_"] = "os.system"
+    header["model"]["max_sequence_length"] = "${oc.env:HOME}"
+    header["model"]["unheard_of"] = 1
+    safetensors.torch.save_file(
+        safetensors.torch.load_file(file), tmp_path / "x.safetensors", {"retouch": json.dumps(header)}
+    )
+    common = [f"image={photo}", "prompt=x", "num_inference_steps=1"]
+    run("predict", f"lora={tmp_path / 'x.safetensors'}", *common, f"output_dir={tmp_path / 'out'}")
+    assert not trap.exists()
+
+
+def test_missing_negative_prompt_is_said(run, tmp_path):
+    arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", "true_cfg_scale=2"]
+    assert 'using ""' in run("predict", *arguments, f"output_dir={tmp_path / 'out'}").text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["merge_lora=true", "model/quantization=fp8"], "merge_lora=true needs a base in bf16 or float32"),
+        (["merge_lora=true", "model.offload.blocks=1"], "merge_lora=true does not go with model.offload.blocks"),
+        (["batch_size=0"], "batch_size=0: must be a whole number from 1 on"),
+    ],
+)
+def test_what_does_not_go_together_is_named(run, trained, photo, tmp_path, more, message):
+    request = [f"lora={trained}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
+    assert run("predict", *request, *more, ok=False).error.startswith(f"error: {message}")
+
+
+def test_t_lora_is_not_merged(run, learned, photo, tmp_path):
+    request = [f"lora={learned('tlora')}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
+    error = run("predict", *request, "merge_lora=true", ok=False).error
+    assert error.startswith("error: merge_lora=true: a T-LoRA cannot be merged")
+
+
+def test_pictures_of_long_names_are_written(run, trained, tmp_path):
+    """Their marks do not fit any more: each has a name of its own all the same, and the same one each time."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for end in "ab":
+        photograph("rocket", 32, 32).save(folder / f"{'x' * 244}{end}.png")
+    common = [f"lora={trained}", f"image={folder}", "prompt=x", "num_inference_steps=1"]
+    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'one'}")
+    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'two'}")
+    names = [{path.name for path in (tmp_path / out).glob("*.png")} for out in ("one", "two")]
+    assert names[0] == names[1] == {record["file"] for record in records(tmp_path / "one")}
+    assert len(names[0]) == 4

@@ -1,0 +1,36 @@
+"""Several runs of one command."""
+
+import csv
+
+from tests.support.commands import metrics, short
+
+
+def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
+    arguments = short(tiny, pairs, tmp_path / "sweep", 3)
+    run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", "callbacks.metrics.window=2")
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["overrides"] for row in rows] == ["optimizer.lr=0.0001", "optimizer.lr=0.001"]
+    for number, row in enumerate(rows):
+        assert (tmp_path / "sweep" / str(number) / "lora" / "last").samefile(row["lora"])
+        assert float(row["final_loss"]) == float(metrics(tmp_path / "sweep" / str(number))[-1]["loss_avg"])
+        assert float(row["seconds"]) > 0
+        means = [float(line["loss_avg"]) for line in metrics(tmp_path / "sweep" / str(number))]
+        assert float(row["best_loss"]) == min(means[1:])
+    assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 5000
+
+
+def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, tiny, pairs, tmp_path):
+    import gc
+
+    from lightning_modules.families.flux.module import FluxKontext
+
+    arguments = short(tiny, pairs, tmp_path / "sweep", 2)
+    outcome = run("train", "-m", *arguments, "adapter.rank=4,0,2", ok=False)
+    alive = [o for o in gc.get_objects() if type(o) is FluxKontext]
+    assert alive == []
+    assert outcome.status == 1
+    assert "adapter.rank=0: must be a whole number" in outcome.text
+    assert "Traceback" not in outcome.text
+    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [bool(row["error"]) for row in rows] == [False, True, False]

@@ -1,0 +1,109 @@
+"""T-LoRA files in stock pipelines: with their ranks, beside plain ones, by the docs' lines."""
+
+import json
+import re
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hydra.utils import instantiate
+from PIL import Image
+
+from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from tests.support.commands import ROOT, compose, short
+from tests.support.pictures import level
+from tests.support.stock_pictures import same_request, stock_picture
+from tests.support.tiny_pipelines import MODELS
+
+
+@pytest.mark.parametrize(("model", "adapter"), zip(MODELS, cycle(["tlora", "ortho_tlora"])))
+def test_stock_pipeline_with_the_schedule_makes_the_picture_of_predict(
+    run, arguments, repositories, datasets, tmp_path, monkeypatch, model, adapter
+):
+    """With true CFG, both of whose passes have the same mask; without the schedule, the full rank."""
+    settings = [f"adapter={adapter}", "adapter.alpha=7", "adapter.target_modules=all-linear", "optimizer.lr=3e-2"]
+    run("train", *arguments(model, tmp_path / "run", 6, *settings, "data.batch_size=2"))
+    monkeypatch.chdir(tmp_path)
+    call, request = same_request(model, datasets[model])
+    run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
+    (picture,) = (tmp_path / "out").glob("*.png")
+    lora = tmp_path / "run" / "lora" / "last"
+    expected, full_rank = (
+        stock_picture(repositories[model], lora, monkeypatch, prepare=prepare, prompt="make it snow", **call)
+        for prepare in (attach_rank_schedule, None)
+    )
+    own = level(picture)
+    assert np.abs(own - (expected * 255).round().astype(int)).max() <= 1
+    assert np.abs(own - full_rank * 255).max() > 4
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sampling_timesteps_are_the_pipelines(repositories, datasets, arguments, tmp_path, monkeypatch, model):
+    module = instantiate(compose("train", *arguments(model, tmp_path / "run", 1)).model)
+    seen = []
+    call, _ = same_request(model, datasets[model])
+    stock_picture(
+        repositories[model], None, monkeypatch, prompt="x", **call,
+        callback_on_step_end=lambda pipeline, *_: seen.append(pipeline.scheduler.timesteps) or {},
+    )  # fmt: skip
+    ours = module.base.sampling_timesteps(4 * 8 // 4, call["num_inference_steps"])
+    torch.testing.assert_close(ours, seen[0], rtol=1e-6, atol=0)
+
+
+def test_a_t_lora_and_a_plain_one_are_mixed_each_with_its_own_ranks(run, tiny, stock, pairs, tmp_path):
+    for adapter in ("lora", "tlora"):
+        settings = [f"adapter={adapter}", "optimizer.lr=3e-2", "adapter.target_modules=all-linear"]
+        run("train", *short(tiny, pairs, tmp_path / adapter, 4), *settings)
+    image = pairs / "control_images" / "00.png"
+    loras = [tmp_path / name / "lora" / "last" for name in ("tlora", "lora")]
+    request = [
+        f"image={image}",
+        "prompt=x",
+        "num_inference_steps=3",
+        "lora_scale=0.7",
+        f"output_dir={tmp_path / 'out'}",
+    ]
+    run("predict", f"lora=[{loras[0]},{loras[1]}]", *request, "seed=5")
+    for name, lora in zip("ab", loras, strict=True):
+        stock.load_lora_weights(lora, adapter_name=name)
+    stock.set_adapters(["a", "b"], [0.7, 0.7])
+    attach_rank_schedule(stock, loras[0], "a")
+    expected = stock(
+        image=Image.open(image), prompt="x", height=32, width=32, max_area=1024, _auto_resize=False, guidance_scale=2.5,
+        num_inference_steps=3, max_sequence_length=16, generator=torch.Generator().manual_seed(5),
+    ).images[0]  # fmt: skip
+    [picture] = (tmp_path / "out").glob("*.png")
+    assert np.abs(level(picture) - np.asarray(expected).astype(int)).max() <= 1
+
+
+def test_the_lines_of_the_docs_attach_the_schedule(run, arguments, repositories, tmp_path, monkeypatch):
+    model = "flux_dev"
+    run("train", *arguments(model, tmp_path / "outputs" / "RUN", 4, "adapter=tlora", "optimizer.lr=3e-2"))
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tlora.md").read_text(encoding="utf-8"), re.DOTALL)
+    code = code.replace("black-forest-labs/FLUX.1-dev", str(repositories[model])).replace("cuda", "cpu")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    run("predict", "lora=outputs/RUN", "model.dtype=bfloat16", "prompt=x", "width=32", "height=32",
+        "num_inference_steps=3", "output_dir=out", "seed=4")  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    expected = names["pipe"](
+        "x", width=32, height=32, num_inference_steps=3, max_sequence_length=64, generator=generator, output_type="np"
+    ).images[0]
+    [picture] = Path("out").glob("*.png")
+    assert np.abs(level(picture) - (expected * 255).round().astype(int)).max() <= 1
+
+
+def test_header_of_a_file_from_elsewhere_cannot_ask_for_nonsense(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1), "adapter=tlora")
+    file = tmp_path / "run/lora/last/pytorch_lora_weights.safetensors"
+    with safetensors.safe_open(file, framework="pt") as opened:
+        header = json.loads(opened.metadata()["retouch"])
+    header["adapter"]["rank_schedule"]["kind"] = "os.system"
+    safetensors.torch.save_file(safetensors.torch.load_file(file), file, {"retouch": json.dumps(header)})
+    outcome = run("predict", f"lora={file}", "prompt=x", "width=32", "height=32", ok=False)
+    assert "os.system" in outcome.error
+    assert str(file) in outcome.error
