@@ -116,7 +116,7 @@ def test_base_that_trains_is_planned_without_its_frozen_weights(run, tiny, pairs
     trained = sum(p.numel() for part in TRAINED for p in getattr(pipeline, part).parameters())
     assert int(count.replace(",", "")) == trained
     # Weights and gradients in float32, two moments of AdamW; nothing beside them.
-    found = {name: float(size) for name, size in re.findall(r"(weights|LoRA|optimizer) ([\d.]+) MB", text)}
+    found = {name: float(size) for name, size in re.findall(r"(weights|adapter|optimizer) ([\d.]+) MB", text)}
     assert found.get("weights", 0) == 0
     assert found["adapter"] == pytest.approx(8 * trained / 1e6, rel=0.02)
     assert found["optimizer"] == pytest.approx(8 * trained / 1e6, rel=0.02)
