@@ -175,7 +175,8 @@ class PairsDataModule(TrainingData):
 
     def describe(self) -> str:
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
-        return f"{self.sample_count} {self.noun} of {', '.join(self.roots)}{held_out}"
+        noun = self.noun.removesuffix("s") if self.sample_count == 1 else self.noun
+        return f"{self.sample_count} {noun} of {', '.join(self.roots)}{held_out}"
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         samples = zip(self.samples, self.sizes, strict=True)
