@@ -8,10 +8,9 @@ from omegaconf import DictConfig
 
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
-from datamodules.errors import UserError
 from tasks.folders import in_use
 from tasks.resolvers import CONF
-from tasks.settings import PREDICTION, check_settings
+from tasks.settings import PREDICTION, check_settings, chosen_task
 from tasks.terminal import command_line, end_workers, one_line_errors, quote_values
 
 # By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
@@ -36,11 +35,9 @@ def run(cfg: DictConfig) -> None:
     try:
         with one_line_errors(), stop.listening():
             check_settings(cfg, PREDICTION)
-            if cfg.task not in TASKS:
-                *names, last = TASKS
-                raise UserError(f"task={cfg.task}: choose {', '.join(names)} or {last}")
+            task = chosen_task(cfg, TASKS)
             with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else in_use(output_dir):
-                get_method(TASKS[cfg.task])(cfg, output_dir)
+                get_method(task)(cfg, output_dir)
             stop.check()
     finally:
         end_workers()

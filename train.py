@@ -9,10 +9,9 @@ from omegaconf import DictConfig
 
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
-from datamodules.errors import UserError
 from tasks.folders import in_use
 from tasks.resolvers import CONF
-from tasks.settings import TRAINING, check_settings
+from tasks.settings import TRAINING, check_settings, chosen_task
 from tasks.terminal import command_line, end_workers, one_line_errors, quote_values
 
 # By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
@@ -32,10 +31,9 @@ def run(cfg: DictConfig) -> float | None:
     try:
         with one_line_errors(in_sweep), stop.listening():
             check_settings(cfg, TRAINING)
-            if cfg.task not in TASKS:
-                raise UserError(f"task={cfg.task}: choose {' or '.join(TASKS)}")
+            task = chosen_task(cfg, TASKS)
             with in_use(output_dir) if cfg.task == "fit" else contextlib.nullcontext():
-                return get_method(TASKS[cfg.task])(cfg, output_dir)
+                return get_method(task)(cfg, output_dir)
     finally:
         with contextlib.suppress(OSError):  # not there, or not empty
             output_dir.rmdir()

@@ -27,6 +27,7 @@ from torch import nn
 from benchmarks.made_up_weights import write_encoder, write_transformer
 from benchmarks.memory import compose, empty_batch, write_shallow
 from lightning_modules.estimation.weights import loading_bound
+from tasks.placement import frozen_model
 
 ROOT = Path(__file__).parent.parent
 QUANTIZED = ("fp8", "nf4", "fp4", "int8")
@@ -93,8 +94,7 @@ def flux(folder: str, format: str | None) -> Any:
     """The family's module for this folder."""
     quantized = format in QUANTIZED
     more = ["model/quantization=fp8", f"model.quantization.format={format}"] if quantized else []
-    cfg = compose("flux_kontext", folder, "bfloat16", *more)
-    return instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _convert_="all")
+    return frozen_model(compose("flux_kontext", folder, "bfloat16", *more))
 
 
 def quantization_settings(format: str) -> Any:

@@ -1,6 +1,12 @@
 """Latents as a transformer's tokens: 2x2 patches."""
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.execution.last_block import target_tokens_only
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -15,3 +21,17 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     batch, _, channels = tokens.shape
     patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(batch, channels // 4, height, width)
+
+
+def predict_target(transformer: Any, last_block: nn.Module, images: Sequence[Tensor], **arguments: Any) -> Tensor:
+    """What the transformer gives for the first of some latents, (B, C, h, w): the others are controls.
+
+    Args:
+        last_block: the transformer's, which may compute the target's tokens alone.
+        arguments: of the transformer, beside the images' tokens.
+    """
+    tokens = [pack(image) for image in images]
+    count = tokens[0].shape[1]
+    with target_tokens_only(last_block, count):
+        predicted = transformer(hidden_states=torch.cat(tokens, dim=1), return_dict=False, **arguments)[0]
+    return unpack(predicted[:, :count], *images[0].shape[-2:])

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
@@ -15,7 +14,7 @@ from datamodules.errors import UserError, listing
 from datamodules.shards.cache import Cache
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
-from tasks.placement import place_trainer
+from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
 
 
@@ -35,7 +34,7 @@ def cache(cfg: DictConfig, _: Path) -> None:
 def preview(cfg: DictConfig, output_dir: Path) -> None:
     """Draw the contact sheet of what would be trained on; no weights are loaded."""
     data = cached_data(cfg)
-    data.configure_for(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None))
+    data.configure_for(frozen_model(cfg))
     data.scan()
     write_contact_sheet(data, output_dir / "preview.png")
     for note in data.notes:
@@ -46,7 +45,7 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
 def clean(cfg: DictConfig, _: Path) -> None:
     """Name the caches that the present settings do not use; with delete=true, delete them."""
     data = cached_data(cfg)
-    used = data.cache(instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)).folder
+    used = data.cache(frozen_model(cfg)).folder
     total = 0
     for folder in sorted(used.parent.glob("?" * len(used.name))):
         if folder == used or not (folder / ".lock").is_file():

@@ -20,7 +20,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.quantization import Quantization, nbytes
 from tasks.encode import build_cache, cached_data
-from tasks.placement import compute_device
+from tasks.placement import compute_device, frozen_model
 from tasks.resolvers import CONF
 from tasks.terminal import log, silence_libraries
 
@@ -37,7 +37,7 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     """Compare all formats on the first samples of data.root; writes precision.png."""
     silence_libraries()  # before a trainer is made
     device = compute_device(cfg)
-    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None)
+    module = frozen_model(cfg)
     module.check()
     module.base.source.check_unquantized("task=compare_precision")
     build_cache(cfg, data := cached_data(cfg))

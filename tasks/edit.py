@@ -15,7 +15,7 @@ from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.diffusers import find_weights, read_header
 from lightning_modules.family import Sampling
-from tasks.placement import place_trainer
+from tasks.placement import frozen_model, place_trainer
 from tasks.resolvers import CONF
 from tasks.settings import PREDICTION, check_settings
 from tasks.terminal import log, silence_libraries
@@ -43,9 +43,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
         log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
     data = requests(cfg, sampling.negative, scales)
     # Hydra would turn objects among its arguments into configs: finish the call without it.
-    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _partial_=True)(
-        loras=files, merge_lora=cfg.merge_lora, sampling=sampling
-    )
+    module = frozen_model(cfg, _partial_=True)(loras=files, merge_lora=cfg.merge_lora, sampling=sampling)
     warn_of_other_base(module, files, headers)
     silence_libraries()
     place_trainer(cfg)

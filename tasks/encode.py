@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from callbacks.best_effort import best_effort
 from callbacks.signals import Stopped
 from datamodules.errors import UserError
+from tasks.placement import frozen_model
 from tasks.terminal import log, silence_libraries
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     from datamodules.encoding import EncodingDataModule, missing_from_cache
     from tasks.contact_sheet import write_contact_sheet
 
-    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None, _convert_="all")
+    module = frozen_model(cfg, sampling=None)  # without sampling no transformer is loaded
     data.configure_for(module)
     cache = data.cache(module)
     writer = ShardWriter(cache, data.shard_size)

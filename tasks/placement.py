@@ -1,6 +1,6 @@
-"""The device that a task computes on."""
+"""What a task computes on: the device, and the model of a task that trains nothing."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -30,3 +30,14 @@ def compute_device(cfg: DictConfig) -> "torch.device":
 
     place_trainer(cfg)
     return instantiate(cfg.trainer, logger=False).strategy.root_device
+
+
+def frozen_model(cfg: DictConfig, **more: Any) -> Any:
+    """The model without what trains; nothing is loaded.
+
+    Args:
+        more: of Hydra's instantiate.
+    """
+    from hydra.utils import instantiate
+
+    return instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _convert_="all", **more)

@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
@@ -13,7 +12,7 @@ from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.pretrained.weights import save_quantized
 from tasks.folders import LOCK
-from tasks.placement import compute_device
+from tasks.placement import compute_device, frozen_model
 from tasks.terminal import log, silence_libraries
 
 
@@ -21,7 +20,7 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
     """Quantize the transformer and write it to output_dir, which must be empty."""
     silence_libraries()
     device = compute_device(cfg)
-    module = instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, sampling=None)
+    module = frozen_model(cfg)
     quantization = module.base.source.quantization
     if quantization is None:
         raise UserError(

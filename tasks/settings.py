@@ -193,6 +193,14 @@ def check_settings(cfg: DictConfig, rules: Mapping[str, Number | Switch]) -> Non
         raise UserError(f"scheduler.num_warmup_steps={warmup}: must not be above trainer.max_steps={steps}")
 
 
+def chosen_task(cfg: DictConfig, tasks: Mapping[str, str]) -> str:
+    """What `tasks` has for task=; raises UserError where there is no such task."""
+    if cfg.task not in tasks:
+        *names, last = tasks
+        raise UserError(f"task={cfg.task}: choose {', '.join(names)} or {last}")
+    return tasks[cfg.task]
+
+
 def _select(cfg: Any, parts: list[str], path: str = "") -> Iterator[tuple[str, Any]]:
     """The settings that a pattern matches, each with its name; a config has only some of them."""
     if not isinstance(cfg, DictConfig):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning
+from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
 from callbacks.signals import Stopped
 from datamodules.errors import UserError
 
@@ -118,14 +118,13 @@ def quote_values(arguments: list[str]) -> list[str]:
     `prompt=snow, please` becomes `prompt="snow, please"`, and a path's ~ the home folder. What is quoted, a list or
     null stays as it is; so does a path with a comma that does not exist, which may be a sweep over two.
     """
-    from hydra.core.override_parser.types import Quote, QuotedString
 
     def quote(argument: str) -> str:
         key, _, value = argument.partition("=")
         if key not in PATHS | TEXTS or has_a_meaning(key, value):
             return argument
         value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
-        return f"{key}=" + QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
+        return f"{key}={literal(value)}"
 
     return [quote(argument) for argument in arguments]
 

@@ -9,7 +9,7 @@ import pytest
 from datamodules.shards.tar import scan
 from tests.datamodules.images.test_transforms import unreadable
 from tests.support.caches import cache_overrides, encoded, only, short
-from tests.support.commands import wait_until
+from tests.support.commands import kill_when, wait_until
 from tests.support.hold import hold_build
 from tests.support.latents import content
 from tests.support.pictures import make_pairs, photograph
@@ -20,9 +20,7 @@ def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, start,
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"), "data.shard_size=80000")
     command = [*cache_overrides(tiny, root, tmp_path / "killed"), "data.shard_size=80000"]
     process = start("predict", *command, before=partial(hold_build, 20, tmp_path / "held"))
-    wait_until((tmp_path / "held").exists, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when((tmp_path / "held").exists, process)
     (folder,) = (path for path in (tmp_path / "killed").iterdir() if path.is_dir())
     done = sum("key" in row for tar in folder.glob("*.tar") for row in scan(tar)[0])
     assert len(list(folder.glob("*.tar"))) > 1

@@ -1,8 +1,6 @@
 """Training on a cache, and on shards alone."""
 
-import os
 import shutil
-import signal
 
 import pytest
 import safetensors.torch
@@ -13,7 +11,7 @@ from PIL import Image
 from datamodules.images.dataset import collate as collate_pixels
 from tasks.encode import build_cache
 from tests.support.caches import cache_overrides, only, short
-from tests.support.commands import compose, lora_bytes, start_cold, wait_until
+from tests.support.commands import compose, kill_when, lora_bytes, start_cold
 from tests.support.losses import losses
 from tests.support.pictures import make_pairs
 
@@ -88,9 +86,7 @@ def test_resumed_run_on_cached_data_is_bitwise_the_uninterrupted_one_after_kill_
     run("train", *short(tiny, root, tmp_path / "whole", 24), *settings)
     killed = [*short(tiny, root, tmp_path / "killed", 24), *settings]
     process = start("train", *killed, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 15}")
-    wait_until((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
     assert not (tmp_path / "killed" / "lora" / "step-000024").exists()
     run("train", *killed, "ckpt_path=last")
     assert lora_bytes(tmp_path / "killed") == lora_bytes(tmp_path / "whole")

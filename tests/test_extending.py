@@ -1,6 +1,5 @@
 """A new family, adapter, quantization format and callback: each is files of its own, and nothing shared is touched."""
 
-import csv
 import sys
 import textwrap
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_modules.quantization.formats import FORMATS, Format
-from tests.support.commands import lora_bytes, short
+from tests.support.commands import lora_bytes, metrics, short
 
 FAMILY = '''
     """FLUX's transformer as a family of its own: half of the guidance, and no condition images."""
@@ -149,8 +148,7 @@ def add(tmp_path, monkeypatch):
 
 
 def losses_of(folder):
-    with (folder / "metrics.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return [float(row["loss"]) for row in metrics(folder)]
 
 
 def test_family_is_a_module_and_a_yaml(run, add, tiny, pairs, tmp_path):

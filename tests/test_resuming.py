@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.support.commands import lora_bytes, metrics, short, wait_until
+from tests.support.commands import kill_when, lora_bytes, metrics, short, wait_until
 from tests.support.pictures import make_pairs
 
 
@@ -24,9 +24,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, t
 
     killed = [*short(tiny, root, tmp_path / "killed", 8), *settings]
     process = start("train", *killed, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 6}")
-    wait_until((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
     # Whatever the killed run reached after step 4 was never finished.
     assert not (tmp_path / "killed" / "lora" / "step-000008").exists()
     assert lora_bytes(tmp_path / "killed") == lora_bytes(tmp_path / "killed", "step-000004")

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from callbacks.report.page import Strip, without_secrets
-from callbacks.report.quoting import PATHS, has_a_meaning
+from callbacks.report.quoting import PATHS, has_a_meaning, literal
 from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
 from lightning_modules.edit_module import EditModule
@@ -43,7 +41,7 @@ def override(key: str, value: Any) -> str:
     """KEY=VALUE for a shell; the value arrives as it is, through `tasks.terminal.quote_values` and Hydra."""
     text = str(value)
     if isinstance(value, str) and (has_a_meaning(key, text) or (key in PATHS and text.startswith("~"))):
-        text = QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
+        text = literal(text)
     return f"{key}={shlex.quote(text)}"
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 TEXTS = {"prompt", "negative_prompt", "data.source.instance_prompt"}
 PATHS = {
     "image",
@@ -24,3 +26,8 @@ def has_a_meaning(key: str, value: str) -> bool:
     quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
     several = key in PATHS and "," in value and not Path(value).exists()
     return quoted or several or value in ("", "null")
+
+
+def literal(value: str) -> str:
+    """A value as Hydra reads it back letter for letter."""
+    return QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()

@@ -8,9 +8,9 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer
+from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
 
 QUANT_TYPES = ("fp4", "nf4")
 # Between a weight's name and its quant type, on disk.
@@ -58,12 +58,9 @@ class FourBitLinear(QuantizedLinear):
     def __init__(
         self, packed: Tensor, quant_state: bnb.functional.QuantState, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = quant_state.shape
+        super().__init__(quant_state.shape, dtype, weight=packed, bias=bias)
         self.quant_state = quant_state
         self._hold(packed)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
-        self.compute_dtype = dtype
         nested = quant_state.state2.blocksize if quant_state.nested else 0
         made_in = str(quant_state.dtype).removeprefix("torch.")
         self.storage = f"{quant_state.quant_type} {quant_state.blocksize} {nested} {made_in}"
@@ -124,10 +121,7 @@ def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
     """Raise a UserError for packed weights without their quant state."""
     packed = [name for name in layers if dtypes[f"{name}.weight"] == "U8"]
     missing = [name for name in packed if not any(f"{name}.{QUANT_STATE}{kind}" in dtypes for kind in QUANT_TYPES)]
-    if missing:
-        raise UserError(
-            f"{where} lacks the quant state of {listing(missing)}: the file is incomplete; download it again"
-        )
+    refuse_incomplete(where, "quant state", missing)
 
 
 def read(stored: StoredLayer) -> FourBitLinear | None:

@@ -19,7 +19,7 @@ from lightning_modules.quantization.float8 import (
     to_float8,
 )
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer
+from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
 
 log = logging.getLogger("retouch")
 
@@ -91,14 +91,8 @@ class Fp8Linear(QuantizedLinear):
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, gradient_dtype: torch.dtype
     ) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
         # The bias first: diffusers takes the first floating parameter for the dtype of a model.
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
-        # No buffer: DDP would broadcast it before each forward.
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.compute_dtype = dtype  # by this name peft knows it
+        super().__init__(weight.shape, dtype, bias=bias, weight_scale=scale, weight=weight)
         self.gradient_dtype = gradient_dtype
         self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
 
@@ -140,8 +134,7 @@ def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
         raise UserError(f"{where} has {listing(strange)}, which are scales of an unknown kind")
     scaled = "scaled_fp8" in dtypes or any(name.endswith(SCALES) for name in dtypes)
     missing = [name for name in quantized if not any(f"{name}.{scale}" in dtypes for scale in SCALES)]
-    if scaled and missing:
-        raise UserError(f"{where} lacks the scales of {listing(missing)}: the file is incomplete; download it again")
+    refuse_incomplete(where, "scales", missing if scaled else [])
 
 
 def read(stored: StoredLayer) -> Fp8Linear | None:

@@ -7,9 +7,8 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer
+from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
 
 
 class Int8(Storage):
@@ -33,12 +32,7 @@ class Int8Linear(QuantizedLinear):
     SCB: Tensor
 
     def __init__(self, weight: Tensor, maxima: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.SCB = nn.Parameter(maxima, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
-        self.compute_dtype = dtype
+        super().__init__(weight.shape, dtype, weight=weight, SCB=maxima, bias=bias)
 
     @classmethod
     def quantize(cls, linear: nn.Linear) -> "Int8Linear":
@@ -66,10 +60,7 @@ def detect(name: str, dtype: str) -> bool:
 def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
     """Raise a UserError for layers in int8 without their rows' maxima."""
     missing = [name for name in layers if dtypes[f"{name}.weight"] == "I8" and f"{name}.SCB" not in dtypes]
-    if missing:
-        raise UserError(
-            f"{where} lacks the quant state of {listing(missing)}: the file is incomplete; download it again"
-        )
+    refuse_incomplete(where, "quant state", missing)
 
 
 def read(stored: StoredLayer) -> Int8Linear | None:

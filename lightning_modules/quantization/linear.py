@@ -77,6 +77,11 @@ frozen_product.register_autograd(_backward, setup_context=_keep_parts)
 class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is put together from parts.
 
+    Args:
+        shape: of the weight, (out, in).
+        dtype: what adapters beside the layer are made in.
+        frozen: its parameters by name, in their order; None for a bias that is not there.
+
     Attributes:
         storage: how: a name of `STORAGES`, then what its constructor takes.
         shardable: whether FSDP can split it.
@@ -84,6 +89,14 @@ class QuantizedLinear(nn.Linear):
 
     storage: str
     shardable = True
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, **frozen: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = shape
+        self.compute_dtype = dtype  # by this name peft knows it
+        # No buffers: DDP would broadcast them before each forward.
+        for name, tensor in frozen.items():
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     def parts(self) -> list[Tensor]:
         """The tensors that the weight is made of."""

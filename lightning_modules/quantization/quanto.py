@@ -28,12 +28,7 @@ class QuantoLinear(QuantizedLinear):
     weight_scale: Tensor
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.compute_dtype = scale.dtype
+        super().__init__(weight.shape, scale.dtype, bias=bias, weight_scale=scale, weight=weight)
 
     @classmethod
     def quantize(cls, linear: nn.Linear, format: str) -> "QuantoLinear":

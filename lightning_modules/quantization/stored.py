@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from datamodules.errors import UserError, listing
+
 if TYPE_CHECKING:
     from lightning_modules.quantization.linear import QuantizedLinear
 
@@ -61,6 +63,12 @@ class StoredLayer:
         return {
             key.removeprefix(whole): self._read(key).to(self.device) for key in self.dtypes if key.startswith(whole)
         }
+
+
+def refuse_incomplete(where: str, what: str, layers: list[str]) -> None:
+    """Raise a UserError where there are layers that lack what they must have beside their weights."""
+    if layers:
+        raise UserError(f"{where} lacks the {what} of {listing(layers)}: the file is incomplete; download it again")
 
 
 class OnDisk(NamedTuple):

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,13 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.002)
+
+
+def kill_when(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    """kill -9, as soon as a running process has done something."""
+    wait_until(condition, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def short(

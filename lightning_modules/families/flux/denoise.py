@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_modules.execution.autocast import compute_dtype
-from lightning_modules.execution.last_block import LastBlock, target_tokens_only
-from lightning_modules.patches import pack, unpack
+from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.patches import predict_target
 
 
 def position_ids(latents: Tensor, image: int) -> Tensor:
@@ -34,21 +34,17 @@ def velocity(
     """
     images = [x_t, *controls]
     embeds = prompt["prompt_embeds"]
-    guidance = torch.full_like(t, guidance_scale) if transformer.config.guidance_embeds else None
-    height, width = x_t.shape[-2:]
-    count = height * width // 4
-    with target_tokens_only(transformer.single_transformer_blocks[-1], count):
-        predicted = transformer(
-            hidden_states=torch.cat([pack(image) for image in images], dim=1),
-            timestep=t,
-            guidance=guidance,
-            pooled_projections=prompt["pooled_prompt_embeds"],
-            encoder_hidden_states=embeds,
-            txt_ids=torch.zeros(embeds.shape[1], 3, device=embeds.device),
-            img_ids=torch.cat([position_ids(image, k) for k, image in enumerate(images)]),
-            return_dict=False,
-        )[0]
-    return unpack(predicted[:, :count], height, width)
+    return predict_target(
+        transformer,
+        transformer.single_transformer_blocks[-1],
+        images,
+        timestep=t,
+        guidance=torch.full_like(t, guidance_scale) if transformer.config.guidance_embeds else None,
+        pooled_projections=prompt["pooled_prompt_embeds"],
+        encoder_hidden_states=embeds,
+        txt_ids=torch.zeros(embeds.shape[1], 3, device=embeds.device),
+        img_ids=torch.cat([position_ids(image, k) for k, image in enumerate(images)]),
+    )
 
 
 def trim_last_block(transformer: Any) -> None:

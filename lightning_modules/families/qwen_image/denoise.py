@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from datamodules.batch import copy_to
 from lightning_modules.execution.autocast import compute_dtype
-from lightning_modules.execution.last_block import LastBlock, target_tokens_only
-from lightning_modules.patches import pack, unpack
+from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.patches import predict_target
 
 
 def image_shapes(latents: Sequence[Sequence[int]], samples: int) -> list[list[tuple[int, int, int]]]:
@@ -24,18 +24,15 @@ def velocity(transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], p
     mask = prompt.get("prompt_embeds_mask")
     if len(x_t) == 1 or (mask is not None and mask.all()):
         mask = None
-    height, width = x_t.shape[-2:]
-    count = height * width // 4
-    with target_tokens_only(transformer.transformer_blocks[-1], count):
-        predicted = transformer(
-            hidden_states=torch.cat([pack(image) for image in images], dim=1),
-            timestep=t,
-            encoder_hidden_states=prompt["prompt_embeds"],
-            encoder_hidden_states_mask=None if mask is None else copy_to(mask, x_t.device),
-            img_shapes=image_shapes([image.shape[-2:] for image in images], len(x_t)),
-            return_dict=False,
-        )[0]
-    return unpack(predicted[:, :count], height, width)
+    return predict_target(
+        transformer,
+        transformer.transformer_blocks[-1],
+        images,
+        timestep=t,
+        encoder_hidden_states=prompt["prompt_embeds"],
+        encoder_hidden_states_mask=None if mask is None else copy_to(mask, x_t.device),
+        img_shapes=image_shapes([image.shape[-2:] for image in images], len(x_t)),
+    )
 
 
 def trim_last_block(transformer: Any) -> None:
