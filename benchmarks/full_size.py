@@ -29,7 +29,8 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.estimation.flops import matrix_peak, median_seconds
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.pretrained.weights import assemble
+from lightning_modules.pretrained.assembly import assemble
+from lightning_modules.pretrained.weights import Weights
 from lightning_modules.quantization.quantization import nbytes
 from tasks.terminal import silence_libraries
 
@@ -47,7 +48,7 @@ PRECISIONS = {
 }
 
 
-class RandomWeights:
+class RandomWeights(Weights):
     """Stands for files: each tensor is made on the device when it is read."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:

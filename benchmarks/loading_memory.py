@@ -47,8 +47,8 @@ LOADING, LOADED = "loading", "loaded"
 
 def load(way: str, folder: str) -> int:
     """What the child process does; gives the bytes of what stays."""
+    from lightning_modules.pretrained.assembly import save_quantized
     from lightning_modules.pretrained.components import Components
-    from lightning_modules.pretrained.weights import save_quantized
     from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
     from tasks.compare_precision import compare_velocities
@@ -167,7 +167,7 @@ def largest_tensor(folder: Path) -> int:
 
 def prepare(way: str, folder: Path, depth: int) -> Path:
     """The repository that this way reads, made once."""
-    from lightning_modules.pretrained.weights import save_quantized
+    from lightning_modules.pretrained.assembly import save_quantized
 
     dtype = torch.float32 if way.endswith("float32") else torch.bfloat16
     if way.startswith("encoder"):

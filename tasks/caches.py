@@ -12,9 +12,10 @@ from rich.filesize import decimal
 
 from datamodules.errors import UserError, listing
 from datamodules.shards.cache import Cache
+from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
-from tasks.placement import frozen_model, place_trainer
+from tasks.placement import compute_device, frozen_model, place_trainer
 from tasks.terminal import log
 
 
@@ -43,21 +44,26 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
 
 
 def clean(cfg: DictConfig, _: Path) -> None:
-    """Name the caches that the present settings do not use; with delete=true, delete them."""
-    data = cached_data(cfg)
-    used = data.cache(frozen_model(cfg)).folder
+    """Name what the present settings do not use, caches and quantized transformers; with delete=true, delete it."""
+    data, module = cached_data(cfg), frozen_model(cfg)
+    used = data.cache(module).folder
+    kept = module.base.source.kept(compute_device(cfg))
+    found: list[tuple[Path, str, float]] = []
+    for lock in used.parent.glob(f"{'?' * len(used.name)}/.lock"):
+        cache = Cache(lock.parent, {})
+        if cache.folder != used and not cache.lock_is_free():
+            log.info(f"{cache.folder} is being filled: it stays")
+        elif cache.folder != used:
+            found.append((cache.folder, cache.describe(), lock.stat().st_mtime))
+    for transformer in quantized_transformers(used.parent):
+        if kept is None or transformer.folder != kept.folder:
+            found.append((transformer.folder, transformer.describe(), transformer.folder.stat().st_mtime))
     total = 0
-    for folder in sorted(used.parent.glob("?" * len(used.name))):
-        if folder == used or not (folder / ".lock").is_file():
-            continue
-        other = Cache(folder, {})
-        if not other.lock_is_free():
-            log.info(f"{folder} is being filled: it stays")
-            continue
+    for folder, what, last_used in sorted(found):
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        when = time.strftime("%Y-%m-%d", time.localtime((folder / ".lock").stat().st_mtime))
+        when = time.strftime("%Y-%m-%d", time.localtime(last_used))
         total += size
-        log.info(f"{folder}  {decimal(size)}, {other.describe()}, last used {when}")
+        log.info(f"{folder}  {decimal(size)}, {what}, last used {when}")
         if cfg.delete:
             shutil.rmtree(folder)
     if total == 0:

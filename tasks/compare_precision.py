@@ -44,7 +44,7 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     data.configure_for(module)
     data.open(data.cache(module))
     settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
-    alone = {"backend": None, "components_to_quantize": ["transformer"]}
+    alone = {"backend": None, "components_to_quantize": ["transformer"], "cache": False}
     quantizations = [instantiate(settings, format=format, **alone) for format in FORMATS]
     examples = [example.batch for example in data.examples(EXAMPLES, empty_prompt=False)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
-from lightning_modules.pretrained.weights import save_quantized
+from lightning_modules.pretrained.assembly import save_quantized
 from tasks.folders import LOCK
 from tasks.placement import compute_device, frozen_model
 from tasks.terminal import log, silence_libraries
@@ -20,6 +20,8 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
     """Quantize the transformer and write it to output_dir, which must be empty."""
     silence_libraries()
     device = compute_device(cfg)
+    if cfg.model.quantization is not None:
+        cfg.model.quantization.cache = False  # it is kept in output_dir
     module = frozen_model(cfg)
     quantization = module.base.source.quantization
     if quantization is None:

@@ -94,6 +94,7 @@ SHARED: dict[str, Number | Switch] = {
     "model.offload.activations": Switch(),
     "model.offload.blocks": COUNT_OR_NONE,
     "model.quantization.bnb_4bit_use_double_quant": Switch(),
+    "model.quantization.cache": Switch(),
     "model.timesteps.logit_mean": Number(-10, 10),
     "model.timesteps.logit_std": Number(0, 10),
     # Beyond these timesteps would leave [0, 1] (arXiv 2403.03206, section 3.1).

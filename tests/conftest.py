@@ -34,6 +34,12 @@ def _what_stays_is_frozen():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _elsewhere(tmp_path_factory):
+    """What goes to the present folder by default goes to a temporary one."""
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
 @pytest.fixture(scope="session")
 def repositories(tmp_path_factory) -> dict[str, Path]:
     """For each model= a tiny pipeline on disk, float32."""

@@ -3,6 +3,7 @@
 import importlib
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -169,25 +170,32 @@ def load_component(
 
 
 def encoders_identity(repository: str, revision: str | None, names: Sequence[str], memo: Path) -> dict[str, str]:
-    """What the output of these components depends on: the commit of a hub repository, the files of a folder.
+    """What the output of these components depends on: `content` of their folders."""
+    return content(repository, revision, [f"{name}/**/*" for name in names], memo)
+
+
+def content(repository: str, revision: str | None, patterns: Sequence[str], memo: Path) -> dict[str, str]:
+    """What a repository holds: the commit of one of the hub, the checksums of a folder's files.
 
     Args:
-        memo: remembers the checksums of a folder's files, which are read again only when they change.
+        patterns: of a folder's files that matter.
+        memo: remembers their checksums; files are read again only when they change.
     """
-    index = repository_file(repository, "model_index.json", revision)
-    assert index is not None
     if not Path(repository).is_dir():
-        return {"repository": repository, "commit": index.parent.name}
+        names = ("model_index.json", "config.json", "transformer/config.json")
+        found = next(path for name in names if (path := repository_file(repository, name, revision)))
+        return {"repository": repository, "commit": found.parts[found.parts.index("snapshots") + 1]}
     hashes = FileHashes([memo] if memo.is_file() else [])
     files = {}
-    for path in sorted(path for name in names for path in Path(repository, name).rglob("*") if path.is_file()):
+    for path in sorted(path for pattern in patterns for path in Path(repository).glob(pattern) if path.is_file()):
         known = hashes.get(path)
         if known is None:
             hashed = hash_file(path)
             known = hashed[4]
-            memo.parent.mkdir(parents=True, exist_ok=True)
-            with memo.open("a", encoding="utf-8") as file:
-                file.write(FileHashes.line(hashed))
+            with suppress(OSError):  # read-only: it is read again the next time
+                memo.parent.mkdir(parents=True, exist_ok=True)
+                with memo.open("a", encoding="utf-8") as file:
+                    file.write(FileHashes.line(hashed))
         files[path.relative_to(repository).as_posix()] = known
     return files
 

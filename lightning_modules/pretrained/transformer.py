@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 
+from datamodules.cached import memo
 from datamodules.errors import UserError
 from lightning_modules.execution.block_offload import streamed_blocks
+from lightning_modules.pretrained.assembly import assemble
 from lightning_modules.pretrained.component_files import indexed_files, read_json
-from lightning_modules.pretrained.repository import load_model, repository_file, resolve_repository
-from lightning_modules.pretrained.weights import SafetensorsWeights, assemble, check_names
+from lightning_modules.pretrained.quantized_cache import QuantizedTransformer
+from lightning_modules.pretrained.repository import (
+    content,
+    load_model,
+    repository_file,
+    resolve_repository,
+)
+from lightning_modules.pretrained.weights import SafetensorsWeights, check_names
 from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.fp8 import log_kernels
 from lightning_modules.quantization.quantization import Quantization
@@ -87,17 +95,37 @@ class TransformerSource:
             def placement(name: str) -> torch.device:
                 return host if split or name.startswith(streamed) else device
 
+        kept = self.kept(device) if self.stored_format is None else None
+        repository, revision = self.repository, self.revision
+        if kept is not None and kept.is_usable():
+            repository, revision = str(kept.folder), None
         transformer = load_transformer(
             self._class,
-            self.repository,
-            revision=self.revision,
+            repository,
+            revision=revision,
             dtype=self.dtype,
             device=device,
             quantization=self.quantization,
             placement=placement,
         )
+        if kept is not None and repository == self.repository:
+            kept.write(transformer, self.quantization, self.name)
         log_kernels(transformer, device)
         return transformer
+
+    def kept(self, device: torch.device) -> QuantizedTransformer | None:
+        """Where it is kept when it has been quantized on this device; None where the settings keep none."""
+        wanted = self.quantization
+        if wanted is None or wanted.cache_dir is None or wanted.on_disk is None:
+            return None
+        pattern = f"{self.config()['_subfolder'] or '.'}/*"
+        parts = {
+            "source": content(self.repository, self.revision, [pattern], memo(wanted.cache_dir)),
+            "quantization": wanted.settings(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": device.type,  # kernels round differently
+        }
+        return QuantizedTransformer.of(wanted.cache_dir, parts)
 
     @cached_property
     def stored_format(self) -> str | None:

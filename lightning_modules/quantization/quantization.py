@@ -43,6 +43,8 @@ class Quantization:
         components_to_quantize: which components of the pipeline: `transformer`, text encoders.
         bnb_4bit_use_double_quant: quantize the scales of 4-bit blocks too: 4.1 bits a weight in place of 4.5.
         gradient_dtype: of the gradients that fp8 tensor cores multiply: `float8_e5m2`, or `bfloat16`, slower.
+        cache: whether a quantized transformer is kept in
+        cache_dir, from which the next start takes it.
 
     Raises:
         UserError: the format or its library does not exist.
@@ -56,6 +58,8 @@ class Quantization:
         components_to_quantize: Collection[str],
         bnb_4bit_use_double_quant: bool,
         gradient_dtype: str,
+        cache: bool,
+        cache_dir: str | None,
     ) -> None:
         if format not in FORMATS:
             raise UserError(f"model.quantization.format={format}: choose {', '.join(FORMATS)}")
@@ -75,6 +79,7 @@ class Quantization:
         self.components_to_quantize = tuple(components_to_quantize)
         self.double_quant = bnb_4bit_use_double_quant
         self.gradient_dtype: torch.dtype = GRADIENT_DTYPES[gradient_dtype]
+        self.cache_dir = cache_dir if cache else None
 
     def settings(self) -> dict[str, Any]:
         """All that the quantized weights depend on."""

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import loading_memory
 from lightning_modules.estimation.fake_tensors import PeakMemory
-from lightning_modules.pretrained.weights import assemble
+from lightning_modules.pretrained.assembly import assemble
+from lightning_modules.pretrained.weights import Weights
 from tests.lightning_modules.quantization.test_quantized_linear import quantization
 
 
@@ -39,7 +40,7 @@ def test_a_process_takes_little_more_than_what_stays(way, repository, encoder):
     assert peak < allowed
 
 
-class FakeWeights:
+class FakeWeights(Weights):
     """Files of a model on the meta device, without content."""
 
     def __init__(self, model: nn.Module) -> None:

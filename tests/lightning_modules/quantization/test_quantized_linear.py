@@ -18,7 +18,7 @@ WAYS = [(format, backend) for format, row in FORMATS.items() for backend in row.
 
 def quantization(format, backend=None, skip=(), **more):
     settings = {"bnb_4bit_use_double_quant": False, "gradient_dtype": "float8_e5m2", **more}
-    return Quantization(format, backend, skip, ["transformer"], **settings)
+    return Quantization(format, backend, skip, ["transformer"], cache=False, cache_dir=None, **settings)
 
 
 def linear(dtype=torch.float32, sides=(96, 128)):
