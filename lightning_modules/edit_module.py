@@ -116,8 +116,10 @@ class EditModule(L.LightningModule, Family):
             self.adapter.check(self.base, training)
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What the adapter or the LoRAs cannot do without, whatever callbacks the run has."""
-        return [get_class(name)() for name in (self.adapter or self.sampler.loras).callbacks]
+        """What the adapter, the LoRAs or the execution cannot do without, whatever callbacks the run has."""
+        trains = self.adapter is not None
+        names = [*(self.adapter or self.sampler.loras).callbacks, *(self.execution.callbacks if trains else ())]
+        return [get_class(name)() for name in names]
 
     def configure_model(self) -> None:
         """Load the transformer where it trains or makes pictures; can be called twice."""
@@ -154,7 +156,6 @@ class EditModule(L.LightningModule, Family):
     def on_fit_start(self) -> None:
         if TrainingData.of(self.trainer).needs_encoders:
             self.base.load_encoders()
-        self.execution.choose_checkpointing(self.trained, self.optimization.optimizer, self.trainer)
 
     def cpu(self) -> Self:
         """Lightning's last call in every run: let the weights go, instead of copying them to the host's memory."""

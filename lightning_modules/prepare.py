@@ -1,12 +1,11 @@
 """What is done to a transformer before it computes, in order: load, quantize, inject the adapter, compile."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import torch
 from torch import nn
 
@@ -14,8 +13,7 @@ from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.peft_layers import cast_inputs
-from lightning_modules.adapters.trained import TrainedParts
-from lightning_modules.estimation.activations import choose_checkpointing
+from lightning_modules.estimation.calibration import DeviceMemory
 from lightning_modules.execution.activation_offload import ActivationOffload
 from lightning_modules.execution.autocast import cast_inputs_once
 from lightning_modules.execution.block_offload import BlockStream, streamed_blocks
@@ -24,6 +22,7 @@ from lightning_modules.execution.host_memory import all_weights
 from lightning_modules.execution.kernels import check_attention_backend, compile_blocks, set_attention_backend
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.quantization.fp8 import store_transposes
 
 
 class Execution:
@@ -32,7 +31,7 @@ class Execution:
     Args:
         adapter: what trains; None in prediction.
         gradient_checkpointing: what is computed again in the backward pass, to save memory: `none`, `selective`,
-            `every_N` (every N-th block), `full` or `auto`.
+            `every_N` (every N-th block), `full` or `auto`, which is `full` until something else is set.
         compile: whether its blocks are compiled.
         attention_backend: diffusers' name of an attention kernel; None for PyTorch's own choice.
         offload: what waits in the host's memory: `blocks`, how many of the transformer's; `activations`, whether those
@@ -70,7 +69,7 @@ class Execution:
         Args:
             sharded: whether the transformer is split over several GPUs.
         """
-        trains, recomputes = self._adapter is not None, self.checkpointing == "full"
+        trains, recomputes = self._adapter is not None, self.checkpointing in ("full", "auto")
         check_attention_backend(self.attention_backend, trains)
         if self.compile_blocks and self.base.source.backend == "torchao":
             raise UserError("model.compile does not go with model.quantization.backend=torchao: leave the backend out")
@@ -90,7 +89,7 @@ class Execution:
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
 
     def load_to_train(self, mesh: Any, data: TrainingData | None) -> Any:
-        """The transformer with its adapter, ready to train; a checkpointing policy of `auto` is still to be chosen.
+        """The transformer with its adapter, ready to train.
 
         Args:
             mesh: of the GPUs that it is split over; None for one that is whole in each process.
@@ -104,8 +103,7 @@ class Execution:
         if self.compile_blocks and data is not None:
             dynamic = not data.is_uniform(partial(self.family.prompt_shapes, self.base.source.config()))
         self.prepare(transformer, dynamic)
-        if self.checkpointing != "auto":
-            self._set_checkpointing(transformer)
+        self.set_checkpointing(transformer, "full" if self.checkpointing == "auto" else self.checkpointing)
         if mesh is not None:
             from lightning_modules.execution.fsdp import shard
 
@@ -155,25 +153,25 @@ class Execution:
             BlockStream(list(blocks.values()), self.base.device)
             transformer.to(self.base.device)  # what is left of the blocks
 
-    def choose_checkpointing(
-        self,
-        trained: TrainedParts,
-        optimizer: Callable[..., torch.optim.Optimizer] | None,
-        trainer: L.Trainer,
-    ) -> None:
-        """Where the policy is `auto`, take the least recomputation that fits on each of the trainer's devices."""
-        if self.checkpointing != "auto":
-            return
-        assert optimizer is not None
-        meta, data = self.adapted_meta_transformer(), TrainingData.of(trainer)
-        minimum = partial(trainer.strategy.reduce, reduce_op="min")
-        self.checkpointing = choose_checkpointing(
-            self.family, self.base, trained, optimizer, self.compile_blocks, meta, data, minimum
-        )
-        self._set_checkpointing(trained.parts["transformer"])
+    @property
+    def callbacks(self) -> list[str]:
+        """The classes of the callbacks without which it does not run as it should."""
+        raises = self.checkpointing == "auto" and self.base.device.type == "cuda"
+        waits = self.offload["blocks"] or self.offload["activations"]
+        return ["callbacks.checkpointing.RaiseCheckpointing"] if raises and not waits else []
 
-    def _set_checkpointing(self, transformer: Any) -> None:
-        set_checkpointing(transformer, self.checkpointing, self.adapter.bind_rank_mask, self.compile_blocks)
+    def memory(self) -> DeviceMemory:
+        """Of the device that it computes on."""
+        return DeviceMemory(self.base.device)
+
+    def set_checkpointing(self, transformer: Any, policy: str) -> None:
+        """Let steps keep from now on what this policy says."""
+        set_checkpointing(transformer, policy, self.adapter.bind_rank_mask, self.compile_blocks)
+
+    def use_memory(self, transformer: nn.Module, free: int) -> None:
+        """Spend memory that steps leave free on what makes them faster; bytes."""
+        if not self.compile_blocks:  # it would compile them once more
+            store_transposes(transformer, free)
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         """Around a training step's forward: where what autograd saves goes."""

@@ -1,26 +1,22 @@
-"""What a training step holds for its backward pass, by a step on fake tensors; the least recomputation that fits."""
+"""What a training step holds for its backward pass, by a step on fake tensors."""
 
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import psutil
 import torch
-from rich.filesize import decimal
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from datamodules.base import TrainingData
 from datamodules.batch import LatentBatch, Size
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
 from lightning_modules.adapters.adapter import Adapter, dummy_optimizer_step
-from lightning_modules.adapters.trained import TrainedParts
 from lightning_modules.estimation.fake_tensors import OnCuda, PeakMemory, fake_like, fake_model
-from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
@@ -133,47 +129,3 @@ class FakeStep:
             del velocity
             self.transformer.zero_grad(set_to_none=True)
         return self._memory.peak
-
-
-def choose_checkpointing(
-    family: Family,
-    base: FrozenBase,
-    trained: TrainedParts,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    compiled: bool,
-    transformer: nn.Module,
-    data: TrainingData,
-    minimum: Callable[[Tensor], Tensor],
-) -> str:
-    """The least recomputation that fits in the memory that is free, once all weights are there.
-
-    A tenth stays free: what kernels take for themselves is not known.
-
-    Args:
-        compiled: whether the blocks are.
-        transformer: on the meta device, with its adapter.
-        minimum: of a number over all processes.
-    """
-    if not isinstance(data, PairsDataModule):
-        log.info("model.gradient_checkpointing=auto is full: the sizes of what is streamed are not known")
-        return "full"
-    free = int(0.9 * minimum(torch.tensor(float(free_memory(base.device)), device=base.device)))
-    state = sum(one.numel() for one in trained.parameters().values()) * bytes_per_parameter(optimizer)
-    heaviest = heaviest_batch(family, base, data)
-    batch = empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption)
-    step = FakeStep(family, trained.adapter, base.dtype, compiled, transformer, batch)
-    needed = {}
-    for policy in POLICIES:
-        needed[policy] = round(state) + step.peak(policy)
-        if needed[policy] <= free:
-            break
-    log.info(f"model.gradient_checkpointing=auto is {policy}: {decimal(needed[policy])} of {decimal(free)} free")
-    return policy
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors can still take."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
@@ -18,6 +19,7 @@ from lightning_modules.quantization.float8 import (
     scaled_product,
     to_float8,
 )
+from lightning_modules.quantization.fused import scaled_rows, transposed
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
 from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
 
@@ -43,11 +45,11 @@ class Float8(Storage):
         self.gradient_dtype = getattr(torch, gradient_dtype)
 
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        weight, scale = parts
-        return weight.to(dtype).mul_(scale)
+        weight, scale, *_ = parts
+        return scaled_rows(weight, scale, dtype)
 
     def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        weight, scale = parts
+        weight, scale, *_ = parts
         out_features, in_features = shape
         if not _on_tensor_cores(x, weight, E4M3):
             return super().product(x, parts, shape)
@@ -58,16 +60,16 @@ class Float8(Storage):
         return y.view(*x.shape[:-1], out_features).to(x.dtype)
 
     def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        weight, scale = parts
+        weight, scale, *stored = parts
         out_features, in_features = shape
         if self.gradient_dtype != E5M2 or not _on_tensor_cores(grad, weight, E5M2):
             return super().input_gradient(grad, parts, shape)
         # The weight's scales are along the sum: they go into the gradient.
         rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
         ones = torch.ones(1, in_features, device=grad.device)
-        # Hopper's tensor cores want the second matrix column by column: a copy of one layer's bytes.
-        columns = weight.t().contiguous().t()
-        x = scaled_product(rows, row_scales, columns, ones)
+        # Hopper's tensor cores want the second matrix column by column: a copy of one layer's bytes, or a stored one.
+        columns = stored[0] if stored else transposed(weight)
+        x = scaled_product(rows, row_scales, columns.t(), ones)
         return x.view(*grad.shape[:-1], in_features).to(grad.dtype)
 
 
@@ -84,6 +86,9 @@ class Fp8Linear(QuantizedLinear):
         scale: (out, 1), or (1, 1) for all; the weight is weight * scale.
         dtype: what adapters beside the layer are made in.
         gradient_dtype: of `Float8`.
+
+    Attributes:
+        columns: the weight's transpose (in, out), where it is stored beside the weight; not a part of its state.
     """
 
     weight_scale: Tensor
@@ -94,6 +99,7 @@ class Fp8Linear(QuantizedLinear):
         # The bias first: diffusers takes the first floating parameter for the dtype of a model.
         super().__init__(weight.shape, dtype, bias=bias, weight_scale=scale, weight=weight)
         self.gradient_dtype = gradient_dtype
+        self.columns: Tensor | None = None
         self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
 
     @classmethod
@@ -109,7 +115,24 @@ class Fp8Linear(QuantizedLinear):
         return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
 
     def parts(self) -> list[Tensor]:
-        return [self.weight, self.weight_scale]
+        parts = [self.weight, self.weight_scale]
+        return parts if self.columns is None else [*parts, self.columns]
+
+
+def store_transposes(model: nn.Module, free: int) -> None:
+    """Keep the transposes that gradients are multiplied by, if there is room for all of them; else each is made anew.
+
+    Args:
+        free: bytes.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
+    used = [one for one in layers if one.gradient_dtype == E5M2 and _on_tensor_cores(one.weight, one.weight, E5M2)]
+    size = sum(layer.weight.nbytes for layer in used)
+    if not 0 < size <= free:
+        return
+    for layer in used:
+        layer.columns = transposed(layer.weight.data)
+    log.info(f"fp8: {decimal(size)} of free memory hold the weights' transposes, which gradients are multiplied by")
 
 
 STORAGES["fp8"] = Float8

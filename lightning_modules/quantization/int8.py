@@ -7,6 +7,7 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.quantization.fused import scaled_rows
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
 from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
 
@@ -16,7 +17,7 @@ class Int8(Storage):
 
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         weight, maxima = parts
-        return weight.to(dtype).mul_((maxima / 127)[:, None])
+        return scaled_rows(weight, (maxima / 127)[:, None], dtype)
 
 
 class Int8Linear(QuantizedLinear):

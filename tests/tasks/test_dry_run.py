@@ -3,19 +3,17 @@
 import re
 
 import pytest
-import safetensors.torch
 import torch
 from hydra.utils import instantiate
 
 from benchmarks.memory import write_shallow
 from datamodules.shards.cache import Cache
 from lightning_modules import flow
-from lightning_modules.estimation import activations
 from lightning_modules.estimation.activations import bytes_per_parameter
 from lightning_modules.estimation.fake_tensors import PeakMemory
 from lightning_modules.execution.checkpointing import set_checkpointing
 from tasks.footprint import measure, without_network
-from tests.support.commands import ROOT, compose, lora_bytes, short
+from tests.support.commands import ROOT, compose, short
 from tests.support.pictures import make_pairs
 from tests.support.tiny_pipelines import MODELS
 
@@ -160,25 +158,3 @@ def test_adapter_and_weights_are_counted(planned):
     assert plan.weights == 4 * plan.parameters
     assert plan.adapter == 8 * plan.trainable
     assert plan.optimizer == 8 * plan.trainable
-
-
-def test_auto_takes_the_least_recomputation_that_fits(run, tiny, pairs, tmp_path, monkeypatch):
-    """With no memory left, and with just enough for each; the weights are the same in their bits."""
-    peaks, weights = {}, set()
-    peak = activations.FakeStep.peak
-    monkeypatch.setattr(activations.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
-
-    def chosen(free):
-        monkeypatch.setattr(activations, "free_memory", lambda device: free)
-        folder = tmp_path / str(free)
-        text = run("train", *short(tiny, pairs, folder, 2), "model.gradient_checkpointing=auto").text
-        weights.add(lora_bytes(folder))
-        return re.search(r"gradient_checkpointing=auto is (\w+): ", text)[1]
-
-    assert chosen(0) == "full"
-    assert list(peaks) == ["none", "selective", "every_2", "full"]
-    assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
-    trained = sum(tensor.numel() for tensor in safetensors.torch.load(weights.copy().pop()).values())
-    for position, size in peaks.items():
-        assert chosen(int((size + 8 * trained) / 0.9) + 2) == position
-    assert len(weights) == 1

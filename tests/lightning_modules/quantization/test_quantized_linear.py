@@ -159,6 +159,25 @@ def test_tensor_cores_add_the_rounding_of_activations_and_gradients(tensor_cores
         assert 1e-3 < gradient_error < 2**-3 / 3**0.5
 
 
+def test_stored_transposes_change_no_bit_and_are_made_where_all_have_room(tensor_cores, monkeypatch):
+    model = nn.Sequential(*(quantization("fp8").quantize(linear(sides=(128, 128))) for _ in range(3)))
+    size, before = sum(layer.weight.nbytes for layer in model), set(model.state_dict())
+
+    def gradients():
+        x = torch.linspace(-1, 1, 128).repeat(5, 1).requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        return y.detach(), x.grad
+
+    plain = gradients()
+    fp8.store_transposes(model, size - 1)
+    assert all(layer.columns is None for layer in model)
+    fp8.store_transposes(model, size)
+    monkeypatch.setattr(fp8, "transposed", None)  # none is made any more
+    assert all(map(torch.equal, plain, gradients()))
+    assert set(model.state_dict()) == before
+
+
 def test_tensor_cores_are_left_where_sides_do_not_fit(tensor_cores, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", None)
     layer = quantization("fp8").quantize(linear(sides=(96, 72)))

@@ -1,0 +1,73 @@
+"""model.gradient_checkpointing=auto: as little computed again as the memory allows."""
+
+import logging
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from rich.filesize import decimal
+
+from datamodules.base import TrainingData
+from datamodules.pairs import PairsDataModule
+from lightning_modules.edit_module import EditModule
+from lightning_modules.estimation.calibration import USABLE, Calibration, DeviceMemory, estimate
+
+log = logging.getLogger("retouch")
+
+
+class RaiseCheckpointing(L.Callback):
+    """Begins a run with `full` checkpointing and raises it after each of the first steps, as far as memory is left.
+
+    The module contributes it to runs on a GPU (`EditModule.configure_callbacks`). All processes choose the same.
+    """
+
+    def __init__(self) -> None:
+        self._calibration: Calibration | None = None
+        self._memory = DeviceMemory(torch.device("cpu"))
+        self._first_step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        data, execution = TrainingData.of(trainer), pl_module.execution
+        if not isinstance(data, PairsDataModule):
+            log.info("model.gradient_checkpointing=auto is full: the sizes of what is streamed are not known")
+            return
+        self._first_step = trainer.global_step
+        self._memory = execution.memory()
+        self._calibration = estimate(
+            pl_module,
+            pl_module.base,
+            execution.adapter,
+            execution.compile_blocks,
+            execution.adapted_meta_transformer,
+            data,
+        )
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if self._calibration is not None:
+            self._memory.restart()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        calibration = self._calibration
+        # In the first step the optimizer makes its state.
+        if calibration is None or trainer.global_step <= self._first_step + 1:
+            return
+        assert isinstance(pl_module, EditModule)
+        # Of all processes the one that has taken the most, and the least that is free.
+        mine = torch.tensor([self._memory.taken(), -self._memory.free()], dtype=torch.float64)
+        taken, free = trainer.strategy.reduce(mine.to(pl_module.device), reduce_op="max").tolist()
+        calibration.after_step(round(taken), outputs["tokens"], round(-free))
+        if not calibration.is_done:
+            pl_module.execution.set_checkpointing(pl_module.transformer, calibration.policy)
+            return
+        expected, usable = calibration.expected(calibration.policy), round(-USABLE * free)
+        log.info(
+            f"model.gradient_checkpointing=auto is {calibration.policy}: a step takes {decimal(expected)} of the "
+            f"{decimal(usable)} that are free"
+        )
+        self._calibration = None
+        if pl_module.device_mesh is None:
+            # As much as a step takes stays free: pictures and validation have their own sizes.
+            pl_module.execution.use_memory(pl_module.transformer, usable - 2 * expected)
