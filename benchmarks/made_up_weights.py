@@ -27,6 +27,7 @@ def write_weights(model: nn.Module, folder: Path, start: str, dtype: torch.dtype
             shards.append({})
         sizes[-1] += size
         bits = torch.empty(parameter.shape, dtype=torch.int16).random_(0x3C00, 0x3D00)
+        bits |= torch.empty(parameter.shape, dtype=torch.int16).random_(0, 2) << 15
         shards[-1][name] = bits.view(torch.bfloat16).to(dtype)
         places[name] = f"{start}-{len(sizes):05d}.safetensors"
     save_file(shards[-1], folder / f"{start}-{len(sizes):05d}.safetensors", {"format": "pt"})

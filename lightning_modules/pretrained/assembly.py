@@ -96,10 +96,12 @@ def assemble(
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
             log.info(f"{number} of {len(names)} layers")
+    # All of a file that is quantized stays; of others the rest would keep what has been read in memory.
+    read = weights.read if converted else weights.map
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
-            value = weights.read(name).to(device if placement is None else placement(name), dtype)
+            value = read(name).to(device if placement is None else placement(name), dtype)
             _compare(name, value.shape, parameter.shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     return_freed_memory()
