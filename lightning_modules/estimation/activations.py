@@ -147,8 +147,6 @@ def choose_checkpointing(
 ) -> str:
     """The least recomputation that fits in the memory that is free, once all weights are there.
 
-    A tenth stays free: what kernels take for themselves is not known.
-
     Args:
         compiled: whether the blocks are.
         transformer: on the meta device, with its adapter.
@@ -157,17 +155,28 @@ def choose_checkpointing(
     if not isinstance(data, PairsDataModule):
         log.info("model.gradient_checkpointing=auto is full: the sizes of what is streamed are not known")
         return "full"
-    free = int(0.9 * minimum(torch.tensor(float(free_memory(base.device)), device=base.device)))
+    free = int(minimum(torch.tensor(float(free_memory(base.device)), device=base.device)))
     state = sum(one.numel() for one in trained.parameters().values()) * bytes_per_parameter(optimizer)
     heaviest = heaviest_batch(family, base, data)
     batch = empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption)
     step = FakeStep(family, trained.adapter, base.dtype, compiled, transformer, batch)
-    needed = {}
+    return least_recomputation(step.peak, round(state), free)
+
+
+def least_recomputation(peak: Callable[[str], int], state: int, free: int) -> str:
+    """The first policy whose step fits; a tenth stays free: what kernels take for themselves is not known.
+
+    Args:
+        peak: of a step, by policy.
+        state: bytes of the optimizer.
+        free: bytes.
+    """
+    free = int(0.9 * free)
     for policy in POLICIES:
-        needed[policy] = round(state) + step.peak(policy)
-        if needed[policy] <= free:
+        needed = state + peak(policy)
+        if needed <= free:
             break
-    log.info(f"model.gradient_checkpointing=auto is {policy}: {decimal(needed[policy])} of {decimal(free)} free")
+    log.info(f"model.gradient_checkpointing=auto is {policy}: {decimal(needed)} of {decimal(free)} free")
     return policy
 
 
