@@ -11,29 +11,29 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import torch
-from accelerate import init_empty_weights
 from hydra.utils import instantiate
 from torch import Tensor
 from torch.profiler import profile
 
-from benchmarks.memory import compose, empty_batch, write_shallow
+from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
-from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.estimation.flops import matrix_peak, median_seconds
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.pretrained.assembly import assemble
+from lightning_modules.pretrained import transformer
 from lightning_modules.pretrained.weights import Weights
 from lightning_modules.quantization.quantization import nbytes
 from tasks.terminal import silence_libraries
 
+Row = dict[str, Any]
 PRECISIONS = {
     "bf16": [],
     "fp8": ["model/quantization=fp8"],
@@ -49,7 +49,9 @@ PRECISIONS = {
 
 
 class RandomWeights(Weights):
-    """Stands for files: each tensor is made on the device when it is read."""
+    """Stands for files: each tensor is made on the device when it is read, the same one each time."""
+
+    format = "random"  # not None, by which a transformer in 16 bits would be left to diffusers
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -57,70 +59,61 @@ class RandomWeights(Weights):
         self.device = device
 
     def read(self, name: str) -> Tensor:
-        return 0.02 * torch.randn(self.shapes[name], device=self.device, dtype=torch.bfloat16)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        return 0.02 * torch.randn(self.shapes[name], generator=generator, device=self.device, dtype=torch.bfloat16)
 
 
-def build(options: argparse.Namespace, folder: str, precision: str, device: torch.device) -> Any:
-    """A module whose transformer is on the device, with its adapter."""
-    more = [f"adapter={options.adapter}", f"adapter.rank={options.rank}", *PRECISIONS[precision]]
-    more += [f"model.compile={options.compile}", f"model.attention_backend={options.attention_backend}"]
-    module = instantiate(compose(options.model, folder, "bfloat16", *more).model, _convert_="all")
-    with init_empty_weights():
-        transformer = type(module.base.source.meta).from_config(module.base.source.meta.config)
-    weights, quantization = RandomWeights(transformer, device), module.base.source.quantization
-    assemble(transformer, weights, dtype=torch.bfloat16, device=device, quantization=quantization)
-    module.execution.adapt(transformer)
-    module.transformer = transformer.to(device)
+def build(
+    model: str, folder: str, precision: str, device: torch.device, *more: str, made_on: torch.device | None = None
+) -> Any:
+    """A module that is ready to train on the device, made as Lightning lets it be made.
+
+    Args:
+        more: settings of train.py.
+        made_on: where its numbers are drawn; None for the device. Other devices draw others.
+    """
+    module = instantiate(compose(model, folder, "bfloat16", *PRECISIONS[precision], *more).model, _convert_="all")
+    weights = RandomWeights(module.base.source.meta, made_on or device)
+    module.to(device)
+    with mock.patch.object(transformer, "transformer_weights", return_value=weights), device:
+        module.configure_model()
+    module.to(device)
     mask_forwards(module.transformer, module.rank_gates, lambda: None)
-    module.execution.prepare(module.transformer, dynamic=False)
     return module
 
 
-def filled(batch: LatentBatch, module: Any, device: torch.device) -> Callable[[], Tensor]:
-    """The loss of the batch with random numbers in it."""
-    assert batch.target_mean is not None
-    target, *controls = (torch.randn(image.shape, device=device) for image in (batch.target_mean, *batch.controls))
-    prompt = {
-        name: torch.randn(tensor.shape, device=device, dtype=torch.bfloat16) for name, tensor in batch.prompt.items()
-    }
-    t = torch.full((len(target),), 0.5, device=device)
+def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: float, show: bool = False) -> Row:
+    """One row of results.
 
-    def loss() -> Tensor:
-        kind = "cuda" if device.type == "cuda" else "cpu"
-        with torch.autocast(kind, torch.bfloat16):
-            return flow.flow_loss(module.velocity(module.transformer, target, t, controls, prompt), target).mean()
-
-    return loss
-
-
-def measure(options: argparse.Namespace, module: Any, side: int, policy: str, peak: float) -> dict[str, Any]:
-    """One row of results."""
-    device = torch.device(options.device)
-    batch = empty_batch(module, side, options.batch)
+    Args:
+        rounds: steps that the median is of.
+        peak: FLOP/s of the device.
+        show: print where a step's time goes, by kernel.
+    """
+    device, samples = module.device, len(batch.keys)
     flops = module.step_flops(batch)
-    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask, module.execution.compile_blocks)
-    loss = filled(batch, module, device)
+    compiled = module.execution.compile_blocks
+    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask, compiled)
     optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6, fused=True)
 
     def step() -> None:
-        loss().backward()
+        loss(module, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    taken = median_seconds(step, options.rounds, device)
+    taken = median_seconds(step, rounds, device)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    if options.profile:
+    if show:
         with profile() as profiler:
             step()
         print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
     return {
-        "side": side,
         "tokens": module.geometry.token_count(batch),
         "checkpointing": policy,
         "seconds_per_step": round(taken, 4),
-        "samples_per_second": round(options.batch / taken, 4),
+        "samples_per_second": round(samples / taken, 4),
         "tflops": round(flops / taken / 1e12, 2),
         "share_of_matrix_peak": round(flops / taken / peak, 3),
         "peak_memory_gb": None if memory is None else round(memory / 1e9, 2),
@@ -158,15 +151,19 @@ def main() -> None:
         if folder == temporary:
             write_shallow(options.model, None, folder)
         for precision in options.precisions:
-            module = build(options, folder, precision, device)
+            more = [f"adapter={options.adapter}", f"adapter.rank={options.rank}", f"model.compile={options.compile}"]
+            more += [f"model.attention_backend={options.attention_backend}"]
+            module = build(options.model, folder, precision, device, *more)
             weights = round(nbytes(module.transformer) / 1e6, 2)
             for side in options.size:
+                torch.compiler.reset()  # each size has a graph of its own, as where data has one
+                batch = random_batch(module, side, options.batch, device)
                 for policy in options.checkpointing:
-                    row: dict[str, Any] = {"precision": precision, "weights_mb": weights}
+                    row: Row = {"precision": precision, "weights_mb": weights, "side": side}
                     try:
-                        row |= measure(options, module, side, policy, peak)
+                        row |= measure(module, batch, policy, options.rounds, peak, options.profile)
                     except torch.OutOfMemoryError:
-                        row |= {"side": side, "checkpointing": policy, "out_of_memory": True}
+                        row |= {"checkpointing": policy, "out_of_memory": True}
                     rows.append(row)
                     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             del module

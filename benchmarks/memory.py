@@ -9,7 +9,9 @@ import argparse
 import itertools
 import json
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hydra
@@ -17,10 +19,10 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import open_dict
+from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
-from lightning_modules.adapters.adapter import trainable
 from lightning_modules.estimation.activations import FakeStep, empty_latents
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from tasks import footprint
@@ -41,13 +43,21 @@ def compose(model: str, folder: str, dtype: str, *more: str) -> Any:
     return cfg
 
 
-def write_shallow(model: str, depth: int | None, folder: str) -> None:
-    """The real configuration of a model, with fewer blocks of each kind; None for all."""
+def write_shallow(
+    model: str, depth: int | None, folder: str, changes: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """The real configuration of a model, with fewer blocks of each kind; None for all.
+
+    Args:
+        changes: of the transformer's other settings.
+    """
     family: Any = hydra.utils.get_class(compose(model, "x", "float32").model._target_)
     known = [json.loads(path.read_text())["files"] for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))]
     files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
     for content in files.values() if depth is not None else ():
         content |= {key: depth for key in ("num_layers", "num_single_layers") if key in content}
+    transformer = files["transformer/config.json"]
+    transformer |= {key: value for key, value in changes.items() if key in transformer}
     footprint.write_files(files, Path(folder))
 
 
@@ -57,32 +67,62 @@ def empty_batch(module: Any, side: int, samples: int) -> LatentBatch:
     return empty_latents(module, module.base, (pictures, False), samples, "make it snow")
 
 
-def step(module: Any, batch: LatentBatch, device: torch.device) -> None:
-    """Forward and backward on random numbers."""
-    assert batch.target_mean is not None
-    images = [torch.randn(image.shape, device=device) for image in (batch.target_mean, *batch.controls)]
-    prompt = {name: torch.randn(x.shape, device=device).to(module.base.dtype) for name, x in batch.prompt.items()}
-    t = torch.rand(len(images[0]), device=device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=module.base.dtype == torch.bfloat16):
-        velocity = module.velocity(module.transformer, images[0], t, images[1:], prompt)
-        flow.flow_loss(velocity, images[0]).mean().backward()
-    for parameter in trainable(module.transformer).values():
-        parameter.grad = None
+def random_batch(module: Any, side: int, samples: int, device: torch.device) -> LatentBatch:
+    """The same with random numbers in it, the same ones on every device."""
+    empty, generator = empty_batch(module, side, samples), torch.Generator().manual_seed(0)
+    assert empty.target_mean is not None
+
+    def random(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(device)
+
+    target, *controls = map(random, (empty.target_mean, *empty.controls))
+    prompt = {name: random(tensor).to(module.base.dtype) for name, tensor in empty.prompt.items()}
+    names, draws = [str(number) for number in range(samples)], list(range(samples))
+    return LatentBatch(names, draws, target, 0.1 * target.abs(), controls, prompt, prompt, None)
 
 
-def measure(module: Any, batch: LatentBatch, device: torch.device) -> int:
+def loss(module: Any, batch: LatentBatch) -> Tensor:
+    """Of the target's numbers, as if they were noise, at the middle of the way."""
+    target, bf16 = batch.target_mean, module.base.dtype == torch.bfloat16
+    assert target is not None
+    t = torch.full((len(target),), 0.5, device=target.device)
+    with torch.autocast(target.device.type, torch.bfloat16, enabled=bf16):
+        return flow.flow_loss(module.denoise(target, t, batch.controls, batch.prompt), target).mean()
+
+
+def step(module: Any, batch: LatentBatch) -> None:
+    """Forward and backward."""
+    loss(module, batch).backward()
+    module.transformer.zero_grad(set_to_none=True)
+
+
+def measure(module: Any, batch: LatentBatch) -> int:
     """The most that torch allocates in a second step (libraries warmed up) beside what there is."""
-    step(module, batch, device)
-    if device.type == "cuda":
+    step(module, batch)
+    if next(batch.tensors()).is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step(module, batch, device)
+        step(module, batch)
         return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step(module, batch, device)
+        step(module, batch)
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def fake_step(module: Any, side: int, samples: int) -> FakeStep:
+    """The step that `task=dry_run` simulates for such a batch."""
+    adapted, compiled = module.execution.adapted_meta_transformer(), module.execution.compile_blocks
+    return FakeStep(module, module.adapter, module.base.dtype, compiled, adapted, empty_batch(module, side, samples))
+
+
+def compare(module: Any, side: int, samples: int, device: torch.device) -> Iterator[tuple[str, int, int]]:
+    """For each policy the bytes of a step, estimated and measured, beside those of the weights."""
+    estimate, batch = fake_step(module, side, samples), random_batch(module, side, samples, device)
+    for policy in POLICIES:
+        set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
+        yield policy, estimate.peak(policy), measure(module, batch)
 
 
 def main() -> None:
@@ -96,11 +136,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         write_shallow(options.model, options.depth, folder)
-        cfg = compose(options.model, folder, options.dtype)
-        estimating, module = instantiate(cfg.model, _convert_="all"), instantiate(cfg.model, _convert_="all")
-        batch = empty_batch(estimating, options.side, options.batch)
-        adapted = estimating.execution.adapted_meta_transformer()
-        step = FakeStep(estimating, estimating.adapter, estimating.base.dtype, False, adapted, batch)
+        module = instantiate(compose(options.model, folder, options.dtype).model, _convert_="all")
         torch.set_default_dtype(module.base.dtype)
         with torch.device(device):
             module.transformer = type(module.base.source.meta).from_config(module.base.source.meta.config)
@@ -108,10 +144,7 @@ def main() -> None:
         module.execution.adapt(module.transformer.train())
         what = f"depth {options.depth}, batch {options.batch} of {options.side}"
         print(f"{options.model}, {what}, {options.dtype}, {device}")
-        for policy in POLICIES:
-            estimate = step.peak(policy)
-            set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
-            measured = measure(module, batch, device)
+        for policy, estimate, measured in compare(module, options.side, options.batch, device):
             print(
                 f"  gradient_checkpointing={policy:9}: estimated {estimate / 1e9:.3f} GB, "
                 f"measured {measured / 1e9:.3f} GB, {estimate / measured - 1:+.1%}"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 
-from benchmarks.memory import compose, empty_batch, step, write_shallow
+from benchmarks.memory import compose, random_batch, step, write_shallow
 from lightning_modules.execution.checkpointing import set_checkpointing
 from tasks.terminal import silence_libraries
 
@@ -103,7 +103,7 @@ def main() -> None:
                 module.execution.adapt(module.transformer)
             set_checkpointing(module.transformer, "full", module.adapter.bind_rank_mask)
             with timed(taken, "first step"):
-                step(module, empty_batch(module, options.side, 1), device)
+                step(module, random_batch(module, options.side, 1, device))
             parts = ", ".join(f"{part} {taken[part]:.2f} s" for part in ("settings", "adapter", "first step"))
             speeds = ", ".join(
                 f"{part} {taken[part]:.1f} s ({gigabytes / taken[part]:.2f} GB/s)" for part in ("read", "load")

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 
-from benchmarks.memory import compose, empty_batch, write_shallow
-from datamodules.batch import LatentBatch
+from benchmarks.memory import compose, random_batch, write_shallow
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.execution.checkpointing import set_checkpointing
 
@@ -40,16 +39,6 @@ def build(adapter: str, options: argparse.Namespace, folder: str) -> tuple[Any, 
     return module, module.configure_optimizers()["optimizer"]
 
 
-def batch_of(module: Any, side: int, samples: int) -> LatentBatch:
-    """`memory.empty_batch` with random numbers in it."""
-    empty = empty_batch(module, side, samples)
-    assert empty.target_mean is not None
-    random = [torch.randn(one.shape) for one in (empty.target_mean, *empty.controls)]
-    prompt = {name: torch.randn(tensor.shape) for name, tensor in empty.prompt.items()}
-    keys = [str(number) for number in range(samples)]
-    return LatentBatch(keys, [], random[0], 0.1 * random[0].abs(), random[1:], prompt, prompt, None)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
@@ -68,7 +57,7 @@ def main() -> None:
             write_shallow(options.model, options.depth, folder)
         built = {adapter: build(adapter, options, folder) for adapter in ADAPTERS}
         for side in options.size:
-            batch = batch_of(built["lora"][0], side, options.batch)
+            batch = random_batch(built["lora"][0], side, options.batch, torch.device("cpu"))
             seconds: dict[str, list[float]] = {adapter: [] for adapter in ADAPTERS}
             for number in range(-5, options.rounds):
                 batch.draws = list(range((number + 5) * options.batch, (number + 6) * options.batch))

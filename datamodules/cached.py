@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datamodules.base import Example, PromptShapes
 from datamodules.batch import LatentBatch, Size
@@ -21,10 +21,12 @@ from datamodules.shards.failures import shown
 from datamodules.shards.fingerprint import check_fit, fingerprint, fingerprint_parts
 from datamodules.shards.manifest import INDEX, MANIFEST
 from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
-from datamodules.streamed import StreamedDataModule
+
+if TYPE_CHECKING:
+    from datamodules.streamed import StreamedDataModule
 
 
-def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDataModule | StreamedDataModule:
+def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDataModule | StreamedDataModule":
     """The data module for `data=cached` and `data=captions`.
 
     Without a cache_dir samples are encoded in every step, as with `data=pairs`.
@@ -51,6 +53,8 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> PairsDat
             f"data.shards={shown(shards)} is streamed, and no samples of a stream can be held out: leave data.val_root "
             "and data.val_count out"
         )
+    from datamodules.streamed import StreamedDataModule
+
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
     return StreamedDataModule(
         shards=shards,

@@ -14,7 +14,6 @@ from callbacks.progress import panel
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
-from datamodules.streamed import StreamedDataModule
 from lightning_modules.edit_module import EditModule
 from tasks.footprint import Footprint, measure, without_network
 from tasks.terminal import log, silence_libraries
@@ -29,7 +28,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         module.check()
         data = instantiate(cfg.data, _convert_="all")
         caches = isinstance(data, CachedDataModule)
-        if isinstance(data, StreamedDataModule) or (caches and data.shards is not None):
+        if not isinstance(data, PairsDataModule) or (isinstance(data, CachedDataModule) and data.shards is not None):
             raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
         data.configure_for(module)
         log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")

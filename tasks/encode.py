@@ -43,7 +43,6 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     from callbacks.progress import EncodingProgress
     from callbacks.shard_writer import ShardWriter
     from datamodules.encoding import EncodingDataModule, missing_from_cache
-    from tasks.contact_sheet import write_contact_sheet
 
     module = frozen_model(cfg, sampling=None)  # without sampling no transformer is loaded
     data.configure_for(module)
@@ -75,5 +74,7 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
             data.open(cache)
             log.info(f"encoded {writer.encoded} samples; look at them: {cache.folder / 'preview.png'}")
             with best_effort("preview.png"):
+                from tasks.contact_sheet import write_contact_sheet
+
                 write_contact_sheet(data, cache.folder / "preview.png")
     return cache.folder

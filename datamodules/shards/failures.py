@@ -5,8 +5,6 @@ import re
 from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
-from webdataset.gopen import Pipe
-
 from datamodules.errors import without_credentials
 from datamodules.shards.stores import kind_of
 
@@ -49,6 +47,8 @@ def shown(url: str) -> str:
 
 def command_failure(stream: IO[bytes] | None) -> Failure | None:
     """The failure of a `pipe:` command, if it has ended with an error."""
+    from webdataset.gopen import Pipe
+
     if not isinstance(stream, Pipe) or not stream.status:
         return None
     if stream.status in (126, 127):

@@ -1,0 +1,1 @@
+"""What `benchmarks/gpu_check.py` runs."""

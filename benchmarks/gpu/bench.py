@@ -1,0 +1,184 @@
+"""What the checks are run with: the device, models of the real widths or tiny ones, and what a step gives."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+
+from datamodules.batch import LatentBatch
+
+Facts = dict[str, Any]
+
+# FLUX with 4 heads in place of 24: a CPU, too, takes a step with it in a second.
+NARROW = {"num_attention_heads": 4}
+# For a CPU alone.
+TINY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "axes_dims_rope": (4, 6, 6),
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 32,
+}
+NEEDS_CUDA = "needs CUDA"
+
+
+class Bench:
+    """What a check is given.
+
+    Args:
+        tiny: whether models and pictures are as small as can be.
+        folder: for what is written.
+    """
+
+    def __init__(self, device: torch.device, tiny: bool, folder: Path) -> None:
+        self.device = device
+        self.tiny = tiny
+        self.folder = folder
+        self.kept: tuple[Any, Any] = None, None  # what a model is, and the model, for the rows that follow
+
+    @property
+    def cuda(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device.type == "cuda"
+
+    def size(self, real: int, tiny: int) -> int:
+        """One of the two."""
+        return tiny if self.tiny else real
+
+    def repository(self, model: str, depth: int | None, narrow: bool) -> str:
+        """The folder of a model's configuration; without weights."""
+        from benchmarks.memory import write_shallow
+
+        depth, changes = (1, TINY) if self.tiny else (depth, NARROW if narrow else {})
+        folder = self.folder / f"{model} {depth} {len(changes)}"
+        if not folder.is_dir():
+            folder.mkdir()
+            write_shallow(model, depth, str(folder), changes)
+        return str(folder)
+
+    def described(self, model: str, *more: str) -> Any:
+        """The whole model without weights."""
+        from benchmarks.memory import compose
+
+        settings = [*more, *self.short_prompts(model)]
+        cfg = compose(model, self.repository(model, None, narrow=False), "bfloat16", *settings)
+        return instantiate(cfg.model, _convert_="all")
+
+    def short_prompts(self, model: str) -> list[str]:
+        """Settings of a tiny model."""
+        return ["model.max_sequence_length=16"] if self.tiny and model.startswith("flux") else []
+
+    def module(
+        self,
+        precision: str,
+        *more: str,
+        model: str = "flux_kontext",
+        depth: int | None = 2,
+        narrow: bool = False,
+        device: torch.device | None = None,
+    ) -> Any:
+        """A module with random weights, the same ones each time, whose adapter is no more what it was at the start.
+
+        Args:
+            more: settings of train.py.
+            depth: blocks of each kind; None for all.
+            narrow: its weights are drawn on the CPU then, the same ones for each device.
+        """
+        from benchmarks.full_size import build
+        from lightning_modules.adapters.adapter import trainable
+
+        repository, settings = self.repository(model, depth, narrow), [*more, *self.short_prompts(model)]
+        made_on = torch.device("cpu") if narrow else None
+        module = build(model, repository, precision, device or self.device, *settings, made_on=made_on)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in trainable(module.transformer).values():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
+        return module
+
+    def batch(self, module: Any, side: int) -> LatentBatch:
+        """Random latents and prompts of a sample, on the module's device."""
+        from benchmarks.memory import random_batch
+
+        return random_batch(module, self.size(side, 64), 1, module.device)
+
+    @cached_property
+    def peak(self) -> float:
+        """FLOP/s of a bf16 product."""
+        from lightning_modules.estimation.flops import matrix_peak
+
+        return matrix_peak(self.device, self.size(8192, 64))
+
+    def seconds(self, run: Any, rounds: int = 5) -> float:
+        """The median of one call."""
+        from lightning_modules.estimation.flops import median_seconds
+
+        return median_seconds(run, self.size(rounds, 1), self.device)
+
+    @contextmanager
+    def compiler(self) -> Iterator[None]:
+        """Inside, tiny models are compiled to graphs alone: kernels of them would take a CPU a minute."""
+        own = torch.compile
+
+        def graphs(*args: Any, **settings: Any) -> Any:
+            return own(*args, **settings, backend="aot_eager")
+
+        with mock.patch.object(torch, "compile", graphs if self.tiny else own):
+            yield
+
+    def free(self) -> None:
+        """Let go of all that nobody holds, and of graphs where no model is kept."""
+        if self.kept[0] is None:
+            torch.compiler.reset()
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def allocated(self) -> int:
+        """Bytes of tensors on the device; none are known of a CPU."""
+        return torch.cuda.memory_allocated(self.device) if self.cuda else 0
+
+    def peak_memory(self) -> int:
+        """The most bytes since the last call; none are known of a CPU."""
+        if not self.cuda:
+            return 0
+        most = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return most
+
+    def gigabytes(self, size: int) -> float | str:
+        """Of bytes on the device, for the results."""
+        return round(size / 1e9, 3) if self.cuda else NEEDS_CUDA
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside, what runs twice gives the same bits, and memory that is not written yet is not a number."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def gradients(module: Any, batch: LatentBatch) -> dict[str, Tensor]:
+    """The loss and the adapter's gradients."""
+    from benchmarks.memory import loss
+    from lightning_modules.adapters.adapter import trainable
+
+    value = loss(module, batch)
+    value.backward()
+    found = {name: parameter.grad for name, parameter in trainable(module.transformer).items()}
+    module.transformer.zero_grad(set_to_none=True)
+    return {"loss": value.detach(), **{name: grad for name, grad in found.items() if grad is not None}}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """The names of what is not the same to the bit."""
+    return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]

@@ -1,0 +1,98 @@
+"""What is run, in order: the checks, then the rows of the speed table. Nothing of torch is imported."""
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """What a row measures; its name is these, joined."""
+
+    model: str
+    precision: str
+    side: int
+    checkpointing: str
+    adapter: str = "lora"
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `--only` takes it, and the table shows it."""
+        how = "compiled" if self.compiled else "eager"
+        return f"speed {self.model} {self.precision} {self.side} {self.checkpointing} {self.adapter} {how}"
+
+    @property
+    def base(self) -> tuple[str, str, str]:
+        """Rows that have this alike are measured on one model."""
+        return self.model, self.precision, self.adapter
+
+
+FLUX, QWEN = "flux_kontext", "qwen_image_edit"
+# What tells most comes first; of a model, what is compiled comes last.
+ROWS = (
+    Row(FLUX, "bf16", 1024, "full"),
+    Row(FLUX, "bf16", 1024, "auto"),
+    Row(FLUX, "bf16", 1024, "selective"),
+    Row(FLUX, "bf16", 512, "full"),
+    Row(FLUX, "bf16", 1024, "full", compiled=True),
+    Row(FLUX, "bf16", 1024, "auto", compiled=True),
+    Row(FLUX, "fp8", 1024, "full"),
+    Row(FLUX, "fp8", 512, "full"),
+    Row(FLUX, "fp8", 1024, "full", compiled=True),
+    Row(FLUX, "fp8", 1024, "auto", compiled=True),
+    Row(FLUX, "nf4", 1024, "full"),
+    Row(FLUX, "bf16", 1024, "full", "tlora"),
+    Row(QWEN, "bf16", 1024, "full"),
+    Row(QWEN, "bf16", 1024, "auto"),
+    Row(QWEN, "bf16", 1024, "full", compiled=True),
+    Row(QWEN, "fp8", 1024, "full"),
+    Row(QWEN, "nf4", 1024, "full"),
+    Row(FLUX, "nf4", 512, "full"),
+    Row(FLUX, "fp8", 1024, "full", "tlora"),
+    Row(QWEN, "fp8", 1024, "auto", compiled=True),
+)
+
+
+class Part(NamedTuple):
+    """A check, or a row.
+
+    Attributes:
+        run: the full name of a function of a `Bench`, the facts that it adds to and, of a row, the row; it gives what
+            is wrong, a line each.
+        limit: seconds after which it is stopped.
+        needs: seconds without which it is not begun.
+        row: of the speed table.
+    """
+
+    run: str
+    limit: float
+    needs: float
+    row: Row | None = None
+
+
+HERE = "benchmarks.gpu"
+# By name; the checks in the order of what they tell.
+PARTS = {
+    "offload_blocks": Part(f"{HERE}.offloading.blocks", 90, 15),
+    "scaled_mm": Part(f"{HERE}.products.scaled_mm", 60, 5),
+    "ortho_tlora": Part(f"{HERE}.steps.ortho_tlora", 60, 10),
+    "offload_activations": Part(f"{HERE}.offloading.activations", 60, 10),
+    "bases": Part(f"{HERE}.steps.bases", 90, 15),
+    "block": Part(f"{HERE}.products.block", 60, 10),
+    "compile": Part(f"{HERE}.program.compiled", 120, 40),
+    "attention": Part(f"{HERE}.steps.attention", 60, 10),
+    "resume": Part(f"{HERE}.program.resumed", 120, 30),
+    "estimate": Part(f"{HERE}.steps.estimate", 90, 15),
+    **{row.name: Part(f"{HERE}.speed.measured", 150, 60 if row.compiled else 20, row) for row in ROWS},
+}
+
+
+def chosen(only: list[str], tiny: bool) -> dict[str, Part]:
+    """The parts whose names begin so, all where none is named; tiny, the rows with something that none before has."""
+    seen: set[object] = set()
+    found = {}
+    for name, part in PARTS.items():
+        if only and not name.startswith(tuple(only)):
+            continue
+        if not tiny or part.row is None or not seen.issuperset(part.row):
+            found[name] = part
+        seen.update(part.row or ())
+    return found

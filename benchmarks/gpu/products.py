@@ -1,0 +1,121 @@
+"""Products on fp8 tensor cores, alone and within a block of FLUX's widths."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench, Facts
+from lightning_modules.quantization.float8 import (
+    E4M3,
+    E5M2,
+    has_tensor_cores,
+    quantize_rows,
+    row_scale,
+    scaled_product,
+    to_float8,
+)
+
+
+def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
+    """torch._scaled_mm by rows: whether it runs, how far from float32 it is, how fast."""
+    wrong = []
+    large = (bench.size(4608, 64), bench.size(3072, 64), bench.size(3072, 64))
+    for rows, inner, outer in (large, (16, 16, 16)):
+        x, weight = (torch.randn(n, inner, device=bench.device) for n in (rows, outer))
+        exact = x @ weight.t()
+        b_scale = row_scale(weight, E4M3)
+        b, b_scales = to_float8(weight, b_scale, E4M3).t(), b_scale.t().contiguous()
+        for dtype in (E4M3, E5M2):
+            a_scale = row_scale(x, dtype)
+            a = to_float8(x, a_scale, dtype)
+            rounded = (a.float() * a_scale) @ (b.float() * b_scales)
+            for fast in (True, False):
+                name = f"{rows}x{inner}x{outer} {str(dtype)[6:]}{' fast' if fast else ''}"
+
+                def product(a: Tensor = a, a_scale: Tensor = a_scale, fast: bool = fast) -> Tensor:
+                    return torch._scaled_mm(
+                        a,
+                        b,  # noqa: B023 (called in this round)
+                        scale_a=a_scale,
+                        scale_b=b_scales,  # noqa: B023
+                        out_dtype=torch.bfloat16,
+                        use_fast_accum=fast,
+                    )
+
+                try:
+                    y = product().float()
+                except (RuntimeError, ValueError) as error:
+                    facts[name] = f"does not run: {str(error).splitlines()[0]}"
+                    if (rows, inner, outer) == large:
+                        wrong.append(f"{name} does not run")
+                    continue
+                error_of_sum = float((y - rounded).norm() / rounded.norm())
+                facts[name] = {
+                    "error_of_sum": round(error_of_sum, 5),
+                    "error_of_all": round(float((y - exact).norm() / exact.norm()), 5),
+                    "tflops": round(2 * rows * inner * outer / bench.seconds(product, 20) / 1e12, 1),
+                }
+                if not error_of_sum < 0.02:
+                    wrong.append(f"{name} is {error_of_sum:.3f} from float32's sum of the same numbers")
+    for dtype in (E4M3, E5M2):
+        used = has_tensor_cores(bench.device, dtype)
+        facts[f"tensor cores for {str(dtype)[6:]}"] = used
+        if bench.cuda and torch.cuda.get_device_capability(bench.device) >= (8, 9) and not used:
+            wrong.append(f"retouch does not use tensor cores for {str(dtype)[6:]} here")
+    return wrong
+
+
+def block(bench: Bench, facts: Facts) -> list[str]:
+    """A single block of FLUX with its adapter: bf16 and fp8, forward and backward; and the parts of an fp8 layer."""
+    tokens = bench.size(8704, 64)
+    for precision in ("bf16", "fp8"):
+        module = bench.module(precision, depth=1)
+        transformer = module.transformer
+        width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
+        run, head = transformer.single_transformer_blocks[0], transformer.config.attention_head_dim
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=bench.device, dtype=torch.bfloat16)
+
+        x, text, temb = random(1, tokens - 32, width).requires_grad_(), random(1, 32, width), random(1, width)
+        rotary = torch.ones(tokens, head, device=bench.device), torch.zeros(tokens, head, device=bench.device)
+
+        def forward(run: Any = run, x: Tensor = x, text: Tensor = text, temb: Any = temb, rotary: Any = rotary) -> Any:
+            with torch.autocast(bench.device.type, torch.bfloat16):
+                return run(x, text, temb, rotary)
+
+        def both(forward: Any = forward) -> None:
+            forward()[1].sum().backward()
+
+        facts[precision] = {"forward_ms": _ms(bench, forward), "forward_backward_ms": _ms(bench, both)}
+        del module, transformer, run, forward, both
+        bench.free()
+    for outer, inner in ((width, width), (4 * width, width), (width, 5 * width)):
+        facts[f"layer {inner} to {outer}"] = _layer(bench, tokens, outer, inner)
+    return []
+
+
+def _layer(bench: Bench, tokens: int, outer: int, inner: int) -> Facts:
+    """Milliseconds of an fp8 layer's parts, beside the bf16 products."""
+    x, grad = (torch.randn(tokens, n, device=bench.device, dtype=torch.bfloat16) for n in (inner, outer))
+    plain = torch.randn(outer, inner, device=bench.device, dtype=torch.bfloat16)
+    scale = row_scale(plain, E4M3)
+    weight = to_float8(plain, scale, E4M3)
+    rows, row_scales = quantize_rows(x, E4M3)
+    grads, grad_scales = quantize_rows(grad, E5M2)
+    stored, ones = weight.t().contiguous().t(), torch.ones(1, inner, device=bench.device)
+    scales = scale.t().contiguous()
+    return {
+        "bf16_product_ms": _ms(bench, lambda: x @ plain.t()),
+        "bf16_gradient_ms": _ms(bench, lambda: grad @ plain),
+        "product_ms": _ms(bench, lambda: scaled_product(rows, row_scales, weight.t(), scales)),
+        "quantize_ms": _ms(bench, lambda: quantize_rows(x, E4M3)),
+        "quantize_gradient_ms": _ms(bench, lambda: quantize_rows(grad, E5M2)),
+        "transpose_ms": _ms(bench, lambda: weight.t().contiguous()),
+        "gradient_with_stored_transpose_ms": _ms(bench, lambda: scaled_product(grads, grad_scales, stored, ones)),
+    }
+
+
+def _ms(bench: Bench, run: Any) -> float:
+    return round(1000 * bench.seconds(run, 10), 4)

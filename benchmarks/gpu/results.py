@@ -1,0 +1,75 @@
+"""What came of the parts: JSON for programs, a table for people."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+# Of the speed table: a fact, and what its column is called.
+COLUMNS = {
+    "seconds_per_step": "s/step",
+    "samples_per_second": "samples/s",
+    "tflops": "TFLOP/s",
+    "share_of_matrix_peak": "of peak",
+    "peak_memory_gb": "GB",
+    "estimated_gb": "estimated",
+    "share_of_estimate": "of estimate",
+}
+
+
+def write(path: Path, head: Mapping[str, Any], records: Mapping[str, Record]) -> None:
+    """Both files, PATH.json and PATH.md, each as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _replace(path.with_suffix(".json"), json.dumps({**head, "results": records}, indent=1, default=str) + "\n")
+    _replace(path.with_suffix(".md"), table(head, records))
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def table(head: Mapping[str, Any], records: Mapping[str, Record]) -> str:
+    """Markdown."""
+    versions = ", ".join(f"{name} {number}" for name, number in head["versions"].items())
+    lines = ["# GPU check", "", f"{head['device']}, CUDA {head['cuda']}; {versions}", "", f"    {head['command']}", ""]
+    if failed := failures(records):
+        lines += ["Failed:", "", *[f"- {one}" for one in failed], ""]
+    if checks := {name: record for name, record in records.items() if "row" not in record}:
+        lines += ["| check | | seconds |", "|---|---|---|"]
+        lines += [f"| {name} | {record['status']} | {record['seconds']:.1f} |" for name, record in checks.items()]
+        for name, record in checks.items():
+            lines += ["", f"## {name}", "", *[f"- {one}" for one in record["wrong"]], *_facts(record["facts"])]
+        lines.append("")
+    if rows := [record for record in records.values() if "row" in record]:
+        lines += ["## speed", "", f"| {' | '.join(['', *COLUMNS.values()])} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
+        for record in rows:
+            facts = record["facts"]
+            what = f"{record['row']}{' = ' + facts['checkpointing'] if 'auto' in record['row'] and facts else ''}"
+            numbers = ["" if facts.get(name) is None else str(facts[name]) for name in COLUMNS]
+            if record["status"] != "passed" or "out_of_memory" in facts:
+                numbers[0] = "out of memory" if "out_of_memory" in facts else record["status"]
+            lines.append(f"| {' | '.join([what, *numbers])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(facts: Mapping[str, Any]) -> list[str]:
+    """A line each; what is a table of its own, in one."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{name} {text(one)}" for name, one in value.items())
+        return str(value)
+
+    return [f"- {name}: {text(value)}" for name, value in facts.items()]
+
+
+def failures(records: Mapping[str, Record]) -> list[str]:
+    """A line for each thing that is wrong."""
+    return [
+        f"{name}: {one}" for name, record in records.items() if record["status"] == "failed" for one in record["wrong"]
+    ]

@@ -1,0 +1,187 @@
+"""Training steps of each base and adapter: their losses, what waits, what attends, what they take."""
+
+import re
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+
+from benchmarks.gpu.bench import NEEDS_CUDA, Bench, Facts, gradients
+from benchmarks.memory import compare
+
+BASES = ("bf16", "fp8", "nf4", "fp4", "int8")
+# How far losses and gradients may be from the CPU's, as a share: tensor cores round inputs and gradients to fp8, too.
+OF_LOSSES, OF_GRADIENTS = 0.01, 0.3
+# What the estimate may be of the memory that is measured; beyond it `auto` does not fit, or wastes much.
+ESTIMATE = (0.9, 1.3)
+ATTENTION = re.compile("flash|fmha|attention|sdpa", re.IGNORECASE)
+
+
+def ortho_tlora(bench: Bench, facts: Facts) -> list[str]:
+    """adapter=ortho_tlora from both kinds of singular vectors, two steps; and what one decomposition takes."""
+    wrong = []
+    for svd_of in ("random", "weight"):
+        module = bench.module("bf16", "adapter=ortho_tlora", f"adapter.svd_of={svd_of}", "adapter.rank=8", narrow=True)
+        losses = _two_steps(bench, module)
+        facts[svd_of] = {"losses": losses}
+        if not _finite(losses):
+            wrong.append(f"svd_of={svd_of}: losses {losses}")
+    side = bench.size(3072, 64)
+    matrix = torch.randn(side, side, device=bench.device)
+    torch.linalg.svd(matrix[:64, :64])  # its library is loaded
+    facts[f"svd of {side}x{side}, s"] = round(_once(bench, lambda: torch.linalg.svd(matrix, full_matrices=False)), 3)
+    return wrong
+
+
+def bases(bench: Bench, facts: Facts) -> list[str]:
+    """Two training steps of each base: losses as the CPU's, and nothing in the second that waits for the device."""
+    wrong = []
+    for base in BASES:
+        module = bench.module(base, narrow=True)
+        found = gradients(module, bench.batch(module, 64))
+        losses, waits = _two_steps(bench, module), _waits(bench, module)
+        facts[base] = {"losses": losses, "waits": waits}
+        if not _finite(losses):
+            wrong.append(f"{base}: losses {losses}")
+        if bench.cuda:
+            there = bench.module(base, narrow=True, device=torch.device("cpu"))
+            away = _distance(found, gradients(there, bench.batch(there, 64)))
+            expected = _two_steps(bench, there)
+            facts[base] |= {"losses_of_the_cpu": expected, "gradients_away": round(away, 4)}
+            if any(abs(mine - its) > OF_LOSSES * its for mine, its in zip(losses, expected, strict=True)):
+                wrong.append(f"{base}: losses {losses}, on the CPU {expected}")
+            if not away < OF_GRADIENTS:
+                wrong.append(f"{base}: gradients are {away:.2f} of their size from the CPU's")
+            if waits:
+                wrong.append(f"{base}: a step waits for the device in {', '.join(waits)}")
+    return wrong
+
+
+def attention(bench: Bench, facts: Facts) -> list[str]:
+    """What of queries, keys and values reaches attention, which kernels it runs, and how fast each backend is."""
+    module = bench.module("bf16", "model.gradient_checkpointing=none", depth=1)
+    batch = bench.batch(module, 1024)
+    with _Attended() as attended:
+        gradients(module, batch)
+    facts["dtypes"] = sorted(attended.dtypes)
+    with profile() as profiler:
+        gradients(module, batch)
+    found = {event.key: event.count for event in profiler.key_averages() if ATTENTION.search(event.key)}
+    facts["runs"] = {name[:80]: count for name, count in found.items()}
+    shape = (1, bench.size(24, 2), bench.size(8704, 64), bench.size(128, 16))
+    q, k, v = (torch.randn(shape, device=bench.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    flops = 12 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
+
+    def both() -> None:
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+
+    facts["default, tflops"] = round(flops / bench.seconds(both) / 1e12, 1)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                facts[f"{backend.name}, tflops"] = round(flops / bench.seconds(both) / 1e12, 1)
+        except RuntimeError as error:
+            facts[f"{backend.name}, tflops"] = f"does not run: {str(error).splitlines()[0]}"
+    if attended.dtypes != {"bfloat16 bfloat16 bfloat16"}:
+        return [f"attention gets {', '.join(sorted(attended.dtypes))}"]
+    return []
+
+
+def estimate(bench: Bench, facts: Facts) -> list[str]:
+    """The estimated memory of a step against the peak that is measured, by policy, on a few blocks of real widths."""
+    wrong = []
+    low, high = ESTIMATE
+    for model in ("flux_kontext", "qwen_image_edit"):
+        module = bench.module("bf16", model=model)
+        for policy, estimated, measured in compare(module, bench.size(1024, 64), 1, bench.device):
+            share = estimated / measured
+            facts[f"{model} {policy}"] = {
+                "estimated_gb": round(estimated / 1e9, 4),
+                "measured_gb": round(measured / 1e9, 4),
+                "share": round(share, 3),
+            }
+            if bench.cuda and not bench.tiny and not low < share < high:
+                wrong.append(f"{model} {policy}: estimated {estimated} bytes, measured {measured}")
+        del module
+        bench.free()
+    return wrong
+
+
+def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of all tensors together, as a share of the second ones' size."""
+    squares = [
+        ((one[name].cpu() - tensor.cpu()).square().sum(), tensor.cpu().square().sum()) for name, tensor in other.items()
+    ]
+    far, size = (torch.stack(list(part)).sum() for part in zip(*squares, strict=True))
+    return float((far / size).sqrt())
+
+
+def _two_steps(bench: Bench, module: Any) -> list[float]:
+    """The losses."""
+    optimizer = module.configure_optimizers()["optimizer"]
+    return [float(_step(module, optimizer, bench.batch(module, 64), number)) for number in range(2)]
+
+
+def _step(module: Any, optimizer: Any, batch: Any, number: int) -> Tensor:
+    """As Lightning takes it."""
+    with torch.autocast(module.device.type, torch.bfloat16):
+        value = module.training_step(batch, number)["loss"]
+    value.backward()
+    module.optimization.before_step(optimizer, number, 1.0, None)
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
+def _waits(bench: Bench, module: Any) -> dict[str, int] | str:
+    """Where a step waits for the device, and how often."""
+    if not bench.cuda:
+        return NEEDS_CUDA
+    optimizer, batch = module.configure_optimizers()["optimizer"], bench.batch(module, 64)
+    _step(module, optimizer, batch, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            _step(module, optimizer, batch, 1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found: dict[str, int] = {}
+    for one in caught:
+        if "synchronizing" in str(one.message):
+            place = f"{one.filename}:{one.lineno}"
+            found[place] = found.get(place, 0) + 1
+    return found
+
+
+def _once(bench: Bench, run: Any) -> float:
+    """Seconds of a call, without a second one."""
+    start = time.perf_counter()
+    run()
+    if bench.cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _finite(losses: list[float]) -> bool:
+    return all(0 < one < 1e3 for one in losses)
+
+
+class _Attended(TorchFunctionMode):
+    """Notes the dtypes of what attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[str] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            given = [*args, *(kwargs or {}).values()][:3]
+            self.dtypes.add(" ".join(str(one.dtype).removeprefix("torch.") for one in given))
+        return function(*args, **(kwargs or {}))
