@@ -4,7 +4,8 @@
     python benchmarks/start_up.py --folder FLUX.1-Kontext-dev --device cuda
 
 Writes a transformer of the real widths with random weights (few blocks), unless a folder is given, and loads it as
-training does. `read` is reading its files and nothing else. Before each, files are dropped from memory where allowed.
+training does: quantized anew, the first time with what it takes to keep the result, and the second time from there.
+`read` is reading its files and nothing else. Before each, files are dropped from memory where allowed.
 """
 
 import argparse
@@ -89,16 +90,23 @@ def main() -> None:
         files = sorted((Path(folder) / "transformer").glob("*.safetensors"))
         gigabytes = sum(file.stat().st_size for file in files) / 1e9
         print(f"{options.model}, {gigabytes:.2f} GB of weights on {device}; imports {taken['imports']:.1f} s")
+        cache = Path(temporary, "cache")
         for precision in options.precisions:
             forget(files)
             with timed(taken, "read"):
                 read(files)
-            forget(files)
-            cfg = compose(options.model, folder, "bfloat16", *PRECISIONS[precision])
+            cfg = compose(options.model, folder, "bfloat16", *PRECISIONS[precision], f"data.cache_dir={cache}")
             with timed(taken, "settings"):
                 module = instantiate(cfg.model, _convert_="all")
-            with timed(taken, "load"):
-                module.transformer = module.base.source.load(device)
+            source = module.base.source
+            ways = ["load"] if source.quantization is None else ["load", "load and keep", "load again"]
+            for way in ways:
+                if source.quantization is not None:
+                    source.quantization.cache_dir = None if way == "load" else str(cache)
+                module.transformer = None
+                forget([*files, *cache.rglob("*.safetensors")])
+                with timed(taken, way):
+                    module.transformer = source.load(device)
             with timed(taken, "adapter"):
                 module.execution.adapt(module.transformer)
             set_checkpointing(module.transformer, "full", module.adapter.bind_rank_mask)
@@ -106,7 +114,7 @@ def main() -> None:
                 step(module, random_batch(module, options.side, 1, device))
             parts = ", ".join(f"{part} {taken[part]:.2f} s" for part in ("settings", "adapter", "first step"))
             speeds = ", ".join(
-                f"{part} {taken[part]:.1f} s ({gigabytes / taken[part]:.2f} GB/s)" for part in ("read", "load")
+                f"{part} {taken[part]:.1f} s ({gigabytes / taken[part]:.2f} GB/s)" for part in ("read", *ways)
             )
             print(f"  {precision}: {speeds}, {parts}", flush=True)
             del module

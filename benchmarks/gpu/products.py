@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Facts
+from lightning_modules.quantization import fused
 from lightning_modules.quantization.float8 import (
     E4M3,
     E5M2,
@@ -67,7 +68,10 @@ def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
 
 
 def block(bench: Bench, facts: Facts) -> list[str]:
-    """A single block of FLUX with its adapter: bf16 and fp8, forward and backward; and the parts of an fp8 layer."""
+    """A single block of FLUX with its adapter: bf16 and fp8, forward and backward; and the parts of an fp8 layer.
+
+    Kernels in Triton give what PyTorch's own give.
+    """
     tokens = bench.size(8704, 64)
     for precision in ("bf16", "fp8"):
         module = bench.module(precision, depth=1)
@@ -93,7 +97,7 @@ def block(bench: Bench, facts: Facts) -> list[str]:
         bench.free()
     for outer, inner in ((width, width), (4 * width, width), (width, 5 * width)):
         facts[f"layer {inner} to {outer}"] = _layer(bench, tokens, outer, inner)
-    return []
+    return fused.disagreements(bench.device) if bench.cuda else []
 
 
 def _layer(bench: Bench, tokens: int, outer: int, inner: int) -> Facts:
@@ -113,6 +117,9 @@ def _layer(bench: Bench, tokens: int, outer: int, inner: int) -> Facts:
         "quantize_ms": _ms(bench, lambda: quantize_rows(x, E4M3)),
         "quantize_gradient_ms": _ms(bench, lambda: quantize_rows(grad, E5M2)),
         "transpose_ms": _ms(bench, lambda: weight.t().contiguous()),
+        "transpose_as_used_ms": _ms(bench, lambda: fused.transposed(weight)),
+        "dequantize_ms": _ms(bench, lambda: weight.to(torch.bfloat16).mul_(scale)),
+        "dequantize_as_used_ms": _ms(bench, lambda: fused.scaled_rows(weight, scale, torch.bfloat16)),
         "gradient_with_stored_transpose_ms": _ms(bench, lambda: scaled_product(grads, grad_scales, stored, ones)),
     }
 
