@@ -83,6 +83,10 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     host |= {part: plan.encoders[part] for part in sorted(on_host)}
     host |= {"blocks": plan.waiting} if plan.waiting else {}
     host |= beside if offloaded else {}
+    disk = {"cache": plan.cache} if caches else {}
+    source = module.base.source
+    if source.quantization is not None and source.quantization.is_kept and "quantization_config" not in source.config():
+        disk["quantized transformer"] = plan.weights
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]
     return {
@@ -98,7 +102,7 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
         "host": _sum(host),
         "host, loading": f"at most {decimal(plan.process + plan.loading[0])} while the transformer goes to a GPU, "
         f"{decimal(plan.process + plan.loading[1])} where it stays in the host's memory",
-        "cache": f"{decimal(plan.cache)} on disk" if caches else "none",
+        "disk": ", ".join(f"{part} {decimal(size)}" for part, size in disk.items()) or "no cache",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{_against_this_machine(peak)}",
     }
 

@@ -116,7 +116,7 @@ class TransformerSource:
     def kept(self, device: torch.device) -> QuantizedTransformer | None:
         """Where it is kept when it has been quantized on this device; None where the settings keep none."""
         wanted = self.quantization
-        if wanted is None or wanted.cache_dir is None or wanted.on_disk is None:
+        if wanted is None or wanted.cache_dir is None or not wanted.is_kept:
             return None
         pattern = f"{self.config()['_subfolder'] or '.'}/*"
         parts = {

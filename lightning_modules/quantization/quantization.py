@@ -168,6 +168,11 @@ class Quantization:
         return double_quant or self._row.bits_with_scales
 
     @property
+    def is_kept(self) -> bool:
+        """Whether a transformer that it quantizes is kept."""
+        return self.cache_dir is not None and self.on_disk is not None
+
+    @property
     def on_disk(self) -> OnDisk | None:
         """The layout that its layers are written in; None where this backend's have none."""
         layout = self._row.on_disk

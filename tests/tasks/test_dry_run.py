@@ -52,8 +52,9 @@ def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
     if model == "flux_dev":
         assert f"{PARAMETERS[model]:,} parameters" in outcome.text
     phases = [f"with gradient checkpointing {position}\n" for position in ("none", "selective", "every_2", "full")]
-    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "on disk", *phases):
+    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "disk", *phases):
         assert part in outcome.text
+    assert "quantized transformer" not in outcome.text
     assert not re.search(r"^loading", outcome.text, re.MULTILINE)
     assert "while the transformer goes to a GPU" in outcome.text
     assert not (tmp_path / "out").exists()
@@ -66,6 +67,7 @@ def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
         text = run("train", *plan, *more).text
         assert ("embedded (fp4)" if more else "embedded (float32)") in text
         assert ("blocks" in text) == (len(more) == 2)
+        assert ("quantized transformer" in text) == bool(more)
         sizes.append(float(re.search(r"weights ([\d.]+) [kM]B", text)[1]) * (1000 if "weights 1.9 MB" in text else 1))
     assert sizes[0] > sizes[1] > sizes[2]
 
