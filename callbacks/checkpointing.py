@@ -24,7 +24,7 @@ class RaiseCheckpointing(L.Callback):
     def __init__(self) -> None:
         self._calibration: Calibration | None = None
         self._memory = DeviceMemory(torch.device("cpu"))
-        self._first_step = 0
+        self._taken = self._first_step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
@@ -47,6 +47,10 @@ class RaiseCheckpointing(L.Callback):
         if self._calibration is not None:
             self._memory.restart()
 
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._calibration is not None:  # here, for pictures may come before the batch's end
+            self._taken = self._memory.taken()
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -56,7 +60,7 @@ class RaiseCheckpointing(L.Callback):
             return
         assert isinstance(pl_module, EditModule)
         # Of all processes the one that has taken the most, and the least that is free.
-        mine = torch.tensor([self._memory.taken(), -self._memory.free()], dtype=torch.float64)
+        mine = torch.tensor([self._taken, -self._memory.free()], dtype=torch.float64)
         taken, free = trainer.strategy.reduce(mine.to(pl_module.device), reduce_op="max").tolist()
         calibration.after_step(round(taken), outputs["tokens"], round(-free))
         if not calibration.is_done:
