@@ -59,14 +59,16 @@ class RaiseCheckpointing(L.Callback):
         if calibration is None or trainer.global_step <= self._first_step + 1:
             return
         assert isinstance(pl_module, EditModule)
-        # Of all processes the one that has taken the most, and the least that is free.
-        mine = torch.tensor([self._taken, -self._memory.free()], dtype=torch.float64)
-        taken, free = trainer.strategy.reduce(mine.to(pl_module.device), reduce_op="max").tolist()
-        calibration.after_step(round(taken), outputs["tokens"], round(-free))
+        # The same in all processes: that of the one that took the most, and the least that is free.
+        mine = [calibration.share(self._taken, outputs["tokens"]), -self._memory.free()]
+        together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
+        share, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
+        free = -less
+        calibration.after_step(share, free)
         if not calibration.is_done:
             pl_module.execution.set_checkpointing(pl_module.transformer, calibration.policy)
             return
-        expected, usable = calibration.expected(calibration.policy), round(-USABLE * free)
+        expected, usable = calibration.expected(calibration.policy), round(USABLE * free)
         log.info(
             f"model.gradient_checkpointing=auto is {calibration.policy}: a step takes {decimal(expected)} of the "
             f"{decimal(usable)} that are free"

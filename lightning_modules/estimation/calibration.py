@@ -64,15 +64,18 @@ class Calibration:
         """Bytes of the heaviest batch's step, corrected."""
         return round(self._factor * self.needs[policy])
 
-    def after_step(self, taken: int, tokens: int, free: int) -> None:
+    def share(self, taken: int, tokens: int) -> float:
+        """What a step of so many tokens has taken, of what was estimated."""
+        return taken * self.tokens / (self.needs[self.policy] * tokens)
+
+    def after_step(self, share: float, free: float) -> None:
         """Choose the next policy.
 
         Args:
-            taken: bytes, by a step of so many tokens.
+            share: of `share`, by the step.
             free: bytes, beside the weights and the optimizer's state.
         """
-        likely = self.needs[self.policy] * tokens / self.tokens
-        self._factor = max(self._factor, taken / likely)
+        self._factor = max(self._factor, share)
         place = POLICIES.index(self.policy)
         following = POLICIES[place - 1] if place else None
         if following is None or self.expected(following) > USABLE * free:

@@ -23,7 +23,7 @@ def raised(taken, free, needs=NEEDS, tokens=1000):
     calibration, tried = Calibration(needs, 1000), []
     while not calibration.is_done:
         tried.append(calibration.policy)
-        calibration.after_step(taken(calibration.policy, tokens), tokens, free)
+        calibration.after_step(calibration.share(taken(calibration.policy, tokens), tokens), free)
     return tried, calibration
 
 
