@@ -56,7 +56,7 @@ def test_shared_pictures_and_figures_are_those_of_one_process_and_training_does_
 
 
 def test_run_that_lost_a_picture_and_a_row_gets_them_back_from_both_processes(in_two_processes, overrides, tmp_path):
-    """As one that was killed behind its last saving. The first process alone looks at the files."""
+    """As one that was killed behind its last saving."""
     settings = ["data.val_count=3", *DDP]
     status, text = in_two_processes([overrides("run", *settings)])
     assert status == 0, text
