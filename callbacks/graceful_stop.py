@@ -1,19 +1,14 @@
 """Training and prediction finish the batch that they are in, and then stop, when a signal tells them to."""
 
 import signal
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from torch import distributed
 
+from callbacks.peers import peers
 from callbacks.signals import stop
-from datamodules.errors import UserError
-
-# How long processes wait for the first one, which makes pictures and validates. In NCCL, where they would wait at
-# their next step, they give up after half an hour.
-WAIT = timedelta(days=1)
 
 
 class GracefulStop(L.Callback):
@@ -22,9 +17,6 @@ class GracefulStop(L.Callback):
     Training ends as it does at its last step, so that it is saved; prediction raises `Stopped`. This must be the last
     callback, because what the others do after a batch is part of that batch.
     """
-
-    def __init__(self) -> None:
-        self._group: Any = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         def pass_on(number: int) -> None:
@@ -37,10 +29,9 @@ class GracefulStop(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1:
-            self._group = distributed.new_group(backend="gloo", timeout=WAIT)
             # Lightning asks its own handler of SIGTERM in each batch, which waits for the device; ours replaced it.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-            self._agree()  # the others wait here while the first process makes pictures
+            self._agree()  # not at the first step, for a device: some make more pictures than others
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         # Never reset in training: once something is learned, no signal may interrupt before it is saved.
@@ -52,16 +43,9 @@ class GracefulStop(L.Callback):
             trainer.should_stop = True
 
     def _agree(self) -> int:
-        """The signal that any of the processes got, or 0. Waits for all processes, but for no device.
-
-        Raises:
-            UserError: another process has ended.
-        """
+        """The signal that any of the processes got, or 0. Waits for all processes, but for no device."""
         number = torch.tensor(int(stop.signal or 0))
-        try:
-            distributed.all_reduce(number, distributed.ReduceOp.MAX, self._group)
-        except RuntimeError as error:
-            raise UserError("another process of this run has ended: see what it said") from error
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, peers.group)
         return int(number)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,7 +1,7 @@
 """Fixed-seed pictures of a few samples, to see the edit being learned."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from callbacks.best_effort import best_effort
 from callbacks.image_writer import in_a_row, save_png, to_image
 from callbacks.run_folder import RunFolder
+from callbacks.shares import of_all, share
 from datamodules.base import Example, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.files import short_name
@@ -24,11 +25,20 @@ from lightning_modules.timing import NOT_TRAINING
 PARTS = "parts"
 
 
+class Made(NamedTuple):
+    """What a strip shows, on the CPU: the controls and the target, and the result."""
+
+    key: str
+    prompt: str
+    pictures: list[Tensor]
+    result: Tensor
+
+
 class SampleImages(L.Callback):
     """Before training, every `sample_every` steps and at the end: samples/step-N/KEY.png, control | result | target.
 
     The same computation as predict.py's. It draws from a generator of its own, so training is the same with and
-    without it.
+    without it. Processes share the samples; the first one writes.
 
     Args:
         output_dir: the run's folder.
@@ -38,7 +48,7 @@ class SampleImages(L.Callback):
 
     Attributes:
         validation: the data module of the held-out samples, where there are some.
-        results: of the last sampling: for each sample its pictures (the controls and the target) and the result.
+        results: of the last sampling, in every process.
         sampled_step: when that was.
     """
 
@@ -57,17 +67,17 @@ class SampleImages(L.Callback):
         self.count = count
         self.sampling = Sampling(num_inference_steps, guidance_scale, true_cfg_scale, "")
         self.seed = seed
-        self._examples: list[tuple[list[Tensor], LatentBatch]] = []
+        self._examples: list[tuple[list[Tensor], LatentBatch]] = []  # this process's
         self._step = 0
         self.validation: TrainingData | None = None
-        self.results: list[tuple[list[Tensor], Tensor]] = []
+        self.results: list[Made] = []
         self.sampled_step = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
-        data = TrainingData.of(trainer)
-        self.validation = data.validation
-        self.sample_if_due(trainer, pl_module, self._step == 0 or not self._is_complete())
+        self.validation = TrainingData.of(trainer).validation
+        missing = trainer.strategy.broadcast(self._step == 0 or not self._is_complete())
+        self.sample_if_due(trainer, pl_module, missing)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         self.sample_if_due(trainer, pl_module, trainer.global_step != self._step)
@@ -82,9 +92,7 @@ class SampleImages(L.Callback):
         """Make the pictures of this step, if it is one that has some and they are `missing`."""
         step = trainer.global_step
         due = step in (0, trainer.max_steps) or (self.sample_every > 0 and step % self.sample_every == 0)
-        # A base that is split needs all processes to compute.
-        takes_part = trainer.is_global_zero or pl_module.device_mesh is not None
-        if due and missing and takes_part:
+        if due and missing:
             assert isinstance(pl_module, EditModule)
             with pl_module.base.timer.stage(NOT_TRAINING):
                 self.sample(trainer, pl_module)
@@ -93,26 +101,28 @@ class SampleImages(L.Callback):
     def sample(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write one strip for each of the first samples."""
         if not self._examples:
-            data = TrainingData.of(trainer)
-            examples = (self.validation or data).examples(self.count, empty_prompt=self.sampling.negative is not None)
+            data = self.validation or TrainingData.of(trainer)
+            examples = data.examples(share(trainer, self.count), empty_prompt=self.sampling.negative is not None)
             self._examples = [self._prepare(module, example) for example in examples]
-        self.results = []
+        made = []
         with torch.no_grad(), module.inference_weights():
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]
                 latents = module.encoder.refresh_prompt_embeds(latents)
                 result = module.sampler.sample(latents, self.sampling, (width, height), [self.seed])
-                self.results.append((pictures, result))
-                if trainer.is_global_zero:
-                    with best_effort(f"sample picture of {latents.keys[0]}"):
-                        self._write(trainer, latents, [*pictures[:-1], result, pictures[-1]])
+                shown = [picture.cpu() for picture in pictures]
+                made.append(Made(latents.keys[0], " ".join(latents.prompts), shown, result.cpu()))
+        self.results = of_all(trainer, made)
+        names = file_names([one.key for one in self.results])
+        for one in self.results if trainer.is_global_zero else ():
+            with best_effort(f"sample picture of {one.key}"):
+                self._write(trainer, names[one.key], one)
 
-    def _write(self, trainer: L.Trainer, sample: LatentBatch, pictures: list[Tensor]) -> None:
-        parts = in_a_row([to_image(picture) for picture in pictures])
+    def _write(self, trainer: L.Trainer, name: str, made: Made) -> None:
+        *controls, target = made.pictures
+        parts = in_a_row([to_image(picture) for picture in (*controls, made.result, target)])
         strip = np.concatenate([np.asarray(part) for part in parts], axis=1)
-        keys = [latents.keys[0] for _, latents in self._examples]
-        name = file_names(keys)[sample.keys[0]]
-        facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": " ".join(sample.prompts)}
+        facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": made.prompt}
         path = self.run.samples_of(trainer.global_step) / f"{name}.png"
         save_png(Image.fromarray(strip), path, facts)
         for logger in trainer.loggers:

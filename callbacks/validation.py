@@ -3,7 +3,7 @@
 import csv
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as L
@@ -15,7 +15,8 @@ from callbacks.lookup import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.report.figures import ENDS, read_rows
 from callbacks.run_folder import RunFolder
-from callbacks.sample_images import SampleImages
+from callbacks.sample_images import Made, SampleImages
+from callbacks.shares import of_all, share
 from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from datamodules.files import replacing
@@ -72,13 +73,13 @@ class Validation(L.Callback):
         if sampler is None or sampler.validation is None:
             return
         earlier = read_rows(self.path) if trainer.global_step else []  # else they are of a run that saved nothing
-        self.rows = [row for row in earlier if row["step"] <= trainer.global_step]
+        self.rows = trainer.strategy.broadcast([row for row in earlier if row["step"] <= trainer.global_step])
         for name, metric in self._makers.items():
             try:
                 self.metrics[name] = metric if isinstance(metric, Metric) else metric()
             except OSError as error:
                 raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
-            # Each process that measures has all pictures.
+            # Each process has all pictures.
             self.metrics[name].distributed_available_fn = lambda: False
         if sampler.sampled_step != trainer.global_step:  # a resumed run may have been killed before it measured
             sampler.sample_if_due(trainer, pl_module, self.latest.get("step") != trainer.global_step)
@@ -96,32 +97,36 @@ class Validation(L.Callback):
             return
         with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
-                losses = dict(self._losses(pl_module, sampler.validation))
+                losses = self._losses(trainer, pl_module, sampler.validation)
             self._record(trainer, pl_module, {"step": trainer.global_step, **losses, **self._measure(sampler)})
 
-    def _losses(self, module: EditModule, data: TrainingData) -> Iterator[tuple[str, float]]:
+    def _losses(self, trainer: L.Trainer, module: EditModule, data: TrainingData) -> dict[str, float]:
         """The loss of each band, and of all."""
-        bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
+        mine = share(trainer, data.sample_count)
+        made: list[Tensor] = []
         with module.inference_weights(), torch.no_grad():
-            for number, batch in enumerate(data.one_by_one(empty_prompt=False)):
-                batch = module.encoder.latents(batch, empty_prompt=False)
+            for number, one in zip(
+                range(data.sample_count)[mine], data.one_by_one(mine, empty_prompt=False), strict=True
+            ):
+                batch = module.encoder.latents(one, empty_prompt=False)
                 batch = batch.to(module.base.device)
                 seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
                 assert batch.target_mean is not None
                 noise = torch.randn(batch.target_mean.shape, generator=torch.Generator().manual_seed(seed))
                 place = (number + 0.5) / data.sample_count
-                for band, losses in enumerate(bands):
+                losses = []
+                for band in range(BANDS):
                     t = torch.tensor([(band + place) / BANDS])
                     drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
                     losses.append(module.objective.losses_at(batch, drawn, module.normalize, module.denoise))
-        means = [float(torch.cat(losses).mean()) for losses in bands]
-        yield "val_loss", sum(means) / BANDS
-        yield from ((f"val_loss_t{band}", mean) for band, mean in enumerate(means))
+                made.append(torch.cat(losses).cpu())
+        means = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()
+        return {"val_loss": sum(means) / BANDS, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
 
     def _measure(self, sampler: SampleImages) -> dict[str, float]:
         """Each metric over all pictures: against the target, the source, and of doing nothing."""
         scores: dict[str, float] = {}
-        compared = [_in_unit_range(*one) for one in sampler.results]
+        compared = [_in_unit_range(one) for one in sampler.results]
         for name, metric in self.metrics.items():
             for end, (one, other) in {"": (1, 2), **ENDS}.items():
                 known = [pictures for pictures in compared if pictures[one] is not None and pictures[other] is not None]
@@ -135,7 +140,7 @@ class Validation(L.Callback):
         return scores
 
     def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
-        """Called in every process that measured: to export the weights of a base that is split takes all of them."""
+        """Called in every process: to export the weights of a base that is split takes all of them."""
         best = self.best()
         self.rows.append(row)
         if trainer.is_global_zero:
@@ -176,11 +181,11 @@ class Validation(L.Callback):
         return -math.inf if not math.isfinite(value) else value if higher else -value
 
 
-def _in_unit_range(pictures: list[Tensor], result: Tensor) -> tuple[Any, Tensor, Tensor]:
+def _in_unit_range(made: Made) -> tuple[Any, Tensor, Tensor]:
     """Source (None where there is none), result and target, each (1, 3, H, W) in [0, 1]."""
-    *controls, target = (picture.cpu().float() for picture in pictures)
+    *controls, target = (picture.float() for picture in made.pictures)
     source = None
     if controls:
         source = torch.nn.functional.interpolate(controls[0], target.shape[-2:], mode="bilinear", antialias=True)
-    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in (source, result.cpu().float(), target)]
+    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in (source, made.result.float(), target)]
     return tuple(in_range)  # type: ignore[return-value]

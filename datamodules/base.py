@@ -100,8 +100,8 @@ class TrainingData(DataModule, ABC):
         """This process's batches, on the CPU, without end, from the trainer's position on."""
 
     @abstractmethod
-    def one_by_one(self, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
-        """All samples in order, each as a batch of one.
+    def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
+        """These of the samples in order, each as a batch of one.
 
         Args:
             empty_prompt: whether latent batches include the empty prompt's conditioning.
@@ -112,8 +112,8 @@ class TrainingData(DataModule, ABC):
         """The first `count` samples as pixels, each as a batch of one; none if the data is latents alone."""
 
     @abstractmethod
-    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
-        """The first `count` samples with their pictures; `empty_prompt` as in `one_by_one`."""
+    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
+        """These of the samples with their pictures; `empty_prompt` as in `one_by_one`."""
 
     def train_dataloader(self) -> Prefetcher:
         self._refuse_epochs()

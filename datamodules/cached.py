@@ -1,6 +1,5 @@
 """Cached latents: training without running the encoders."""
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -194,15 +193,15 @@ class CachedDataModule(PairsDataModule):
     def train_batches(self) -> ThreadedLoader:
         return ThreadedLoader(self.reader(self.caption_dropout_rate > 0), self.sampler(), self.num_workers)
 
-    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
-        batches = list(itertools.islice(self.one_by_one(empty_prompt), count))
+    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
+        batches = self.one_by_one(which, empty_prompt)
         if not self.samples:
             return [Example([], batch) for batch in batches]
-        return [Example(pictures(raw), batch) for raw, batch in zip(self.pixels(count), batches, strict=True)]
+        return [Example(pictures(raw), batch) for raw, batch in zip(self.raw_one_by_one(which), batches, strict=True)]
 
-    def one_by_one(self, empty_prompt: bool) -> Iterator[LatentBatch]:
+    def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         reader = self.reader(empty_prompt)
-        return (reader([(index, 0)]) for index in range(len(self.keys)))
+        return (reader([(index, 0)]) for index in range(len(self.keys))[which])
 
     def describe(self) -> str:
         if self.shards is None:

@@ -1,6 +1,5 @@
 """Pairs of pictures, decoded in every step."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
@@ -146,19 +145,19 @@ class PairsDataModule(TrainingData):
             worker_init_fn=leave_signals_to_the_trainer,
         )
 
-    def raw_one_by_one(self) -> Iterator[RawBatch]:
-        """All samples in order as pixels, each as a batch of one."""
+    def raw_one_by_one(self, which: slice) -> Iterator[RawBatch]:
+        """These of the samples in order as pixels, each as a batch of one."""
         dataset = self.dataset()
-        return (dataset[(index, 0)] for index in range(len(dataset)))
+        return (dataset[(index, 0)] for index in range(len(dataset))[which])
 
-    def one_by_one(self, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
-        return self.raw_one_by_one()
+    def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
+        return self.raw_one_by_one(which)
 
     def pixels(self, count: int) -> list[RawBatch]:
-        return list(itertools.islice(self.raw_one_by_one(), count))
+        return list(self.raw_one_by_one(slice(count)))
 
-    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
-        return [Example(pictures(raw), raw) for raw in self.pixels(count)]
+    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
+        return [Example(pictures(raw), raw) for raw in self.raw_one_by_one(which)]
 
     @property
     def sample_count(self) -> int:

@@ -73,15 +73,15 @@ class StreamedDataModule(TrainingData):
         )
         return StreamLoader(stream, self.num_workers, self.max_tokens_per_batch or self.batch_size)
 
-    def one_by_one(self, empty_prompt: bool) -> Iterator[LatentBatch]:
+    def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         items = itertools.chain.from_iterable(read_items(shard, empty_prompt) for shard in self.shards)
-        return (collate([item]) for _, item in items)
+        return (collate([item]) for _, item in itertools.islice(items, which.start, which.stop, which.step))
 
     def pixels(self, count: int) -> list[RawBatch]:
         return []
 
-    def examples(self, count: int, empty_prompt: bool) -> list[Example]:
-        return [Example([], batch) for batch in itertools.islice(self.one_by_one(empty_prompt), count)]
+    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
+        return [Example([], batch) for batch in self.one_by_one(which, empty_prompt)]
 
     @property
     def knows_prompts(self) -> bool:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from callbacks.graceful_stop import GracefulStop
 from callbacks.image_writer import PREDICTIONS, ImageWriter
+from callbacks.peers import peers
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.diffusers import find_weights, read_header
@@ -49,6 +50,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     place_trainer(cfg)
     callbacks = [ImageWriter(str(output_dir)), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
+    peers.follow(trainer)
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)
     except BaseException as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from callbacks.best_effort import best_effort
+from callbacks.peers import peers
 from callbacks.signals import Stopped
 from datamodules.errors import UserError
 from tasks.placement import frozen_model
@@ -59,6 +60,7 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
         enable_progress_bar=True,
         profiler=None,  # it is about training
     )
+    peers.follow(trainer)
     with cache.lock() if trainer.is_global_zero else contextlib.nullcontext():
         if trainer.world_size == 1:
             cache.recover()

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from callbacks.peers import peers
 from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
-from callbacks.signals import Stopped
+from callbacks.signals import Abandoned, Stopped
 from datamodules.errors import UserError
 
 log = logging.getLogger("retouch")
@@ -148,16 +149,23 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         yield
         return
     except Stopped as stopped:
-        # Lightning kills the first process when another one leaves with an error status.
-        if not is_first_process() and not stopped.immediate:
-            raise SystemExit(0) from None
-        print(_with_notes(str(stopped), stopped), file=sys.stderr)
+        if not stopped.immediate and not is_first_process():
+            raise SystemExit(0) from None  # all stop alike: a launcher takes another status for a failure
+        if not stopped.immediate or peers.fail(stopped):
+            print(_with_notes(str(stopped), stopped), file=sys.stderr)
         raise SystemExit(128 + stopped.signal) from None
-    except Exception as error:
+    except (Exception, Abandoned) as error:
+        in_sweep = in_sweep and not peers.connected  # the others do not go on
+        if not peers.fail(error):
+            if lost := peers.lost():
+                print(f"error: {lost}", file=sys.stderr)
+            raise SystemExit(1) from None
         line = _one_line(error)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         line = _with_notes(line, error)
+    finally:
+        peers.part()
     rank = next((os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"), None)
     where = "" if rank is None else f" in process {rank}"
     print(f"error{where}: {line}", file=sys.stderr)

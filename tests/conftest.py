@@ -21,6 +21,7 @@ import predict
 import train
 from tests.support.commands import Outcome, short
 from tests.support.pictures import make_pairs, photograph
+from tests.support.several_runs import start_two
 from tests.support.tiny_pipelines import MODELS
 from tests.support.warm import Warm
 
@@ -121,6 +122,18 @@ def start():
     yield start
     for process in processes:
         process.end()
+
+
+@pytest.fixture
+def in_two_processes(start):
+    """The status and the text of two processes such as torchrun starts, for several runs one after the other."""
+
+    def in_two_processes(runs):
+        ranks = start_two(start, runs)
+        texts = [rank.communicate(timeout=300)[0] for rank in ranks]
+        return max(rank.returncode for rank in ranks), "".join(texts)
+
+    return in_two_processes
 
 
 @pytest.fixture(scope="session")

@@ -1,51 +1,26 @@
 """Bases in all formats, in two processes: whole in each (DDP), and split over them (FSDP2)."""
 
-import csv
 import json
 import os
-import socket
 import subprocess
 import sys
-from functools import partial
 
 import pytest
-import safetensors.torch
 import torch
 
 from callbacks.report.figures import read_rows
 from tests.lightning_modules.quantization.test_quantized_linear import WAYS
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.quantized import MODEL, quantized
-from tests.support.several_runs import as_rank
-from tests.support.tiny_pipelines import MODELS
+from tests.support.same_runs import assert_close, assert_close_losses, assert_close_models, column
+from tests.support.several_runs import DDP, FSDP, arguments_of
 
-DDP = ["trainer.devices=2", "trainer.strategy=ddp"]
-FSDP = ["trainer=fsdp", "trainer.devices=2"]
 SETTINGS = ["scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=float32"]
 SPLIT = {
     "bf16": ["model.quantization=null", "model.dtype=bfloat16"],
     "fp8": ["model.dtype=bfloat16"],
     "int8": ["model.quantization.format=int8"],
 }
-
-
-def arguments_of(runs):
-    return json.dumps([[str(part) for part in overrides] for overrides in runs])
-
-
-@pytest.fixture
-def in_two_processes(start):
-    """The status and the text of two processes such as torchrun starts."""
-
-    def in_two_processes(runs):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        script = "tests.support.several_runs"
-        ranks = [start(script, arguments_of(runs), before=partial(as_rank, rank, port)) for rank in range(2)]
-        texts = [rank.communicate(timeout=300)[0] for rank in ranks]
-        return max(rank.returncode for rank in ranks), "".join(texts)
-
-    return in_two_processes
 
 
 def by_torchrun(runs):
@@ -62,19 +37,6 @@ def by_torchrun(runs):
         check=False,
     )
     return done.stdout + done.stderr
-
-
-def assert_close(one, other):
-    """Of the LoRA files of two runs."""
-    ours, theirs = (safetensors.torch.load(lora_bytes(folder)) for folder in (one, other))
-    assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        torch.testing.assert_close(weight, theirs[name], rtol=1e-4, atol=1e-6)
-
-
-def column(run_folder, name):
-    """Of metrics.csv."""
-    return [row[name] for row in csv.DictReader((run_folder / "metrics.csv").open())]
 
 
 def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two_processes, tiny, pairs, tmp_path):
@@ -106,13 +68,8 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two
     for name in (*bases, "ortho", "plain"):
         assert_close(*(tmp_path / kind / name for kind in ("one", "two")))
     assert column(tmp_path / "one" / "ortho", "active_rank") == column(tmp_path / "two" / "ortho", "active_rank")
-    one, two = (tmp_path / kind / "full/model/last" for kind in ("one", "two"))
-    for path in two.glob("t*/*.safetensors"):
-        theirs = safetensors.torch.load_file(one / path.relative_to(two))
-        for name, weight in safetensors.torch.load_file(path).items():
-            torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-5)
-    losses = (column(tmp_path / kind / "plain", "loss") for kind in ("one", "two"))
-    assert all(float(a) == pytest.approx(float(b), rel=1e-4) for a, b in zip(*losses, strict=True))
+    assert_close_models(*(tmp_path / kind / "full" for kind in ("one", "two")))
+    assert_close_losses(*(tmp_path / kind / "plain" for kind in ("one", "two")))
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
 
@@ -149,41 +106,17 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
     assert lora_bytes(tmp_path / "parts" / "fp8") == lora_bytes(tmp_path / "split" / "fp8")
 
 
-@pytest.fixture(scope="module")
-def short_runs(repositories, datasets, tiny, pairs, tmp_path_factory):
-    """A folder of three runs in two processes: every layer of Qwen by LoRA, all of it, and one that is told to stop."""
-    folder = tmp_path_factory.mktemp("short_runs")
-    model = "qwen_image_edit"
-    qwen = [f"model={model}", *MODELS[model].settings, *SETTINGS, *DDP]
-    runs = []
-    for name in ("lora", "full"):
-        common = short(repositories[model], datasets[model], folder / name, 3)
-        common = [part for part in common if not part.startswith("adapter.")]
-        every = ["adapter.target_modules=all-linear"] if name == "lora" else []
-        runs.append([*qwen, *common, f"adapter={name}", *every])
-    watch = f"+callbacks.watch={{_target_: tests.support.watch.WatchAndStop, folder: {folder}, stop_at: 3}}"
-    stopped = short(tiny, pairs, folder / "stopped", 8)
-    runs.append([*stopped, *SETTINGS, *DDP, "save_every=0", "trainer.log_every_n_steps=8", watch])
-    text = by_torchrun(runs)
-    return folder, text
-
-
-@pytest.mark.parametrize("adapter", ["lora", "full"])
-def test_what_qwens_last_block_leaves_out_is_not_waited_for(short_runs, adapter):
-    folder, text = short_runs
-    assert (folder / adapter / "metrics.csv").is_file(), text
-    assert column(folder / adapter, "step") == ["1", "2", "3"], text
-
-
-def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(short_runs):
+def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(tiny, pairs, tmp_path):
     """The second is told in step 3. Nor does it give up while the first is busy for longer than a step may take."""
-    folder, text = short_runs
-    ranks = [folder / f"rank{rank}.json" for rank in range(2)]
+    watch = f"+callbacks.watch={{_target_: tests.support.watch.WatchAndStop, folder: {tmp_path}, stop_at: 3}}"
+    stopped = short(tiny, pairs, tmp_path / "stopped", 8)
+    text = by_torchrun([[*stopped, *SETTINGS, *DDP, "save_every=0", "trainer.log_every_n_steps=8", watch]])
+    ranks = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     assert all(rank.is_file() for rank in ranks), text
     left = [json.loads(rank.read_text()) for rank in ranks]
     assert [rank["last"] for rank in left] == [3, 3]
     assert [rank["found"]["3"] for rank in left] == [[], []]
-    assert torch.load(folder / "stopped/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
+    assert torch.load(tmp_path / "stopped/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
     assert "stopped by SIGTERM after step 3" in text
 
 

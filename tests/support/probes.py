@@ -1,11 +1,20 @@
 """Callbacks that look into a run, or harm it."""
 
+import ctypes
+import errno
+import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as L
 import torch
+from torchmetrics import Metric
 
+from callbacks import peers
+from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 
 
@@ -38,3 +47,94 @@ class Vandal(L.Callback):
     def on_fit_start(self, trainer, pl_module):
         for image in self.path.iterdir():
             image.write_bytes(image.read_bytes()[:200])
+
+
+class Fail(L.Callback):
+    """Lets one process of several fail in its second step, and the others wait there for something else.
+
+    Args:
+        rank: of the process that fails.
+        how: a mistake, an error, memory, disk, or kill.
+        others: step, sleep, or hang in a library, out of Python's reach.
+    """
+
+    def __init__(self, rank: int, how: str, others: str = "step") -> None:
+        self.rank = rank
+        self.how = how
+        self.others = others
+        peers.TIME_TO_END = 3
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step != 1:
+            return
+        if trainer.global_rank != self.rank:
+            if self.others == "sleep":
+                time.sleep(100)
+            elif self.others == "hang":
+                ctypes.CDLL(None).system(b"exec sleep 100 > /dev/null 2>&1")
+            return
+        time.sleep(1)  # the others are where they wait
+        (Path(trainer.default_root_dir) / "failed").touch()
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise {
+            "mistake": UserError("pair 7 is damaged: delete it"),
+            "error": RuntimeError("nobody has thought of it"),
+            "memory": torch.OutOfMemoryError("CUDA out of memory"),
+            "disk": OSError(errno.ENOSPC, "No space left on device", "/full"),
+        }[self.how]
+
+
+class InOrder(Metric):
+    """A metric that is no mean over pictures: it depends on their order, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", default=[])
+
+    def update(self, one, other):
+        self.seen.append((one - other).abs().mean())
+
+    def compute(self):
+        return torch.stack([number * value for number, value in enumerate(self.seen, 1)]).std(correction=0)
+
+
+class StopWhileSampling(L.Callback):
+    """The second process gets SIGTERM in the middle of its sample pictures of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer, pl_module):
+        sample = pl_module.sampler.sample
+
+        def told(*args):
+            if trainer.global_rank == 1 and trainer.global_step == self.step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return sample(*args)
+
+        pl_module.sampler.sample = told
+
+
+class CountShares(L.Callback):
+    """Writes down how many sample pictures and validation losses each process made: rank0, rank1."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.made = {"pictures": 0, "losses": 0}
+
+    def on_fit_start(self, trainer, pl_module):
+        sample, losses_at = pl_module.sampler.sample, pl_module.objective.losses_at
+
+        def counted_sample(*args):
+            self.made["pictures"] += 1
+            return sample(*args)
+
+        def counted_losses(*args):
+            self.made["losses"] += not torch.is_grad_enabled()
+            return losses_at(*args)
+
+        pl_module.sampler.sample, pl_module.objective.losses_at = counted_sample, counted_losses
+
+    def on_train_end(self, trainer, pl_module):
+        (self.folder / f"rank{trainer.global_rank}").write_text(json.dumps(self.made))

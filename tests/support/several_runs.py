@@ -2,9 +2,20 @@
 
 import json
 import os
+import socket
 import sys
+import threading
+import time
+from functools import partial
 
 import train
+
+DDP = ["trainer.devices=2", "trainer.strategy=ddp"]
+FSDP = ["trainer=fsdp", "trainer.devices=2"]
+
+
+def arguments_of(runs):
+    return json.dumps([[str(part) for part in overrides] for overrides in runs])
 
 
 def as_rank(rank: int, port: int) -> None:
@@ -22,10 +33,20 @@ def as_rank(rank: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in of_torchrun.items()})
 
 
+def start_two(start, runs):
+    """Two processes such as torchrun starts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = "tests.support.several_runs"
+    return [start(script, arguments_of(runs), before=partial(as_rank, rank, port)) for rank in range(2)]
+
+
 def main() -> None:
     for overrides in json.loads(sys.argv[1]):
         sys.argv = ["train.py", *overrides]
         train.main()
+    time.sleep(0.2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "peers"], "they end with their run"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""Samples divided among the processes of a run: process r of N takes r, r + N, r + 2N, ... of them."""
+
+import itertools
+from typing import Any, TypeVar
+
+import lightning.pytorch as L
+from torch import distributed
+
+from callbacks.peers import peers
+
+Made = TypeVar("Made")
+NOTHING: Any = object()
+
+
+def divides(trainer: L.Trainer) -> bool:
+    """Whether processes compute each by itself: those of a base that is split take all samples together."""
+    return trainer.world_size > 1 and trainer.lightning_module.device_mesh is None
+
+
+def share(trainer: L.Trainer, count: int) -> slice:
+    """Which of so many samples this process takes."""
+    return slice(trainer.global_rank, count, trainer.world_size) if divides(trainer) else slice(0, count, 1)
+
+
+def of_all(trainer: L.Trainer, mine: list[Made]) -> list[Made]:
+    """What was made of all samples, in their order, in every process. Waits for all of them.
+
+    Args:
+        mine: of this process's share; its tensors are on the CPU.
+    """
+    if not divides(trainer):
+        return mine
+    made: list[Any] = [None] * trainer.world_size
+    distributed.all_gather_object(made, mine, peers.group)
+    rounds = itertools.zip_longest(*made, fillvalue=NOTHING)
+    return [one for one in itertools.chain.from_iterable(rounds) if one is not NOTHING]

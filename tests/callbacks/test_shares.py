@@ -1,0 +1,81 @@
+"""Processes share sample pictures and validation, and what comes of it is the same."""
+
+import json
+import signal
+
+import pytest
+
+from tests.support.commands import lora_bytes, short
+from tests.support.several_runs import DDP, start_two
+
+PICTURES = ["callbacks.sample_images.num_inference_steps=2", "callbacks.sample_images.count=3", "sample_every=2"]
+PICTURES += ["scheduler=constant", "model.dtype=float32", "save_every=2"]
+IN_ORDER = "+callbacks.validation.metrics.in_order._target_=tests.support.probes.InOrder"
+# More samples than processes, and not evenly; fewer; and those that train.
+HELD_OUT = {"three": "data.val_count=3", "one": "data.val_count=1", "none": "data.val_count=0"}
+
+
+@pytest.fixture
+def overrides(tiny, pairs, tmp_path):
+    def overrides(name, *more, steps=4):
+        return [*short(tiny, pairs, tmp_path / name, steps, shown=True), *PICTURES, *more]
+
+    return overrides
+
+
+def shown(folder):
+    """All pictures and figures of held-out samples, by their files' names."""
+    files = [*folder.glob("samples/*/*.png"), *folder.glob("validation.csv"), *folder.glob("grid.png")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_shared_pictures_and_figures_are_those_of_one_process_and_training_does_not_see_them(
+    run, in_two_processes, overrides, trained, tmp_path
+):
+    """With weights that stay as they are, or else the order of a sum would tell one process from two."""
+    still = [f"adapter.init_from={trained / 'lora/last'}", "adapter.alpha=8", "optimizer.lr=1e-30", IN_ORDER]
+    for name, held_out in HELD_OUT.items():
+        run("train", *overrides(f"alone-{name}", held_out, *still))
+    count = "+callbacks.count={_target_: tests.support.probes.CountShares, folder: ${output_dir}}"
+    shared = [overrides(f"shared-{name}", held_out, *still, *DDP, count) for name, held_out in HELD_OUT.items()]
+    learning = ["optimizer.lr=1e-2", "data.val_count=3", *DDP]
+    quiet = ["callbacks.sample_images=null", "callbacks.report=null"]
+    status, text = in_two_processes([*shared, overrides("seen", *learning), overrides("unseen", *learning, *quiet)])
+    assert status == 0, text
+    for name, pictures, losses in (("three", (2, 1), (2, 1)), ("one", (1, 0), (1, 0)), ("none", (2, 1), (0, 0))):
+        made = [json.loads((tmp_path / f"shared-{name}/rank{rank}").read_text()) for rank in range(2)]
+        # In three steps; losses in four bands.
+        assert [one["pictures"] for one in made] == [3 * count for count in pictures]
+        assert [one["losses"] for one in made] == [12 * count for count in losses]
+        alone, shared = (shown(tmp_path / f"{kind}-{name}") for kind in ("alone", "shared"))
+        assert len([file for file in shared if file.startswith("samples")]) == 3 * sum(pictures)
+        assert ("validation.csv" in shared) == (name != "none")
+        assert alone == shared
+    assert lora_bytes(tmp_path / "shared-three", "best") == lora_bytes(tmp_path / "shared-three", "step-000002")
+    assert lora_bytes(tmp_path / "seen") == lora_bytes(tmp_path / "unseen")
+
+
+def test_run_that_lost_a_picture_and_a_row_gets_them_back_from_both_processes(in_two_processes, overrides, tmp_path):
+    """As one that was killed behind its last saving."""
+    settings = ["data.val_count=3", *DDP]
+    status, text = in_two_processes([overrides("run", *settings)])
+    assert status == 0, text
+    before, weights = shown(tmp_path / "run"), lora_bytes(tmp_path / "run")
+    next((tmp_path / "run/samples/step-000004").glob("*.png")).unlink()
+    table = tmp_path / "run/validation.csv"
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:-1]))
+    status, text = in_two_processes([overrides("run", *settings, "ckpt_path=last")])
+    assert status == 0, text
+    assert shown(tmp_path / "run") == before
+    assert lora_bytes(tmp_path / "run") == weights
+
+
+def test_signal_to_one_process_in_the_middle_of_its_pictures_stops_both_behind_them(start, overrides, tmp_path):
+    stop = "+callbacks.stop={_target_: tests.support.probes.StopWhileSampling, step: 2}"
+    processes = start_two(start, [overrides("run", "data.val_count=3", stop, *DDP, steps=8)])
+    text = "".join(process.communicate(timeout=120)[0] for process in processes)
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM, 0], text
+    assert "stopped by SIGTERM after step 2" in text
+    assert len(list((tmp_path / "run/samples/step-000002").glob("*.png"))) == 3
+    assert [line[0] for line in (tmp_path / "run/validation.csv").read_text().splitlines()[1:]] == ["0", "2"]
+    assert lora_bytes(tmp_path / "run") == lora_bytes(tmp_path / "run", "step-000002")

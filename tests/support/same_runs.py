@@ -1,0 +1,37 @@
+"""Whether two runs learned the same."""
+
+import csv
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.commands import lora_bytes
+
+
+def column(run_folder, name):
+    """Of metrics.csv."""
+    return [row[name] for row in csv.DictReader((run_folder / "metrics.csv").open())]
+
+
+def assert_close(one, other):
+    """Of the LoRA files of two runs."""
+    ours, theirs = (safetensors.torch.load(lora_bytes(folder)) for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def assert_close_models(one, other):
+    """Of the models of two runs with adapter=full, text encoders included."""
+    files = list((other / "model/last").glob("t*/*.safetensors"))
+    assert files
+    for path in files:
+        theirs = safetensors.torch.load_file(one / path.relative_to(other))
+        for name, weight in safetensors.torch.load_file(path).items():
+            torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+def assert_close_losses(one, other):
+    losses = (column(folder, "loss") for folder in (one, other))
+    assert all(float(a) == pytest.approx(float(b), rel=1e-4) for a, b in zip(*losses, strict=True))

@@ -1,0 +1,43 @@
+"""Every family in two processes, whole in each (DDP) and split over them (FSDP2), with all that can train."""
+
+import shutil
+
+import pytest
+
+from tests.support.same_runs import assert_close, assert_close_losses, assert_close_models
+from tests.support.several_runs import DDP, FSDP
+from tests.support.tiny_pipelines import MODELS
+
+ADAPTERS = {"lora": ["adapter.target_modules=all-linear", "adapter.rank=4"], "full": []}
+KINDS = {"one": ["data.batch_size=2"], "ddp": DDP, "fsdp": FSDP}
+
+
+@pytest.fixture(scope="module")
+def even(datasets, tmp_path_factory):
+    """For each model= the four samples of one size: two batches of two."""
+    folders = {}
+    for model, root in datasets.items():
+        folders[model] = tmp_path_factory.mktemp(model)
+        shutil.copytree(root, folders[model], dirs_exist_ok=True, ignore=shutil.ignore_patterns("[45]*"))
+    return folders
+
+
+def test_two_processes_are_one_with_the_doubled_batch_in_every_family(run, in_two_processes, arguments, even, tmp_path):
+    """In a second and a third step, too: DDP waits for each gradient of the one before."""
+
+    def overrides(kind, model, adapter):
+        common = arguments(model, tmp_path / kind / model / adapter, 3)
+        common = [one for one in common if not one.startswith(("data.root=", "adapter."))]
+        settings = ["scheduler=constant", "data.caption_dropout_rate=0", f"data.root={even[model]}"]
+        return [*common, *settings, f"adapter={adapter}", *ADAPTERS[adapter], *KINDS[kind]]
+
+    several = [("fsdp", model, "lora") for model in MODELS] + [("ddp", model, "lora") for model in MODELS]
+    several.append(("ddp", "qwen_image_edit", "full"))
+    for _, model, adapter in several[len(MODELS) :]:
+        run("train", *overrides("one", model, adapter))
+    status, text = in_two_processes([overrides(*one) for one in several])
+    assert status == 0, text
+    for kind, model, adapter in several:
+        one, two = (tmp_path / each / model / adapter for each in ("one", kind))
+        (assert_close if adapter == "lora" else assert_close_models)(one, two)
+        assert_close_losses(one, two)
