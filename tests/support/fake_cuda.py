@@ -174,7 +174,7 @@ def backward(loss):
     order = count()
     given = {loss.grad_fn: {0: torch.ones_like(loss)}}
     waiting = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
-    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", lambda: 0):
+    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", return_value=0):
         while waiting:
             *_, node = heapq.heappop(waiting)
             gradients = given.pop(node)
@@ -205,7 +205,7 @@ def _fitting(gradient, metadata):
 
 def swap_tensors(one, other, swap=torch.utils.swap_tensors):
     """PyTorch's, which refuses fake tensors that anybody remembers, as FakeTensorMode does."""
-    with mock.patch.object(weakref, "getweakrefs", lambda _: []):
+    with mock.patch.object(weakref, "getweakrefs", return_value=[]):
         swap(one, other)
 
 
