@@ -122,7 +122,7 @@ class Streams(TorchDispatchMode):
 
     @contextmanager
     def _on(self, stream):
-        before, self._current = self._current, stream
+        before, self._current = self._current, stream or self._current
         yield
         self._current = before
 
