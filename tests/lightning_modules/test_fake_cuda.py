@@ -39,6 +39,12 @@ QUANTIZATIONS = {
     "int8": [FP8, "model.quantization.format=int8"],
     "int8_quanto": [FP8, "model.quantization.format=int8", "model.quantization.backend=quanto"],
 }
+# What must have been seen to compute, within operators of ours.
+KERNELS = {
+    "fp8": "aten::_scaled_mm",
+    "nf4": "bitsandbytes::dequantize_4bit",
+    "nf4_double": "bitsandbytes::dequantize_blockwise",
+}
 # What waits on the host, and what of a block is computed again.
 RESIDENT = {"none": "none", "activations": "selective"}
 STREAMED = {"blocks": "full", "blocks_and_activations": "full"}
@@ -133,13 +139,13 @@ def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, ad
     for offload, policy in chosen.items():
         set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
         module.execution._activations = activations if "activations" in offload else None
-        cuda.start()
         module.zero_grad()
         step(cuda, module, latents)
         assert not cuda.found, offload
         assert cuda.attended == {(torch.bfloat16,) * 3: cuda.attended.total()}
         assert cuda.attended.total() >= 2
         assert ("activation_offload.py" in {file for file, _ in cuda.allowed}) == ("activations" in offload)
+        assert KERNELS.get(quantization, "aten::mm") in cuda.called
         gradients = [weight.grad for weight in trainable(module.transformer).values() if weight.grad is not None]
         assert {(one.dtype, one.device) for one in gradients} == {(torch.float32, DEVICE)}
 

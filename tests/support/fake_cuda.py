@@ -72,18 +72,16 @@ class FakeCuda(TorchDispatchMode):
     Attributes:
         found: what should not be: how often, by what it is and where.
         attended: how many kernels of attention were called.
+        called: the names of all operators.
         allowed: how often each of `ON_HOST` made a tensor there.
     """
 
     def __init__(self):
         super().__init__()
-        self.start()
+        self.found, self.attended, self.allowed, self.called = Counter(), Counter(), Counter(), set()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._in_step, self._steps = False, 0
-        self._pinned, self._opened = set(), set()
-
-    def start(self):
-        self.found, self.attended, self.allowed = Counter(), Counter(), Counter()
+        self._pinned, self._opened = {}, set()
 
     @contextmanager
     def configuring(self):
@@ -101,7 +99,8 @@ class FakeCuda(TorchDispatchMode):
 
     def pin(self, tensor):
         """Note that a tensor of the host is in pinned memory."""
-        self._pinned.add(StorageWeakRef(tensor.untyped_storage()).cdata)
+        reference = StorageWeakRef(tensor.untyped_storage())  # by which its number stays its own
+        self._pinned[reference.cdata] = reference
         return tensor
 
     def _may(self, place, places):
@@ -126,6 +125,7 @@ class FakeCuda(TorchDispatchMode):
         if func is DEVICE_OF:  # asked by C++ for each tensor
             return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
         kwargs = dict(kwargs or {})
+        self.called.add(func.name())
         if func in KERNELS:
             kind = func, args[2], args[0].dtype, args[0].shape
             if kind not in self._opened:
