@@ -50,14 +50,14 @@ RESIDENT = {"none": "none", "activations": "selective"}
 STREAMED = {"blocks": "full", "blocks_and_activations": "full"}
 
 
-# The blocks of these are another's, and stream as they do.
+# The blocks of these are another's, stream as they do, and have the same orthogonal T-LoRAs.
 ALIKE = ("flux_dev", "qwen_image_edit")
 
 
 def offloads(model, quantization, adapter):
     """Those that production allows; an orthogonal T-LoRA computes as a T-LoRA does, whatever waits."""
     if adapter.startswith("ortho"):
-        return [{"none": "none"}]
+        return [] if model in ALIKE else [{"none": "none"}]
     stays = adapter == "full" or quantization == "fp8_torchao" or model in ALIKE
     return [RESIDENT] if stays else [RESIDENT, STREAMED]
 
@@ -73,15 +73,16 @@ BUILDS = [
 
 
 @cache
-def settings(repository, model, *more):
-    path = f"model.pretrained_model_name_or_path={repository}"
-    return compose("train", f"model={model}", path, *MODELS[model].settings, *more).model
+def settings(*overrides):
+    return compose("train", *overrides).model
 
 
 def build(repositories, cuda, model, quantization, adapter, streamed):
     """As Lightning does."""
-    chosen = settings(repositories[model], model, *QUANTIZATIONS[quantization]).copy()
-    chosen.adapter = settings(repositories[model], model, *ADAPTERS[adapter]).adapter
+    path = f"model.pretrained_model_name_or_path={repositories[model]}"
+    chosen = settings(f"model={model}", path, *MODELS[model].settings).copy()
+    chosen.adapter = settings(*ADAPTERS[adapter]).adapter
+    chosen.quantization = settings(*QUANTIZATIONS[quantization]).quantization
     chosen.offload = {"encoders": False, "blocks": 2 if streamed else 0, "activations": True}
     module = instantiate(chosen, _convert_="all")
     module._device = DEVICE
@@ -122,8 +123,8 @@ def cuda(monkeypatch):
 
 def test_so_many_are_in_the_matrix():
     """A base that trains is not quantized; torchao's weights are not streamed."""
-    resident, streamed = 4 * (9 * (2 * 2 + 2) + 2), 2 * 8 * 2 * 2
-    assert sum(len(chosen) for *_, chosen in BUILDS) == resident + streamed == 288
+    resident, orthogonal, streamed = 4 * (9 * 2 * 2 + 2), 2 * 9 * 2, 2 * 8 * 2 * 2
+    assert sum(len(chosen) for *_, chosen in BUILDS) == resident + orthogonal + streamed == 252
 
 
 @pytest.mark.parametrize(
