@@ -70,6 +70,13 @@ def test_only_train_and_predict_are_imported_by_none():
     assert not [name for name in unknown if f"{name}." not in settings + code]
 
 
+def test_streams_have_one_place():
+    """And another where data is, which may not import it."""
+    words = ("cuda.Stream", "current_stream", "record_event", "wait_event", "wait_stream", "record_stream")
+    users = {name for name, path in FILES.items() if any(word in path.read_text(encoding="utf-8") for word in words)}
+    assert users == {"lightning_modules.execution.side_stream", "datamodules.prefetch"}
+
+
 @pytest.mark.parametrize("folder", [*FLOORS, "benchmarks", "assets"])
 def test_no_file_is_longer_than_a_sitting(folder):
     files = [ROOT / f"{folder}.py"] if (ROOT / f"{folder}.py").is_file() else (ROOT / folder).rglob("*.py")

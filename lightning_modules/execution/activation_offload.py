@@ -50,7 +50,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         self.device = device
         self.least = least
         plain = (weight for weight in weights if not is_traceable_wrapper_subclass(weight))
-        self._weights = {weight.untyped_storage().data_ptr() for weight in plain}
+        self._weights = {weight.untyped_storage()._cdata for weight in plain}
         self._side_stream = SideStream(device)
         self._known: dict[Any, Kept] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()
@@ -75,7 +75,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         if tensor.nbytes < self.least or tensor.device != self.device or is_traceable_wrapper_subclass(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._weights:
+        if storage._cdata in self._weights:
             return tensor
         # The reference to the storage keeps its address from another one's; its memory it does not keep.
         layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -9,48 +9,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.execution import activation_offload
-from lightning_modules.execution import block_offload as offload
 from lightning_modules.execution.activation_offload import ActivationOffload
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.execution.host_memory import all_weights
 from lightning_modules.execution.side_stream import SideStream
 from tests.support.steps import assert_same, made, step
+from tests.support.streams import Streams
 
 CPU = torch.device("cpu")
 
 
-class Late(SideStream):
-    """Copies at the last moment, when computing comes to wait for it: what is used before is not a number, and what the
-    device holds of it must not be let go before."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.asked = 0
-        self.hosts = []
-        self.queue = []
-
-    def copy(self, sources, targets):
-        for source, target in zip(sources, targets, strict=True):
-            target.fill_(float("nan") if target.is_floating_point() else 255)
-            back = any(source is host for host in self.hosts)
-            if not back:
-                self.hosts.append(target)
-            held = (source, weakref.ref(target)) if back else (weakref.ref(source), target)
-            self.queue.append((self.asked + 1, *held))
-        self.asked += 1
-        return self.asked
-
-    def wait(self, copied):
-        while self.queue and self.queue[0][0] <= copied:
-            source, target = (one() if isinstance(one, weakref.ref) else one for one in self.queue.pop(0)[1:])
-            assert source is not None, "let go before it was copied"
-            assert target is not None, "let go before it was written"
-            target.copy_(source)
-
-
 @pytest.fixture(autouse=True)
-def late(monkeypatch):
-    monkeypatch.setattr(activation_offload, "SideStream", Late)
+def _late():
+    with Streams():
+        yield
 
 
 class Counted(ActivationOffload):
@@ -227,12 +199,3 @@ def test_backward_pass_that_fails_leaves_nothing_to_the_next():
     counted.start()
     assert all(map(torch.equal, plain, blocks_step(blocks, True, counted)))
     assert counted.left() == 0
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_streamed_blocks_wait_for_their_weights(tiny, monkeypatch, count):
-    """Of these copies, too, each may come at the last moment."""
-    settings = ["model.offload.blocks={}", "model.gradient_checkpointing=full"]
-    monkeypatch.setattr(offload, "SideStream", Late)
-    plain, streamed = (made(tiny, "lora", "fp8", *settings[1:], settings[0].format(n)) for n in (0, count))
-    assert_same(step(plain), step(streamed))

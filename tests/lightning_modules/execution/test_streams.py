@@ -1,0 +1,121 @@
+"""What comes and goes beside the computing, on streams that run late: the same bits, and no order left to chance."""
+
+import gc
+
+import pytest
+import torch
+from torch.cuda._sanitizer import CUDASanitizerErrors
+
+from lightning_modules.execution.activation_offload import ActivationOffload
+from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.execution.side_stream import SideStream
+from tests.support.steps import assert_same, made, step
+from tests.support.streams import Streams
+from tests.support.tiny_adapters import velocity
+
+# None, and as many of the blocks as leave gaps, or take turns in two buffers; these go with one policy.
+BLOCKS = {0: POLICIES, 1: ["full"] * 2, 4: ["full"] * 2}
+
+
+def offloading(tiny, adapter, base, blocks, activations=True):
+    policy = f"model.gradient_checkpointing={BLOCKS[blocks][-1]}"
+    offload = [f"model.offload.blocks={blocks}", f"model.offload.activations={activations}"]
+    module = made(tiny, adapter, base, policy, *offload)
+    if activations:
+        module.execution.saved_tensors().least = 0
+    return module
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("adapter", ["lora", "tlora"])
+def test_steps_on_late_streams_have_the_same_bits(tiny, adapter, blocks, seed):
+    plain = step(made(tiny, adapter, "fp8"))
+    with Streams(seed) as streams:
+        module = offloading(tiny, adapter, "fp8", blocks)
+        for policy in BLOCKS[blocks]:
+            set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
+            before = streams.copies
+            assert_same(step(module), plain)
+            assert streams.copies > before + 4
+    assert not any(stream.waiting for stream in streams.streams)
+
+
+def picture(module):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return velocity(module, [0.2, 0.7])
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_pictures_on_late_streams_have_the_same_bits(tiny, seed):
+    """Without gradients blocks go round and round."""
+    expected = picture(made(tiny, "lora", "bf16"))
+    with Streams(seed):
+        module = offloading(tiny, "lora", "bf16", 4, activations=False)
+        assert all(torch.equal(picture(module), expected) for _ in range(3))
+
+
+def let_go(tiny, side_stream):
+    """A model whose first block is on its way for a next picture."""
+    with Streams(None, side_stream) as streams:
+        module = offloading(tiny, "lora", "bf16", 4, activations=False)
+        picture(module)
+        assert sum(len(stream.waiting) for stream in streams.streams) == 1
+        del module
+        gc.collect()
+
+
+def test_model_may_go_while_a_block_is_on_its_way(tiny):
+    let_go(tiny, SideStream)
+
+
+class NoWait(SideStream):
+    """Computes without waiting for a copy."""
+
+    def wait(self, copied):
+        pass
+
+
+class NoOrder(SideStream):
+    """Copies without waiting for what was computed before."""
+
+    def copy(self, sources, targets):
+        with torch.cuda.stream(self._stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+
+class NoUses(SideStream):
+    """Lets buffers go while copies into them are under way."""
+
+    def uses(self, tensor):
+        pass
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(("blocks", "activations"), [(4, False), (0, True)])
+@pytest.mark.parametrize("without", [NoWait, NoOrder])
+def test_event_that_is_left_out_is_found(tiny, without, blocks, activations, seed):
+    with pytest.raises(CUDASanitizerErrors), Streams(seed, without):
+        step(offloading(tiny, "lora", "bf16", blocks, activations))
+
+
+@pytest.mark.parametrize(("blocks", "activations"), [(4, False), (0, True)])
+def test_value_that_is_used_before_its_copy_is_not_a_number(tiny, monkeypatch, blocks, activations):
+    """By the values alone, too."""
+    monkeypatch.setattr(Streams, "_launch", lambda *_: None)
+    with Streams(None, NoWait):
+        loss = step(offloading(tiny, "lora", "bf16", blocks, activations))
+    assert not all(value.isfinite().all() for value in loss.values())
+
+
+def test_buffer_that_goes_before_its_copy_is_found(tiny):
+    with pytest.raises(CUDASanitizerErrors):
+        let_go(tiny, NoUses)
+
+
+def test_activation_that_goes_before_its_copy_is_found(tiny, monkeypatch):
+    monkeypatch.setattr(ActivationOffload, "_let_go", lambda self, behind: self._leaving.clear())
+    with pytest.raises(CUDASanitizerErrors), Streams():
+        step(offloading(tiny, "lora", "bf16", 0))

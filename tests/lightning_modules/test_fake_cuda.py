@@ -1,0 +1,182 @@
+"""A training step on a GPU that is none: every family, adapter, quantization and offloading."""
+
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
+
+from datamodules.batch import LatentBatch
+from lightning_modules import prepare
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.edit_module import EditModule
+from lightning_modules.execution.checkpointing import set_checkpointing
+from lightning_modules.pretrained import transformer
+from tests.support.commands import compose
+from tests.support.fake_cuda import DEVICE, backward, fake_cuda
+from tests.support.steps import inputs
+from tests.support.tiny_pipelines import MODELS
+
+ADAPTERS = {
+    "lora": ["adapter=lora"],
+    "tlora": ["adapter=tlora"],
+    "ortho_random": ["adapter=ortho_tlora", "adapter.svd_of=random"],
+    "ortho_weight": ["adapter=ortho_tlora", "adapter.svd_of=weight"],
+    "full": ["adapter=full"],
+}
+FP8, FP4 = "model/quantization=fp8", "model/quantization=fp4"
+QUANTIZATIONS = {
+    "bf16": [],
+    "fp8": [FP8],
+    "fp8_quanto": [FP8, "model.quantization.backend=quanto"],
+    "fp8_torchao": [FP8, "model.quantization.backend=torchao"],
+    "fp4": [FP4],
+    "nf4": [FP4, "model.quantization.format=nf4"],
+    "nf4_double": [FP4, "model.quantization.format=nf4", "model.quantization.bnb_4bit_use_double_quant=true"],
+    "int8": [FP8, "model.quantization.format=int8"],
+    "int8_quanto": [FP8, "model.quantization.format=int8", "model.quantization.backend=quanto"],
+}
+# What must have been seen to compute, within operators of ours.
+KERNELS = {
+    "fp8": "aten::_scaled_mm",
+    "nf4": "bitsandbytes::dequantize_4bit",
+    "nf4_double": "bitsandbytes::dequantize_blockwise",
+}
+# What waits on the host, and what of a block is computed again.
+RESIDENT = {"none": "none", "activations": "selective"}
+STREAMED = {"blocks": "full", "blocks_and_activations": "full"}
+
+
+# The blocks of these are another's, stream as they do, and have the same orthogonal T-LoRAs.
+ALIKE = ("flux_dev", "qwen_image_edit")
+
+
+def offloads(model, quantization, adapter):
+    """Those that production allows; an orthogonal T-LoRA computes as a T-LoRA does, whatever waits."""
+    if adapter.startswith("ortho"):
+        return [] if model in ALIKE else [{"none": "none"}]
+    stays = adapter == "full" or quantization == "fp8_torchao" or model in ALIKE
+    return [RESIDENT] if stays else [RESIDENT, STREAMED]
+
+
+BUILDS = [
+    (model, quantization, adapter, chosen)
+    for model in MODELS
+    for quantization in QUANTIZATIONS
+    for adapter in ADAPTERS
+    if adapter != "full" or quantization == "bf16"
+    for chosen in offloads(model, quantization, adapter)
+]
+
+
+@cache
+def settings(*overrides):
+    return compose("train", *overrides).model
+
+
+def build(repositories, cuda, model, quantization, adapter, streamed):
+    """As Lightning does."""
+    path = f"model.pretrained_model_name_or_path={repositories[model]}"
+    chosen = settings(f"model={model}", path, *MODELS[model].settings).copy()
+    chosen.adapter = settings(*ADAPTERS[adapter]).adapter
+    chosen.quantization = settings(*QUANTIZATIONS[quantization]).quantization
+    chosen.offload = {"encoders": False, "blocks": 2 if streamed else 0, "activations": True}
+    module = instantiate(chosen, _convert_="all")
+    module._device = DEVICE
+    module.check()
+    with cuda.configuring():
+        module.configure_model()
+    if module.rank_gates:
+        mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
+    module.objective.caption_dropout_rate = 0.5
+    module.step_flops = lambda _: 0
+    module.base.components["scheduler"]
+    return module
+
+
+def step(cuda, module, latents):
+    with cuda.step():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = module.training_step(latents.to(DEVICE), 0)["loss"]
+        backward(loss)
+
+
+def batch(module):
+    """Two samples with all that a batch may have."""
+    target, _, controls, prompt = inputs(module)
+    empty = {name: tensor[:1] for name, tensor in prompt.items()}
+    return LatentBatch(["a", "b"], [0, 1], target, target, controls, prompt, empty, torch.ones(2, 1, 64, 96))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """With models of two blocks."""
+    config, fewer = transformer.transformer_config, {"num_layers": 1, "num_single_layers": 1}
+    small = lambda *where: (found := config(*where)) | (fewer if "num_single_layers" in found else {})  # noqa: E731
+    monkeypatch.setattr(transformer, "transformer_config", small)
+    with fake_cuda() as cuda:
+        yield cuda
+
+
+def test_so_many_are_in_the_matrix():
+    """A base that trains is not quantized; torchao's weights are not streamed."""
+    resident, orthogonal, streamed = 4 * (9 * 2 * 2 + 2), 2 * 9 * 2, 2 * 8 * 2 * 2
+    assert sum(len(chosen) for *_, chosen in BUILDS) == resident + orthogonal + streamed == 252
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "adapter", "chosen"), BUILDS, ids=lambda x: "_".join(x) if isinstance(x, dict) else x
+)
+def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, adapter, chosen):
+    """Configured under a foreign default; loss and backward pass make nothing elsewhere, and read nothing back."""
+    module = build(repositories, cuda, model, quantization, adapter, chosen is STREAMED)
+    weights = {name: tensor.device for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    assert set(weights.values()) == {DEVICE}
+    latents, activations = batch(module), module.execution._activations
+    activations.least = 0
+    for offload, policy in chosen.items():
+        set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
+        module.execution._activations = activations if "activations" in offload else None
+        module.zero_grad()
+        step(cuda, module, latents)
+        assert not cuda.found, offload
+        assert cuda.attended == {(torch.bfloat16,) * 3: cuda.attended.total()}
+        assert cuda.attended.total() >= 2
+        assert ("activation_offload.py" in {file for file, _ in cuda.allowed}) == ("activations" in offload)
+        assert KERNELS.get(quantization, "aten::mm") in cuda.called
+        gradients = [weight.grad for weight in trainable(module.transformer).values() if weight.grad is not None]
+        assert {(one.dtype, one.device) for one in gradients} == {(torch.float32, DEVICE)}
+
+
+FAULTS = {
+    "makes a tensor on the host": lambda x: x * torch.ones(()),
+    "a copy from the host waits": lambda x: x * torch.ones(1).to(x.device),
+    "reads from the device": lambda x: x * x.mean().cpu(),
+    DataDependentOutputException: lambda x: x * x.mean().item(),
+    FakeTensorDeviceMismatchError: lambda x: x * torch.ones(1, 8, 1, 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_step_that_is_not_on_the_device_alone_is_seen(repositories, cuda, monkeypatch, fault):
+    module = build(repositories, cuda, "flux_kontext", "bf16", "lora", False)
+    monkeypatch.setattr(module, "normalize", FAULTS[fault])
+    with nullcontext() if isinstance(fault, str) else pytest.raises(fault):
+        step(cuda, module, batch(module))
+        assert any(fault in what and place == "<lambda>" for what, _, place in cuda.found)
+
+
+def test_what_follows_the_default_device_is_seen(repositories, cuda, monkeypatch):
+    monkeypatch.setattr(EditModule, "configure_model", EditModule._load_to_train)
+    build(repositories, cuda, "flux_kontext", "bf16", "lora", False)
+    assert any("follows the default device" in what for what, *_ in cuda.found)
+
+
+def test_attention_that_computes_in_float32_is_seen(repositories, cuda, monkeypatch):
+    monkeypatch.setattr(prepare, "cast_inputs_once", lambda _: None)
+    module = build(repositories, cuda, "flux_kontext", "bf16", "lora", False)
+    step(cuda, module, batch(module))
+    assert any("attention of (torch.float32" in what for what, *_ in cuda.found)

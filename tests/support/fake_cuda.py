@@ -1,0 +1,246 @@
+"""A GPU without one: the real code on fake tensors of CUDA, beside real ones of the host."""
+
+import heapq
+import sys
+import weakref
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
+from unittest import mock
+
+import bitsandbytes as bnb
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_modules.adapters import rank_schedule
+from lightning_modules.execution import host_memory
+from lightning_modules.pretrained import transformer
+from lightning_modules.quantization import float8
+from lightning_modules.quantization.linear import frozen_input_gradient, frozen_product
+
+DEVICE = torch.device("cuda", 0)
+# PyTorch's default while a module is configured, as under Lightning; but another one, that nothing may follow.
+FOREIGN = torch.device("cuda", 1)
+
+# What makes tensors on the host in a step, by design; any other that does is a finding.
+ON_HOST = {
+    ("flow.py", "sample_noise"): "drawn by generators of the host, the same on any device",
+    ("flow.py", "draw"): "drawn by generators of the host, the same on any device",
+    ("flow.py", "losses_at"): "which captions are dropped is known on the host",
+    ("flow.py", "drop_captions"): "which captions are dropped is known on the host, and masks of prompts are there",
+    ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
+    ("denoise.py", "velocity"): "masks of prompts stay on the host, and are asked whether they mask",
+    ("activation_offload.py", "_send"): "activations that wait there",
+    ("transformer_qwenimage.py", "forward"): "diffusers makes a list of 2511's tokens, and waits for its copy",
+}
+# Constants, which are made in the first step and kept.
+ONCE = {
+    ("rank_schedule.py", "_thresholds"),
+    ("module.py", "_statistic"),
+}
+# Of `ON_HOST`, what waits for the device, too.
+WAITS = {("transformer_qwenimage.py", "forward")}
+
+aten = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default
+# What PyTorch takes to be opaque, as it is written.
+KERNELS = {
+    torch.ops.retouch.frozen_product.default: frozen_product._init_fn,
+    torch.ops.retouch.frozen_input_gradient.default: frozen_input_gradient._init_fn,
+}
+
+
+def _place():
+    """The file and function that have called PyTorch."""
+    frame = sys._getframe(2)
+    while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    code = frame.f_code
+    return code.co_filename.rpartition("/")[2], code.co_qualname.partition(".<locals>")[0].rpartition(".")[2]
+
+
+class FakeCuda(TorchDispatchMode):
+    """Inside, tensors of CUDA have no content; those of the host are real.
+
+    Tensors of the host and of the device that meet are PyTorch's own error; so is a number that is read back.
+
+    Attributes:
+        found: what should not be: how often, by what it is and where.
+        attended: how many kernels of attention were called.
+        called: the names of all operators.
+        allowed: how often each of `ON_HOST` made a tensor there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.attended, self.allowed, self.called = Counter(), Counter(), Counter(), set()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._in_step, self._steps = False, 0
+        self._pinned, self._opened = {}, set()
+
+    @contextmanager
+    def configuring(self):
+        """Inside, as Lightning configures a module."""
+        with self._fake, self, FOREIGN:
+            yield
+
+    @contextmanager
+    def step(self):
+        """Inside, as in a training step in bf16: autocast is the caller's."""
+        self._in_step, self._steps = True, self._steps + 1
+        with self._fake, self:
+            yield
+        self._in_step = False
+
+    def pin(self, tensor):
+        """Note that a tensor of the host is in pinned memory."""
+        reference = StorageWeakRef(tensor.untyped_storage())  # by which its number stays its own
+        self._pinned[reference.cdata] = reference
+        return tensor
+
+    def _may(self, place, places):
+        return place in places or (place in ONCE and self._steps == 1)
+
+    def note(self, what):
+        self.found[what, *_place()] += 1
+
+    def attend(self, query, key, value, *args, attend=F.scaled_dot_product_attention, **kwargs):
+        """PyTorch's attention, that looks at what it gets before autocast does."""
+        dtypes = query.dtype, key.dtype, value.dtype
+        self.attended[dtypes] += 1
+        if set(dtypes) != {torch.bfloat16}:
+            self.note(f"attention of {dtypes}")
+        return attend(query, key, value, *args, **kwargs)
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE_OF:  # asked by C++ for each tensor
+            return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
+        kwargs = dict(kwargs or {})
+        self.called.add(func.name())
+        if func in KERNELS:
+            kind = func, args[2], args[0].dtype, args[0].shape
+            if kind not in self._opened:
+                self._opened.add(kind)
+                with self:
+                    return KERNELS[func](*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        pinned = kwargs.pop("pin_memory", None)
+        on_device = any(tensor.is_cuda for tensor in given)
+        device = kwargs.get("device")
+        if on_device or (device is not None and torch.device(device).type == "cuda"):
+            out = func(*args, **kwargs)
+        else:
+            with unset_fake_temporarily():
+                out = func(*args, **kwargs)
+        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            if pinned:
+                self.pin(tensor)
+            self._judge(func, args, kwargs, given, on_device, tensor)
+        return out
+
+    def _judge(self, func, args, kwargs, given, on_device, tensor):
+        if tensor.device == FOREIGN:
+            self.note(f"{func} follows the default device")
+        if not self._in_step:
+            return
+        copies = func in (aten._to_copy.default, aten.copy_.default)
+        apart = kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))
+        if not tensor.is_cuda:
+            place = _place()
+            self.allowed[place] += 1
+            reads = on_device and func is not aten.empty_like.default
+            if reads and not (copies and apart):
+                self.note(f"{func} reads from the device")
+            elif not reads and not self._may(place, ON_HOST):
+                self.note(f"{func} makes a tensor on the host")
+        elif copies and (host := [one for one in given if not one.is_cuda]) and not self._may(_place(), WAITS):
+            if not apart:
+                self.note("a copy from the host waits")
+            if not all(one.untyped_storage()._cdata in self._pinned for one in host):
+                self.note("a copy from memory that is not pinned waits")
+
+
+def backward(loss):
+    """What autograd's engine does, which would ask CUDA for its devices: nodes in their order, the latest first."""
+    order = count()
+    given = {loss.grad_fn: {0: torch.ones_like(loss)}}
+    waiting = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
+    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", return_value=0):
+        while waiting:
+            *_, node = heapq.heappop(waiting)
+            gradients = given.pop(node)
+            inputs = [_fitting(gradients.get(n), one) for n, one in enumerate(node._input_metadata)]
+            outputs = getattr(node, "apply", node)(*inputs)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            # What follows the tensors among a Python function's inputs is nothing.
+            for (following, number), gradient in zip(node.next_functions, outputs, strict=False):
+                if following is None or gradient is None:
+                    continue
+                if hasattr(following, "variable"):
+                    following(_fitting(gradient, following._input_metadata[0]))
+                    continue
+                if following not in given:
+                    given[following] = {}
+                    heapq.heappush(waiting, (-following._sequence_nr(), next(order), following))
+                before = given[following].get(number)
+                given[following][number] = gradient if before is None else before + gradient
+
+
+def _fitting(gradient, metadata):
+    """As the engine lets a node have it."""
+    if gradient is None:
+        return None
+    assert gradient.device == metadata.device
+    return gradient.sum_to_size(metadata.shape).to(metadata.dtype)
+
+
+def swap_tensors(one, other, swap=torch.utils.swap_tensors):
+    """PyTorch's, which refuses fake tensors that anybody remembers, as FakeTensorMode does."""
+    with mock.patch.object(weakref, "getweakrefs", return_value=[]):
+        swap(one, other)
+
+
+def load_model(cls, repository, subfolder, revision, dtype, device):
+    """diffusers' loading, by ours."""
+    return transformer.load_transformer(cls, repository, dtype=dtype, device=device, placement=lambda name: device)
+
+
+@contextmanager
+def fake_cuda():
+    """A `FakeCuda` of compute capability 9.0, beside which there is nothing that is CUDA's own."""
+    cuda, stream = FakeCuda(), mock.Mock()
+    double_quant = {"dynamic": bnb.functional.create_dynamic_map()}
+    replaced = [
+        (F, "scaled_dot_product_attention", cuda.attend),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "is_bf16_supported", lambda: True),
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "Stream", lambda device: stream),
+        (torch.cuda, "current_stream", lambda device: stream),
+        (torch.cuda, "stream", lambda _: nullcontext()),
+        (Tensor, "record_stream", lambda *_: None),
+        (Tensor, "pin_memory", lambda tensor: cuda.pin(tensor.clone())),
+        (host_memory, "_register", lambda memory, device: cuda.pin(memory)),
+        (host_memory, "_unpin", lambda *_: None),
+        (float8, "FUSES", ()),
+        (transformer, "load_model", load_model),
+        (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
+        (bnb.functional, "name2qmap", double_quant),
+        (torch.utils, "swap_tensors", swap_tensors),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        for cached in (float8.has_tensor_cores, float8._fused_rows, rank_schedule._thresholds):
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        yield cuda
