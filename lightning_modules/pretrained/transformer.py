@@ -98,6 +98,7 @@ class TransformerSource:
         kept = self.kept(device) if self.stored_format is None else None
         repository, revision = self.repository, self.revision
         if kept is not None and kept.is_usable():
+            log.info(f"the transformer was quantized to {self.quantization} by an earlier start: {kept.folder}")
             repository, revision = str(kept.folder), None
         transformer = load_transformer(
             self._class,
