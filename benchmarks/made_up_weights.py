@@ -12,10 +12,13 @@ from benchmarks.memory import write_shallow
 
 # Bytes at which a new file begins.
 SHARD = 10**9
+# Numbers that are drawn, and repeated; a prime, that no side divides.
+POOL = 1_000_003
 
 
 def write_weights(model: nn.Module, folder: Path, start: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """Small made-up numbers for a model on the meta device, in files of about a gigabyte, and their index."""
+    pool = (0.02 * torch.randn(POOL)).to(torch.bfloat16)
     shards: list[dict[str, Tensor]] = [{}]
     sizes, places = [0], {}
     for name, parameter in model.named_parameters():
@@ -26,9 +29,8 @@ def write_weights(model: nn.Module, folder: Path, start: str, dtype: torch.dtype
             sizes.append(0)
             shards.append({})
         sizes[-1] += size
-        bits = torch.empty(parameter.shape, dtype=torch.int16).random_(0x3C00, 0x3D00)
-        bits |= torch.empty(parameter.shape, dtype=torch.int16).random_(0, 2) << 15
-        shards[-1][name] = bits.view(torch.bfloat16).to(dtype)
+        numbers = pool.repeat(-(-parameter.numel() // len(pool)))[: parameter.numel()]
+        shards[-1][name] = numbers.view(parameter.shape).to(dtype)
         places[name] = f"{start}-{len(sizes):05d}.safetensors"
     save_file(shards[-1], folder / f"{start}-{len(sizes):05d}.safetensors", {"format": "pt"})
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}

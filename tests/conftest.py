@@ -10,7 +10,7 @@ from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
-os.environ["OMP_NUM_THREADS"] = "1"  # two workers on two cores
+os.environ["OMP_NUM_THREADS"] = "1"  # workers on few cores
 os.environ["COLUMNS"] = "250"  # long paths stay on one line
 
 import pytest

@@ -83,6 +83,8 @@ def build(repositories, cuda, model, quantization, adapter, streamed):
     chosen = settings(f"model={model}", path, *MODELS[model].settings).copy()
     chosen.adapter = settings(*ADAPTERS[adapter]).adapter
     chosen.quantization = settings(*QUANTIZATIONS[quantization]).quantization
+    if chosen.quantization is not None:
+        chosen.quantization.cache = False  # there is no content to keep
     chosen.offload = {"encoders": False, "blocks": 2 if streamed else 0, "activations": True}
     module = instantiate(chosen, _convert_="all")
     module._device = DEVICE

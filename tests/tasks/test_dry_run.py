@@ -40,17 +40,15 @@ def test_every_model_is_known_without_weights(model):
 
 @pytest.mark.parametrize("model", ["embedded", "flux_dev", "qwen_image_edit_plus"])
 def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
-    """Of each kind of transformer; of one of them that is large, all blocks."""
+    """Of each kind of transformer; of those that are large two blocks of each kind."""
     captions = model in MODELS and MODELS[model].data == "captions"
     data = ["data=captions", f"data.root={pairs}/training_images"] if captions else [f"data.root={pairs}"]
     more = [f"output_dir={tmp_path / 'out'}", "data.val_count=3"]
-    if model == "qwen_image_edit_plus":  # two of its 60 blocks
+    if model != "embedded":
         write_shallow(model, 2, str(tmp_path / "shallow"))
         more.append(f"model.pretrained_model_name_or_path={tmp_path / 'shallow'}")
     outcome = run("train", "task=dry_run", f"model={model}", *more, *data)
     assert "5 samples of" in outcome.text
-    if model == "flux_dev":
-        assert f"{PARAMETERS[model]:,} parameters" in outcome.text
     phases = [f"with gradient checkpointing {position}\n" for position in ("none", "selective", "every_2", "full")]
     for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "disk", *phases):
         assert part in outcome.text
