@@ -28,6 +28,14 @@ from tests.support.warm import Warm
 torch.set_num_threads(1)
 
 
+# Files whose tests take long: they come first, that none is alone at the end.
+LONG = ("test_benchmarks", "test_distributed", "test_peers", "test_shares", "test_loading_memory", "test_shapes_model")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.path.name.startswith(LONG))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _what_stays_is_frozen():
     """What was imported and made so far stays: the garbage collection after each run need not look through it."""
