@@ -206,7 +206,8 @@ def main() -> None:
     table = "\n".join([*head, *map(row, stages)])
     print(table)
     options.output.mkdir(parents=True, exist_ok=True)
-    facts = {"command": shlex.join(["python", "benchmarks/rehearsal.py", *sys.argv[1:]]), "torch": torch.__version__}
+    how = ["--model", options.model, "--format", options.format, "--side", str(options.side)]
+    facts = {"command": shlex.join(["python", "benchmarks/rehearsal.py", *how]), "torch": torch.__version__}
     name = f"rehearsal_{options.model}"
     (options.output / f"{name}.json").write_text(json.dumps({**facts, "stages": left}, indent=1) + "\n")
     (options.output / f"{name}.md").write_text(table + "\n")
