@@ -94,7 +94,8 @@ def flux(folder: str, format: str | None) -> Any:
     """The family's module for this folder."""
     quantized = format in QUANTIZED
     more = ["model/quantization=fp8", f"model.quantization.format={format}"] if quantized else []
-    return frozen_model(compose("flux_kontext", folder, "bfloat16", *more))
+    alone = ["model.quantization.cache=false"] if quantized else []
+    return frozen_model(compose("flux_kontext", folder, "bfloat16", *more, *alone))
 
 
 def quantization_settings(format: str) -> Any:
@@ -102,7 +103,7 @@ def quantization_settings(format: str) -> Any:
     from omegaconf import OmegaConf
 
     settings = OmegaConf.load(ROOT / "conf" / "model" / "quantization" / "fp8.yaml")
-    settings.merge_with({"format": format})
+    settings.merge_with({"format": format, "cache": False})
     return settings
 
 

@@ -1,7 +1,7 @@
 """A whole run at the real size: the commands of a user, on a repository of the real sizes with made-up weights.
 
     python benchmarks/rehearsal.py --model flux_kontext            # 34 GB on disk, half an hour on 2 cores
-    python benchmarks/rehearsal.py --work FOLDER --keep            # leaves it there, for the next time
+    python benchmarks/rehearsal.py --work FOLDER                   # leaves it there, for the next time
 
 Encodes two pairs, trains two steps at 128 pixels on the 4-bit base, saves, resumes for a third, makes a picture. Each
 is a command in a process of its own, whose memory is looked at ten times a second: all of it (with the pages of files
@@ -188,8 +188,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=128)
     parser.add_argument("--format", choices=("fp4", "nf4"), default="fp4")
     parser.add_argument("--depth", type=int, help="blocks of each kind, to try it; all of them otherwise")
-    parser.add_argument("--work", type=Path, help="where it is written; a new folder here")
-    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--work", type=Path, help="where it is written, and kept; else in a new folder, and removed")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     silence_libraries()
@@ -200,7 +199,7 @@ def main() -> None:
         stages = rehearse(options.model, work, options.side, options.format, options.depth)
         left: Any = json.loads(json.dumps([stage._asdict() for stage in stages]).replace(str(work), "WORK"))
     finally:
-        if not options.keep:
+        if options.work is None:
             shutil.rmtree(work)
     head = ["| stage | seconds | peak, GB | no file's | dry run |", "|---|---|---|---|---|"]
     table = "\n".join([*head, *map(row, stages)])

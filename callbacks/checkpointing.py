@@ -11,6 +11,7 @@ from datamodules.base import TrainingData
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.calibration import USABLE, Calibration, DeviceMemory, estimate
+from lightning_modules.timing import NOT_TRAINING
 
 log = logging.getLogger("retouch")
 
@@ -23,7 +24,7 @@ class RaiseCheckpointing(L.Callback):
 
     def __init__(self) -> None:
         self._calibration: Calibration | None = None
-        self._memory = DeviceMemory(torch.device("cpu"))
+        self._memory: DeviceMemory | None = None
         self._taken = self._first_step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -34,37 +35,34 @@ class RaiseCheckpointing(L.Callback):
             return
         self._first_step = trainer.global_step
         self._memory = execution.memory()
-        self._calibration = estimate(
-            pl_module,
-            pl_module.base,
-            execution.adapter,
-            execution.compile_blocks,
-            execution.adapted_meta_transformer,
-            data,
-        )
+        made = execution.adapted_meta_transformer
+        with pl_module.base.timer.stage(NOT_TRAINING):
+            self._calibration = estimate(
+                pl_module, pl_module.base, execution.adapter, execution.compile_blocks, made, data
+            )
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if self._calibration is not None:
+        if self._calibration is not None and self._memory is not None:
             self._memory.restart()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._calibration is not None:  # here, for pictures may come before the batch's end
+        if self._calibration is not None and self._memory is not None:  # pictures may come before the batch's end
             self._taken = self._memory.taken()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        calibration = self._calibration
+        calibration, memory = self._calibration, self._memory
         # In the first step the optimizer makes its state.
-        if calibration is None or trainer.global_step <= self._first_step + 1:
+        if calibration is None or memory is None or trainer.global_step <= self._first_step + 1:
             return
         assert isinstance(pl_module, EditModule)
         # The same in all processes: that of the one that took the most, and the least that is free.
-        mine = [calibration.share(self._taken, outputs["tokens"]), -self._memory.free()]
+        mine = [calibration.excess(self._taken, outputs["tokens"]), -memory.free()]
         together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
-        share, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
+        excess, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
         free = -less
-        calibration.after_step(share, free)
+        calibration.after_step(excess, free)
         if not calibration.is_done:
             pl_module.execution.set_checkpointing(pl_module.transformer, calibration.policy)
             return

@@ -14,10 +14,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 
 # Settings of a run, and of the machine that it ran on.
-NOT_OF_THE_MODEL = (
-    *("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend"),
-    *("cache", "cache_dir"),  # of quantization
-)
+NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "cache", "cache_dir")
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

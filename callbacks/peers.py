@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from callbacks.signals import stop
+from datamodules.errors import UserError
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -99,8 +100,9 @@ class Peers:
             return
         self._first, self._word = first, word
         self._told.set()
-        # By a thread that needs no Python, which a library may hold up.
-        faulthandler.dump_traceback_later(TIME_TO_END, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+        # By a thread that needs no Python, which a library may hold up. What has failed may have something to save.
+        limit = 2 * TIME_TO_END if self._ends.is_set() else TIME_TO_END
+        faulthandler.dump_traceback_later(limit, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         if self._ends.is_set():
             return
         stop.abandon()
@@ -161,8 +163,13 @@ def _accept(count: int, publish: Any) -> list[socket.socket]:
     accepted: dict[int, socket.socket] = {}
     with socket.create_server(("", 0), family=family, dualstack_ipv6=dual) as server:
         publish(f"{server.getsockname()[1]} {token.hex()}")
+        server.settimeout(SECONDS_TO_MEET)
         while len(accepted) < count:
-            connection, _ = server.accept()
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                lacking = ", ".join(str(rank) for rank in range(1, count + 1) if rank not in accepted)
+                raise UserError(f"process {lacking} of this run did not come in {SECONDS_TO_MEET:.0f} s") from None
             connection.settimeout(SECONDS_TO_MEET)
             said = _receive(connection, len(token) + RANK.size)
             if said.startswith(token):  # else it is a stranger's

@@ -13,7 +13,7 @@ from torch import Tensor
 from callbacks.best_effort import best_effort
 from callbacks.image_writer import in_a_row, save_png, to_image
 from callbacks.run_folder import RunFolder
-from callbacks.shares import of_all, share
+from callbacks.shares import of_all, of_first, share
 from datamodules.base import Example, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.files import short_name
@@ -76,7 +76,7 @@ class SampleImages(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
         self.validation = TrainingData.of(trainer).validation
-        missing = trainer.strategy.broadcast(self._step == 0 or not self._is_complete())
+        missing = of_first(trainer, self._step == 0 or not self._is_complete())
         self.sample_if_due(trainer, pl_module, missing)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:

@@ -22,6 +22,15 @@ def share(trainer: L.Trainer, count: int) -> slice:
     return slice(trainer.global_rank, count, trainer.world_size) if divides(trainer) else slice(0, count, 1)
 
 
+def of_first(trainer: L.Trainer, mine: Made) -> Made:
+    """What the first process has, in every process. Waits for it."""
+    if trainer.world_size == 1:
+        return mine
+    held = [mine]
+    distributed.broadcast_object_list(held, src=0, group=peers.group)
+    return held[0]
+
+
 def of_all(trainer: L.Trainer, mine: list[Made]) -> list[Made]:
     """What was made of all samples, in their order, in every process. Waits for all of them.
 

@@ -16,7 +16,7 @@ from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.report.figures import ENDS, read_rows
 from callbacks.run_folder import RunFolder
 from callbacks.sample_images import Made, SampleImages
-from callbacks.shares import of_all, share
+from callbacks.shares import of_all, of_first, share
 from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from datamodules.files import replacing
@@ -73,13 +73,13 @@ class Validation(L.Callback):
         if sampler is None or sampler.validation is None:
             return
         earlier = read_rows(self.path) if trainer.global_step else []  # else they are of a run that saved nothing
-        self.rows = trainer.strategy.broadcast([row for row in earlier if row["step"] <= trainer.global_step])
-        for name, metric in self._makers.items():
+        self.rows = of_first(trainer, [row for row in earlier if row["step"] <= trainer.global_step])
+        for name, metric in self._makers.items() if trainer.is_global_zero else ():
             try:
                 self.metrics[name] = metric if isinstance(metric, Metric) else metric()
             except OSError as error:
                 raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
-            # Each process has all pictures.
+            # The first process has all pictures, and measures alone.
             self.metrics[name].distributed_available_fn = lambda: False
         if sampler.sampled_step != trainer.global_step:  # a resumed run may have been killed before it measured
             sampler.sample_if_due(trainer, pl_module, self.latest.get("step") != trainer.global_step)
@@ -98,7 +98,8 @@ class Validation(L.Callback):
         with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
                 losses = self._losses(trainer, pl_module, sampler.validation)
-            self._record(trainer, pl_module, {"step": trainer.global_step, **losses, **self._measure(sampler)})
+            row = {"step": trainer.global_step, **losses, **self._measure(sampler)}
+            self._record(trainer, pl_module, of_first(trainer, row))
 
     def _losses(self, trainer: L.Trainer, module: EditModule, data: TrainingData) -> dict[str, float]:
         """The loss of each band, and of all."""
@@ -147,7 +148,7 @@ class Validation(L.Callback):
             self._write(trainer)
         keeper = find_callback(trainer, LoRACheckpoint)
         reached, former = self._score(row), -math.inf if best is None else self._score(best)
-        if keeper is not None and trainer.global_step and reached > former:
+        if of_first(trainer, reached > former) and keeper is not None and trainer.global_step:
             keeper.write(trainer, module, "best")
 
     def _write(self, trainer: L.Trainer) -> None:

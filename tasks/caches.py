@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
@@ -15,8 +16,11 @@ from datamodules.shards.cache import Cache
 from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
-from tasks.placement import compute_device, frozen_model, place_trainer
+from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
+
+# Of other machines, which may share the folder.
+DEVICES = ("cpu", "cuda", "mps")
 
 
 def cache(cfg: DictConfig, _: Path) -> None:
@@ -47,7 +51,8 @@ def clean(cfg: DictConfig, _: Path) -> None:
     """Name what the present settings do not use, caches and quantized transformers; with delete=true, delete it."""
     data, module = cached_data(cfg), frozen_model(cfg)
     used = data.cache(module).folder
-    kept = module.base.source.kept(compute_device(cfg))
+    places = (module.base.source.kept(torch.device(kind)) for kind in DEVICES)
+    kept = [place.folder for place in places if place is not None]
     found: list[tuple[Path, str, float]] = []
     for lock in used.parent.glob(f"{'?' * len(used.name)}/.lock"):
         cache = Cache(lock.parent, {})
@@ -56,7 +61,7 @@ def clean(cfg: DictConfig, _: Path) -> None:
         elif cache.folder != used:
             found.append((cache.folder, cache.describe(), lock.stat().st_mtime))
     for transformer in quantized_transformers(used.parent):
-        if kept is None or transformer.folder != kept.folder:
+        if transformer.folder not in kept:
             found.append((transformer.folder, transformer.describe(), transformer.folder.stat().st_mtime))
     total = 0
     for folder, what, last_used in sorted(found):

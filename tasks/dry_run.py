@@ -55,6 +55,7 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     texts = {part: size for part, size in encoders.items() if part != "vae"}
     vae = encoders.get("vae", 0)
     chosen = module.execution.checkpointing
+    more = "; gradient_checkpointing=auto takes more where there is more" if chosen == "auto" else ""
     if chosen == "auto":  # the least memory that it can settle for
         chosen = "full"
     offloaded = module.base.offloads_encoders  # to the host, while the transformer computes
@@ -103,7 +104,7 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
         "host, loading": f"at most {decimal(plan.process + plan.loading[0])} while the transformer goes to a GPU, "
         f"{decimal(plan.process + plan.loading[1])} where it stays in the host's memory",
         "disk": ", ".join(f"{part} {decimal(size)}" for part, size in disk.items()) or "no cache",
-        "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{_against_this_machine(peak)}",
+        "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{more}{_against_this_machine(peak)}",
     }
 
 

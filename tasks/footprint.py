@@ -128,6 +128,11 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     one = {size: empty_latents(module, base, size, 1, heaviest.caption) for size in set(data.sizes)}
     batch = empty_latents(module, base, heaviest.size, heaviest.samples, heaviest.caption)
     step = FakeStep(module, adapter, base.dtype, module.execution.compile_blocks, transformer, batch)
+    activations = {}
+    for policy in policies:
+        log.info(f"simulating a step on fake tensors with gradient checkpointing {policy}")
+        # Gradients are made in the step too, and counted with the adapter.
+        activations[policy] = step.peak(policy) - count * 4
     with_std = module.objective.vae_encode_mode == "sample"
     sizes = {size: _latent_bytes(latents, with_std) for size, latents in one.items()}
     prompt = {size: sum(tensor.nbytes for tensor in latents.prompt.values()) for size, latents in one.items()}
@@ -145,8 +150,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         loading=while_loading,
         adapter=sum(tensor.nbytes for part in trained for tensor in adapter.tensors(part).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(optimizer)),
-        # Gradients are made in the step too, and counted with the adapter.
-        activations={policy: step.peak(policy) - count * 4 for policy in policies},
+        activations=activations,
         encoders=encoders,
         encode=encode,
         decode=decode,

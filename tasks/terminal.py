@@ -164,6 +164,9 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         line = _with_notes(line, error)
+    except BaseException as error:  # an exit that is none of ours
+        peers.fail(error)
+        raise
     finally:
         peers.part()
     rank = next((os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"), None)

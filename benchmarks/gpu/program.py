@@ -66,7 +66,7 @@ def resumed(bench: Bench, facts: Facts) -> list[str]:
     for optimizer, exact in OPTIMIZERS[: bench.size(4, 1)]:
         name = f"{optimizer}{', deterministic' if exact else ''}"
         settings = [*NO_PICTURES, f"optimizer={optimizer}", "scheduler=constant", "adapter.rank=64"]
-        settings += [f"+trainer.deterministic={str(exact).lower()}"]
+        settings += [f"+trainer.deterministic={str(exact).lower()}", "model.gradient_checkpointing=auto"]
         whole = _train(bench, f"{name}, whole", *settings, "trainer.max_steps=4")
         half = _train(bench, f"{name}, resumed", *settings, "trainer.max_steps=2")
         _train(bench, f"{name}, resumed", *settings, "trainer.max_steps=4", "ckpt_path=last")

@@ -72,7 +72,7 @@ def _raised(bench: Bench, module: Any, batch: LatentBatch, estimate: Callable[[s
         module.execution.set_checkpointing(module.transformer, calibration.policy)
         memory.restart()
         loss(module, batch).backward()
-        calibration.after_step(calibration.share(memory.taken(), tokens), memory.free())
+        calibration.after_step(calibration.excess(memory.taken(), tokens), memory.free())
         module.transformer.zero_grad(set_to_none=True)
     return calibration.policy
 

@@ -114,7 +114,6 @@ class FakeStep:
 
     def peak(self, policy: str) -> int:
         """The most bytes beside weights that it holds with this `gradient_checkpointing`."""
-        log.info(f"simulating a step on fake tensors with gradient checkpointing {policy}")
         dtype = self.dtype
         # What is compiled keeps by itself what `selective` does.
         kept = "selective" if policy == "none" and self.compiled else policy

@@ -64,18 +64,18 @@ class Calibration:
         """Bytes of the heaviest batch's step, corrected."""
         return round(self._factor * self.needs[policy])
 
-    def share(self, taken: int, tokens: int) -> float:
-        """What a step of so many tokens has taken, of what was estimated."""
+    def excess(self, taken: int, tokens: int) -> float:
+        """What a step of so many tokens has taken, over what was estimated."""
         return taken * self.tokens / (self.needs[self.policy] * tokens)
 
-    def after_step(self, share: float, free: float) -> None:
+    def after_step(self, excess: float, free: float) -> None:
         """Choose the next policy.
 
         Args:
-            share: of `share`, by the step.
+            excess: of the step, by `excess`.
             free: bytes, beside the weights and the optimizer's state.
         """
-        self._factor = max(self._factor, share)
+        self._factor = max(self._factor, excess)
         place = POLICIES.index(self.policy)
         following = POLICIES[place - 1] if place else None
         if following is None or self.expected(following) > USABLE * free:
@@ -98,6 +98,7 @@ def estimate(
         compiled: whether the blocks are.
         meta_transformer: makes the transformer on the meta device, with its adapter.
     """
+    log.info("estimating what a step takes of the memory, which may be a minute")
     heaviest = heaviest_batch(family, base, data)
     batch = empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption)
     step = FakeStep(family, adapter, base.dtype, compiled, meta_transformer(), batch)

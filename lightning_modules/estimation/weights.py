@@ -3,6 +3,7 @@
 from torch import nn
 
 from lightning_modules.execution.block_offload import streamed_blocks
+from lightning_modules.pretrained.assembly import AHEAD, FILE_SIZE
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.formats import FORMATS
 
@@ -25,7 +26,12 @@ def loading_bytes(source: TransformerSource, on_host: bool) -> int:
     """
     kept = weight_bytes(source) if on_host else sum(_streamed_bytes(source))
     largest = max(parameter.numel() for parameter in source.meta.parameters()) * source.dtype.itemsize
-    return loading_bound(kept, largest)
+    wanted, copies = source.quantization, 0
+    if wanted is not None:
+        copies += AHEAD * largest
+        # From a GPU a file is copied before it is written.
+        copies += 0 if on_host or not wanted.is_kept else min(FILE_SIZE, weight_bytes(source))
+    return loading_bound(kept, largest) + copies
 
 
 def loading_bound(kept: int, largest: int) -> int:

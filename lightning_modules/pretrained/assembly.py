@@ -29,7 +29,8 @@ log = logging.getLogger("retouch")
 AHEAD = 2
 # safetensors' names of dtypes that are not quantized.
 PLAIN = ("F32", "BF16", "F16")
-FILE_SIZE = "2GB"
+# Bytes at which a new file begins.
+FILE_SIZE = 2 * 10**9
 
 
 class ReadAhead(Weights):
@@ -77,15 +78,13 @@ def assemble(
     """
     # Names and no modules: a layer that is replaced must go at once.
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    converted = (
-        [] if quantization is None else [name for name in names if _converts(quantization, model, weights, name)]
-    )
+    converted = [name for name in names if quantization and _converts(quantization, model, weights, name)]
     ahead = ReadAhead(weights, [f"{name}.weight" for name in converted])
     layer: nn.Module | None
     last = time.monotonic()
     for number, name in enumerate(names, 1):
         place = device if placement is None else placement(name)
-        if name in converted:
+        if quantization is not None and name in converted:
             layer = _converted_layer(model.get_submodule(name), ahead, name, dtype, device, quantization)
             layer = layer if place == device else layer.to(place)
         else:
@@ -96,7 +95,7 @@ def assemble(
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
             log.info(f"{number} of {len(names)} layers")
-    # All of a file that is quantized stays; of others the rest would keep what has been read in memory.
+    # A file of which little is used would keep its pages in memory: it is copied from.
     read = weights.read if converted else weights.map
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
@@ -126,11 +125,9 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
     save_torch_state_dict(state, folder, filename_pattern=pattern, max_shard_size=FILE_SIZE)
 
 
-def _converts(quantization: Quantization | None, model: nn.Module, weights: Weights, name: str) -> bool:
+def _converts(quantization: Quantization, model: nn.Module, weights: Weights, name: str) -> bool:
     """Whether a layer is to be quantized, and is not on disk."""
-    if quantization is None or weights.dtypes[f"{name}.weight"] not in PLAIN:
-        return False
-    return quantization.converts(name, model.get_submodule(name))
+    return weights.dtypes[f"{name}.weight"] in PLAIN and quantization.converts(name, model.get_submodule(name))
 
 
 def _converted_layer(
@@ -139,7 +136,7 @@ def _converted_layer(
     name: str,
     dtype: torch.dtype,
     device: torch.device,
-    quantization: Quantization | None,
+    quantization: Quantization,
 ) -> nn.Module:
     """A layer, read and quantized on the device."""
     tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
@@ -148,7 +145,6 @@ def _converted_layer(
     linear.load_state_dict(tensors, assign=True)
     del tensors, tensor
     assert isinstance(linear, nn.Linear)
-    assert quantization is not None
     return quantization.quantize(linear)
 
 

@@ -61,7 +61,7 @@ class QuantizedTransformer:
         """The same, when it is to be used now: one that is damaged is named."""
         whole = self.is_whole()
         if not whole and self.folder.is_dir():
-            log.warning(f"note: {self.folder} is damaged: the transformer is quantized again")
+            log.warning(f"note: {self.folder} is not as it was written: the transformer is quantized again")
         with suppress(OSError):  # not there, or read-only
             os.utime(self.folder)
         return whole
@@ -85,8 +85,8 @@ class QuantizedTransformer:
                     files = {path.name: _written(path) for path in sorted(unfinished.iterdir())}
                     manifest = {"name": name, "parts": self.parts, "files": files}
                     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        except (UserError, OSError) as error:
-            log.warning(f"note: the quantized transformer is not kept, and quantized again by the next start: {error}")
+        except (UserError, OSError, RuntimeError, MemoryError) as error:  # what was to be kept is at hand
+            log.warning(f"note: the quantized transformer is not kept, so the next start quantizes again: {error}")
 
     def describe(self) -> str:
         """What it is, in a few words."""
@@ -94,13 +94,19 @@ class QuantizedTransformer:
             manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
             return f"the transformer of {manifest['name']} in {manifest['parts']['quantization']['format']}"
         except (OSError, ValueError, KeyError, TypeError):
-            return "a damaged transformer"
+            return "an unfinished or damaged transformer"
+
+    def is_being_written(self) -> bool:
+        """Whether a process of this machine does so now."""
+        with self._lock() as is_ours:
+            return not is_ours
 
     @contextmanager
     def _lock(self) -> Iterator[bool]:
         """Gives whether no other process of this machine writes it."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with (self.folder.parent / f".{self.folder.name}.lock").open("w") as file:
+        name = self.folder.name.strip(".").partition(".")[0]  # also of an unfinished folder of its own
+        with (self.folder.parent / f".{name}.lock").open("w") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -111,9 +117,9 @@ class QuantizedTransformer:
 
 
 def quantized_transformers(cache_dir: Path) -> list[QuantizedTransformer]:
-    """All that are kept there."""
-    folders = (path for path in sorted((cache_dir / FOLDER).glob("[!.]*")) if path.is_dir())
-    return [QuantizedTransformer(folder, {}) for folder in folders]
+    """All that are kept there; and what processes that were killed have left of some."""
+    folders = (path for path in sorted((cache_dir / FOLDER).glob("*")) if path.is_dir())
+    return [one for one in (QuantizedTransformer(folder, {}) for folder in folders) if not one.is_being_written()]
 
 
 def _signature(path: Path) -> list[int]:

@@ -19,6 +19,8 @@ log = logging.getLogger("retouch")
 EMBEDDED = "embedded"
 SHAPES = Path(__file__).parent.parent.parent / "assets" / "shapes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Bytes of a file that takes a while to read.
+LARGE = 10**9
 # Classes whose components are built without weights.
 WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
@@ -183,13 +185,15 @@ def content(repository: str, revision: str | None, patterns: Sequence[str], memo
     """
     if not Path(repository).is_dir():
         names = ("model_index.json", "config.json", "transformer/config.json")
-        found = next(path for name in names if (path := repository_file(repository, name, revision)))
-        return {"repository": repository, "commit": found.parts[found.parts.index("snapshots") + 1]}
+        name, path = next((name, path) for name in names if (path := repository_file(repository, name, revision)))
+        return {"repository": repository, "commit": path.parents[name.count("/")].name}
     hashes = FileHashes([memo] if memo.is_file() else [])
     files = {}
     for path in sorted(path for pattern in patterns for path in Path(repository).glob(pattern) if path.is_file()):
         known = hashes.get(path)
         if known is None:
+            if path.stat().st_size > LARGE:
+                log.info(f"reading {path} once, to know it by its content")
             hashed = hash_file(path)
             known = hashed[4]
             with suppress(OSError):  # read-only: it is read again the next time

@@ -60,11 +60,6 @@ class SafetensorsWeights(Weights):
             self._touched += tensor.nbytes
             return tensor
 
-    @property
-    def files(self) -> set[Path]:
-        """The files that they are in."""
-        return set(self._file.values())
-
     @cached_property
     def format(self) -> str | None:
         """The format that linear layers are quantized in; None for 16 or 32 bits."""

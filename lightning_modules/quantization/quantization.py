@@ -43,8 +43,8 @@ class Quantization:
         components_to_quantize: which components of the pipeline: `transformer`, text encoders.
         bnb_4bit_use_double_quant: quantize the scales of 4-bit blocks too: 4.1 bits a weight in place of 4.5.
         gradient_dtype: of the gradients that fp8 tensor cores multiply: `float8_e5m2`, or `bfloat16`, slower.
-        cache: whether a quantized transformer is kept in
-        cache_dir, from which the next start takes it.
+        cache: whether a quantized transformer is kept, for the next start.
+        cache_dir: where; None keeps none.
 
     Raises:
         UserError: the format or its library does not exist.

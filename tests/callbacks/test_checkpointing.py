@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from callbacks.checkpointing import RaiseCheckpointing
 from lightning_modules.estimation import calibration
@@ -23,7 +24,7 @@ def raised(taken, free, needs=NEEDS, tokens=1000):
     calibration, tried = Calibration(needs, 1000), []
     while not calibration.is_done:
         tried.append(calibration.policy)
-        calibration.after_step(calibration.share(taken(calibration.policy, tokens), tokens), free)
+        calibration.after_step(calibration.excess(taken(calibration.policy, tokens), tokens), free)
     return tried, calibration
 
 
@@ -48,46 +49,69 @@ def test_uncorrected_estimate_would_run_out_of_memory():
 
 
 class Double:
-    """The memory of a device on which the estimate is right."""
+    """The memory of a device, on which a step takes so many times what was estimated."""
 
-    def __init__(self, free):
-        self._free = free
+    def __init__(self, free, times, peaks, chosen):
+        self._free, self._times, self._peaks, self._chosen = free, times, peaks, chosen
+        self._counts = False
 
     def restart(self):
-        pass
+        self._counts = True
 
     def taken(self):
-        return 0
+        assert self._counts
+        self._counts = False  # what comes later is none of the step's
+        return self._times * self._peaks[self._chosen[-1]]
 
     def free(self):
         return self._free
 
 
 def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, monkeypatch):
-    """With no memory left, and with just enough for each."""
-    peaks, weights, chosen = {}, {}, []
+    """With no memory left, and with just enough for each; where steps take more, and another process has less."""
+    peaks, weights, chosen, left = {}, {}, [], []
     peak, of_blocks = calibration.FakeStep.peak, checkpointing.set_checkpointing
+    reduce = SingleDeviceStrategy.reduce
     monkeypatch.setattr(calibration.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
     monkeypatch.setattr(Execution, "callbacks", ["callbacks.checkpointing.RaiseCheckpointing"])
+    monkeypatch.setattr(Execution, "use_memory", lambda self, transformer, free: left.append(free))
+    monkeypatch.setattr(
+        "lightning_modules.prepare.set_checkpointing", lambda *args: chosen.append(args[1]) or of_blocks(*args)
+    )
 
-    def with_room_for(free):
-        monkeypatch.setattr(Execution, "memory", lambda self: Double(free))
+    def with_room_for(free, times=1, other=(0, -1e12)):
+        monkeypatch.setattr(Execution, "memory", lambda self: Double(free, times, peaks, chosen))
         monkeypatch.setattr(
-            "lightning_modules.prepare.set_checkpointing", lambda *args: chosen.append(args[1]) or of_blocks(*args)
+            SingleDeviceStrategy,
+            "reduce",
+            lambda self, x, *a, reduce_op="mean", **k: (
+                torch.maximum(x, torch.tensor(other, dtype=x.dtype))
+                if reduce_op == "max"
+                else reduce(self, x, *a, reduce_op=reduce_op, **k)
+            ),
         )
         chosen.clear()
-        text = run("train", *short(tiny, pairs, tmp_path / str(free), 6), "model.gradient_checkpointing=auto").text
-        weights[free] = lora_bytes(tmp_path / str(free))
+        left.clear()
+        folder = tmp_path / str(len(weights))
+        text = run("train", *short(tiny, pairs, folder, 6), "model.gradient_checkpointing=auto").text
+        weights[folder] = lora_bytes(folder)
         assert chosen == list(POLICIES[::-1])[: len(chosen)]
         assert re.search(r"gradient_checkpointing=auto is (\w+): ", text)[1] == chosen[-1]
+        room, step = USABLE * min(free, -other[1]), max(1, times, other[0]) * peaks[chosen[-1]]
+        assert left == [pytest.approx(room - 2 * step, abs=3)]
         return chosen[-1]
 
     assert with_room_for(0) == "full"
     assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
-    for policy, size in peaks.items():
-        assert with_room_for(int(size / USABLE) + 2) == policy
+    rooms = {policy: int(size / USABLE) + 2 for policy, size in peaks.items()}
+    for policy, room in rooms.items():
+        assert with_room_for(room) == policy
+    assert with_room_for(2 * rooms["none"], times=1.5) == "none"
+    assert with_room_for(rooms["none"], times=1.5) != "none"
+    assert with_room_for(rooms["none"], other=(0, -rooms["every_2"])) == "every_2"
+    assert with_room_for(rooms["none"], other=(1.5, -1e12)) != "none"
     run("train", *short(tiny, pairs, tmp_path / "none", 6), "model.gradient_checkpointing=none")
-    assert {*weights.values(), lora_bytes(tmp_path / "none")} == {weights[0]}
+    assert {*weights.values()} == {lora_bytes(tmp_path / "none")}
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_damaged_one_is_named_and_made_again(source, quantized, tmp_path, caplog
     quantized.clear()
     assert_same(source().load(CPU), first)
     assert quantized
-    assert f"note: {folder} is damaged: the transformer is quantized again" in caplog.messages
+    assert f"note: {folder} is not as it was written: the transformer is quantized again" in caplog.messages
     quantized.clear()
     assert_same(source().load(CPU), first)
     assert not quantized
