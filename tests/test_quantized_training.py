@@ -23,7 +23,11 @@ from tests.support.tiny_pipelines import FLUX, MODELS
 
 
 @pytest.mark.parametrize(
-    ("format", "backend", "adapter"), [(*way, adapter) for way, adapter in zip(WAYS, cycle(["lora", "tlora"]))]
+    ("format", "backend", "adapter"),
+    [
+        pytest.param(*way, adapter, marks=[pytest.mark.slow] * (way[0] in ("fp4", "int8")))
+        for way, adapter in zip(WAYS, cycle(["lora", "tlora"]))
+    ],
 )
 def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, format, backend, adapter):
     settings = [f"adapter={adapter}", "scheduler=constant", "optimizer.lr=1e-3"]

@@ -54,7 +54,7 @@ def assert_ended(processes, folder, rank, how):
         (0, "disk", "sleep"),
         (1, "memory", "hang"),
         (1, "kill", "hang"),
-        (0, "kill", "step"),
+        pytest.param(0, "kill", "step", marks=pytest.mark.slow),
     ],
 )
 def test_all_end_when_one_fails_whatever_the_others_wait_for(start, failing, tmp_path, rank, how, others):
@@ -63,6 +63,6 @@ def test_all_end_when_one_fails_whatever_the_others_wait_for(start, failing, tmp
     assert_ended(processes, tmp_path / "run", rank, how)
 
 
-@pytest.mark.parametrize("how", ["error", "kill"])
+@pytest.mark.parametrize("how", ["error", pytest.param("kill", marks=pytest.mark.slow)])
 def test_the_command_that_started_the_others_ends_with_the_line_of_the_one_that_failed(start, failing, tmp_path, how):
     assert_ended([start("train", *failing(rank=1, how=how))], tmp_path / "run", 1, how)

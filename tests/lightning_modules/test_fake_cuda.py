@@ -64,6 +64,11 @@ def offloads(model, quantization, adapter):
     return [RESIDENT] if stays else [RESIDENT, STREAMED]
 
 
+def slow(model, quantization, adapter):
+    """What no single other test stands beside runs always: each family, quantization, adapter and offloading."""
+    return (adapter != "lora" and quantization not in ("bf16", "fp8")) or (model in ALIKE and quantization != "bf16")
+
+
 BUILDS = [
     (model, quantization, adapter, chosen)
     for model in MODELS
@@ -133,7 +138,9 @@ def test_so_many_are_in_the_matrix():
 
 
 @pytest.mark.parametrize(
-    ("model", "quantization", "adapter", "chosen"), BUILDS, ids=lambda x: "_".join(x) if isinstance(x, dict) else x
+    ("model", "quantization", "adapter", "chosen"),
+    [pytest.param(*build, marks=[pytest.mark.slow] * slow(*build[:3])) for build in BUILDS],
+    ids=lambda x: "_".join(x) if isinstance(x, dict) else x,
 )
 def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, adapter, chosen):
     """Configured under a foreign default; loss and backward pass make nothing elsewhere, and read nothing back."""

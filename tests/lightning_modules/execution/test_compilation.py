@@ -43,9 +43,9 @@ def compiling(monkeypatch, backend):
         ("tlora", "bf16", "full"),
         ("lora", "fp8", "every_2"),
         ("tlora", "nf4", "none"),
-        ("lora", "fp4", "full"),
+        pytest.param("lora", "fp4", "full", marks=pytest.mark.slow),
         ("tlora", "int8", "selective"),
-        ("lora", "quanto", "none"),
+        pytest.param("lora", "quanto", "none", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_give_the_same_bits(tiny, exactly, adapter, base, position):

@@ -26,7 +26,7 @@ def offloading(tiny, adapter, base, blocks, activations=True):
     return module
 
 
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("seed", [None, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("adapter", ["lora", "tlora"])
 def test_steps_on_late_streams_have_the_same_bits(tiny, adapter, blocks, seed):
