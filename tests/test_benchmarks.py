@@ -69,6 +69,7 @@ assert status == 1, status
 """
 
 
+@pytest.mark.slow
 def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(tmp_path):
     output = tmp_path / "results.json"
     chosen = ["offload_blocks", "scaled_mm", "ortho_tlora", "bases", "block"]

@@ -50,23 +50,23 @@ RESIDENT = {"none": "none", "activations": "selective"}
 STREAMED = {"blocks": "full", "blocks_and_activations": "full"}
 
 
-# The blocks of these are another's, stream as they do, and have the same T-LoRAs.
+# The blocks of these are another's.
 ALIKE = ("flux_dev", "qwen_image_edit")
 
 
-def offloads(model, quantization, adapter):
+def offloads(quantization, adapter):
     """Those that production allows; an orthogonal T-LoRA computes as a T-LoRA does, whatever waits."""
     if adapter.startswith("ortho"):
-        return [] if model in ALIKE else [{"none": "none"}]
-    if model in ALIKE and adapter == "tlora" and quantization not in ("bf16", "fp8"):
-        return []
-    stays = adapter == "full" or quantization == "fp8_torchao" or model in ALIKE
+        return [{"none": "none"}]
+    stays = adapter == "full" or quantization == "fp8_torchao"
     return [RESIDENT] if stays else [RESIDENT, STREAMED]
 
 
 def slow(model, quantization, adapter):
-    """What no single other test stands beside runs always: each family, quantization, adapter and offloading."""
-    return (adapter != "lora" and quantization not in ("bf16", "fp8")) or (model in ALIKE and quantization != "bf16")
+    """Whether others stand for it in the suite, in which is each family, quantization, adapter and offloading."""
+    if model in ALIKE or adapter.startswith("ortho"):
+        return quantization != "bf16" or (model in ALIKE and adapter != "lora")
+    return adapter != "lora" and quantization not in ("bf16", "fp8")
 
 
 BUILDS = [
@@ -75,7 +75,7 @@ BUILDS = [
     for quantization in QUANTIZATIONS
     for adapter in ADAPTERS
     if adapter != "full" or quantization == "bf16"
-    for chosen in offloads(model, quantization, adapter)
+    for chosen in offloads(quantization, adapter)
 ]
 
 
@@ -132,9 +132,8 @@ def cuda(monkeypatch):
 
 def test_so_many_are_in_the_matrix():
     """A base that trains is not quantized; torchao's weights are not streamed."""
-    resident, alike = 2 * (9 * 2 + 1) * 2, 2 * (9 + 2 + 1) * 2
-    orthogonal, streamed = 2 * 9 * 2, 2 * 8 * 2 * 2
-    assert sum(len(chosen) for *_, chosen in BUILDS) == resident + alike + orthogonal + streamed == 224
+    resident, orthogonal, streamed = 4 * (9 * 2 + 1) * 2, 4 * 9 * 2, 4 * 8 * 2 * 2
+    assert sum(len(chosen) for *_, chosen in BUILDS) == resident + orthogonal + streamed == 352
 
 
 @pytest.mark.parametrize(
