@@ -7,6 +7,7 @@ import lightning.pytorch as L
 import torch
 from rich.filesize import decimal
 
+from callbacks.best_effort import best_effort
 from datamodules.base import TrainingData
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
@@ -35,11 +36,12 @@ class RaiseCheckpointing(L.Callback):
             return
         self._first_step = trainer.global_step
         self._memory = execution.memory()
-        made = execution.adapted_meta_transformer
-        with pl_module.base.timer.stage(NOT_TRAINING):
-            self._calibration = estimate(
-                pl_module, pl_module.base, execution.adapter, execution.compile_blocks, made, data
-            )
+        base, made = pl_module.base, execution.adapted_meta_transformer
+        with base.timer.stage(NOT_TRAINING), best_effort("estimate for gradient_checkpointing=auto, which stays full"):
+            self._calibration = estimate(pl_module, base, execution.adapter, execution.compile_blocks, made, data)
+        lacks = torch.tensor(float(self._calibration is None), device=pl_module.device)
+        if trainer.strategy.reduce(lacks, reduce_op="max"):  # in any process
+            self._calibration = None
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         if self._calibration is not None and self._memory is not None:

@@ -15,6 +15,7 @@ from lightning_modules.execution import checkpointing
 from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.prepare import Execution
 from tests.support.commands import compose, lora_bytes, short
+from tests.support.tiny_pipelines import FLUX
 
 NEEDS = {"none": 480 * 10**8, "selective": 320 * 10**8, "every_2": 260 * 10**8, "full": 46 * 10**8}
 
@@ -79,21 +80,21 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
         "lightning_modules.prepare.set_checkpointing", lambda *args: chosen.append(args[1]) or of_blocks(*args)
     )
 
-    def with_room_for(free, times=1, other=(0, -1e12)):
+    def with_room_for(free, times=1, other=(0, -1e12), *more):
         monkeypatch.setattr(Execution, "memory", lambda self: Double(free, times, peaks, chosen))
         monkeypatch.setattr(
             SingleDeviceStrategy,
             "reduce",
             lambda self, x, *a, reduce_op="mean", **k: (
                 torch.maximum(x, torch.tensor(other, dtype=x.dtype))
-                if reduce_op == "max"
+                if reduce_op == "max" and x.ndim
                 else reduce(self, x, *a, reduce_op=reduce_op, **k)
             ),
         )
         chosen.clear()
         left.clear()
         folder = tmp_path / str(len(weights))
-        text = run("train", *short(tiny, pairs, folder, 6), "model.gradient_checkpointing=auto").text
+        text = run("train", *short(tiny, pairs, folder, 6), "model.gradient_checkpointing=auto", *more).text
         weights[folder] = lora_bytes(folder)
         assert chosen == list(POLICIES[::-1])[: len(chosen)]
         assert re.search(r"gradient_checkpointing=auto is (\w+): ", text)[1] == chosen[-1]
@@ -111,6 +112,20 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
     assert with_room_for(rooms["none"], other=(1.5, -1e12)) != "none"
     run("train", *short(tiny, pairs, tmp_path / "none", 6), "model.gradient_checkpointing=none")
     assert {*weights.values()} == {lora_bytes(tmp_path / "none")}
+    tlora = ["model=flux_kontext", *FLUX["settings"], "adapter=tlora", "model.dtype=float32"]
+    assert with_room_for(rooms["none"], 1, (0, -1e12), *tlora) == chosen[-1]
+    run("train", *short(tiny, pairs, tmp_path / "tlora", 6), *tlora, "model.gradient_checkpointing=none")
+    assert weights[tmp_path / str(len(weights) - 1)] == lora_bytes(tmp_path / "tlora")
+
+
+def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pairs, tmp_path, monkeypatch):
+    def fail(*_):
+        raise NotImplementedError("no fake of this operator")
+
+    monkeypatch.setattr(Execution, "callbacks", ["callbacks.checkpointing.RaiseCheckpointing"])
+    monkeypatch.setattr(calibration.FakeStep, "peak", fail)
+    text = run("train", *short(tiny, pairs, tmp_path / "run", 2), "model.gradient_checkpointing=auto").text
+    assert "no estimate for gradient_checkpointing=auto, which stays full: no fake of this operator" in text
 
 
 @pytest.mark.parametrize(
