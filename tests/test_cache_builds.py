@@ -33,7 +33,7 @@ def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, start,
     assert content(killed) == content(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_path, number):
     """The whole process group is told, data workers included."""
     root = make_pairs(tmp_path / "pairs", [(64, 64)] * 12)

@@ -39,6 +39,7 @@ def by_torchrun(runs):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two_processes, tiny, pairs, tmp_path):
     """So are a float32 base, and an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
     bases = {f"{format}-{backend}": (format, backend) for format, backend in WAYS}

@@ -80,7 +80,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
         "lightning_modules.prepare.set_checkpointing", lambda *args: chosen.append(args[1]) or of_blocks(*args)
     )
 
-    def with_room_for(free, times=1, other=(0, -1e12), *more):
+    def with_room_for(free, times=1, other=(0, -1e12)):
         monkeypatch.setattr(Execution, "memory", lambda self: Double(free, times, peaks, chosen))
         monkeypatch.setattr(
             SingleDeviceStrategy,
@@ -94,7 +94,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
         chosen.clear()
         left.clear()
         folder = tmp_path / str(len(weights))
-        text = run("train", *short(tiny, pairs, folder, 6), "model.gradient_checkpointing=auto", *more).text
+        text = run("train", *short(tiny, pairs, folder, 6), "model.gradient_checkpointing=auto").text
         weights[folder] = lora_bytes(folder)
         assert chosen == list(POLICIES[::-1])[: len(chosen)]
         assert re.search(r"gradient_checkpointing=auto is (\w+): ", text)[1] == chosen[-1]
@@ -112,10 +112,18 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
     assert with_room_for(rooms["none"], other=(1.5, -1e12)) != "none"
     run("train", *short(tiny, pairs, tmp_path / "none", 6), "model.gradient_checkpointing=none")
     assert {*weights.values()} == {lora_bytes(tmp_path / "none")}
-    tlora = ["model=flux_kontext", *FLUX["settings"], "adapter=tlora", "model.dtype=float32"]
-    assert with_room_for(rooms["none"], 1, (0, -1e12), *tlora) == chosen[-1]
-    run("train", *short(tiny, pairs, tmp_path / "tlora", 6), *tlora, "model.gradient_checkpointing=none")
-    assert weights[tmp_path / str(len(weights) - 1)] == lora_bytes(tmp_path / "tlora")
+
+
+@pytest.mark.slow
+def test_masks_of_a_tlora_are_those_of_its_steps(run, tiny, pairs, tmp_path, monkeypatch):
+    """The step that is simulated has gates of its own."""
+    monkeypatch.setattr(Execution, "callbacks", ["callbacks.checkpointing.RaiseCheckpointing"])
+    monkeypatch.setattr(Execution, "memory", lambda self: Double(1e12, 0, {"full": 1}, ["full"]))
+    settings = ["model=flux_kontext", *FLUX["settings"], "adapter=tlora", "model.dtype=float32"]
+    for policy in ("auto", "none"):
+        choice = f"model.gradient_checkpointing={policy}"
+        run("train", *short(tiny, pairs, tmp_path / policy, 6), *settings, choice)
+    assert lora_bytes(tmp_path / "auto") == lora_bytes(tmp_path / "none")
 
 
 def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pairs, tmp_path, monkeypatch):

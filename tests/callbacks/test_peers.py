@@ -52,7 +52,7 @@ def assert_ended(processes, folder, rank, how):
     [
         (1, "mistake", "step"),
         (0, "disk", "sleep"),
-        (1, "memory", "hang"),
+        pytest.param(1, "memory", "hang", marks=pytest.mark.slow),
         (1, "kill", "hang"),
         pytest.param(0, "kill", "step", marks=pytest.mark.slow),
     ],

@@ -42,7 +42,7 @@ def compiling(monkeypatch, backend):
     [
         ("tlora", "bf16", "full"),
         ("lora", "fp8", "every_2"),
-        ("tlora", "nf4", "none"),
+        pytest.param("tlora", "nf4", "none", marks=pytest.mark.slow),
         pytest.param("lora", "fp4", "full", marks=pytest.mark.slow),
         ("tlora", "int8", "selective"),
         pytest.param("lora", "quanto", "none", marks=pytest.mark.slow),
