@@ -75,6 +75,7 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
 
 
+@pytest.mark.slow
 def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_processes, tiny, pairs, tmp_path):
     """As DDP does in bf16, and one process with the doubled batch. Held-out samples are measured on the way."""
 
