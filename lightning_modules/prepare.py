@@ -133,7 +133,7 @@ class Execution:
         return found
 
     def prepare(self, transformer: Any, dynamic: bool | None = None) -> None:
-        """Stream its blocks, choose its kernels and compile it: after quantized layers and adapters are in place.
+        """Bring it to its device, choose its kernels and compile it: after quantized layers and adapters are in place.
 
         Args:
             dynamic: of `compile_blocks`.
@@ -142,6 +142,11 @@ class Execution:
             UserError: this machine or these weights cannot do it.
         """
         self.stream_blocks(transformer)
+        # Positions are plain attributes of diffusers' modules, which no move reaches: each forward would copy them, and
+        # wait for the device.
+        for module in transformer.modules():
+            tensors = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+            vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
         set_attention_backend(transformer, self.attention_backend)
         if self.compile_blocks:
             compile_blocks(transformer, dynamic)

@@ -54,10 +54,9 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     encoders = {part: size for part, size in plan.encoders.items() if part not in on_host}
     texts = {part: size for part, size in encoders.items() if part != "vae"}
     vae = encoders.get("vae", 0)
-    chosen = module.execution.checkpointing
-    more = "; gradient_checkpointing=auto takes more where there is more" if chosen == "auto" else ""
+    chosen, more = module.execution.checkpointing, ""
     if chosen == "auto":  # the least memory that it can settle for
-        chosen = "full"
+        chosen, more = "full", "; gradient_checkpointing=auto takes more where there is more"
     offloaded = module.base.offloads_encoders  # to the host, while the transformer computes
     weights = plan.weights - plan.waiting
     training = {

@@ -119,14 +119,21 @@ class TransformerSource:
         wanted = self.quantization
         if wanted is None or wanted.cache_dir is None or not wanted.is_kept:
             return None
-        pattern = f"{self.config()['_subfolder'] or '.'}/*"
         parts = {
-            "source": content(self.repository, self.revision, [pattern], memo(wanted.cache_dir)),
+            "source": self._content,
             "quantization": wanted.settings(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": device.type,  # kernels round differently
         }
         return QuantizedTransformer.of(wanted.cache_dir, parts)
+
+    @cached_property
+    def _content(self) -> dict[str, str]:
+        """Of the files that are quantized, to know what is kept of them."""
+        assert self.quantization is not None
+        assert self.quantization.cache_dir is not None
+        pattern = f"{self.config()['_subfolder'] or '.'}/*"
+        return content(self.repository, self.revision, [pattern], memo(self.quantization.cache_dir))
 
     @cached_property
     def stored_format(self) -> str | None:

@@ -19,11 +19,7 @@ def image_shapes(latents: Sequence[Sequence[int]], samples: int) -> list[list[tu
 
 def velocity(transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
     """The transformer's prediction (B, C, h, w) of (B, C, h, w) at t (B,)."""
-    images, positions = [x_t, *controls], transformer.pos_embed
-    # From the host diffusers would copy them in every forward, and wait for the device.
-    positions.pos_freqs, positions.neg_freqs = (
-        copy_to(frequencies, x_t.device) for frequencies in (positions.pos_freqs, positions.neg_freqs)
-    )
+    images = [x_t, *controls]
     # A sample alone has no padding; kernels without a mask are the faster ones.
     mask = prompt.get("prompt_embeds_mask")
     if len(x_t) == 1 or (mask is not None and mask.all()):
