@@ -187,7 +187,7 @@ class CachedDataModule(PairsDataModule):
 
     def reader(self, empty_prompt: bool) -> LatentReader:
         """Reads batches; `empty_prompt`: whether they include the empty prompt's conditioning."""
-        prompts = [sample.prompt for sample in self.samples]
+        prompts = [sample.prompts[0] for sample in self.samples]
         return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt, prompts)
 
     def train_batches(self) -> ThreadedLoader:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -14,8 +13,8 @@ from datamodules.errors import UserError
 from datamodules.files import FileHashes, Hashed, hash_file
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
+from datamodules.images.sample import Picture, Sample
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.sources import Sample
 from datamodules.shards.cache import Cache
 from datamodules.shards.tar import sample_id
 
@@ -39,9 +38,9 @@ class EncodeRequest:
     resized: bool
 
 
-def roles(sample: Sample) -> list[tuple[str, Path]]:
+def roles(sample: Sample) -> list[tuple[str, Picture]]:
     """The sample's files, each with its role: target, control or mask."""
-    files = [("target", sample.target), *(("control", path) for path in sample.controls)]
+    files: list[tuple[str, Picture]] = [("target", sample.target), *(("control", path) for path in sample.controls)]
     return [*files, ("mask", sample.mask)] if sample.mask else files
 
 
@@ -49,7 +48,7 @@ def content_id(sample: Sample, hashes: FileHashes) -> str | None:
     """The sample's name in a cache; None if the checksum of a file is unknown."""
     files = [(role, hashes.get(path)) for role, path in roles(sample)]
     known = [(role, checksum) for role, checksum in files if checksum is not None]
-    return sample_id(sample.prompt, known) if len(known) == len(files) else None
+    return sample_id(sample.prompts[0], known) if len(known) == len(files) else None
 
 
 def missing_from_cache(samples: Iterable[Sample], cache: Cache) -> list[Sample]:
@@ -118,7 +117,9 @@ class EncodingDataModule(PromptData):
     def all_prompts(self) -> list[PromptRequest]:
         if self.sample_set.condition_images.text_sees_them or not self.requests.items:
             return []
-        return [(prompt, ()) for prompt in dict.fromkeys([*(sample.prompt for sample, *_ in self.requests.items), ""])]
+        return [
+            (prompt, ()) for prompt in dict.fromkeys([*(sample.prompts[0] for sample, *_ in self.requests.items), ""])
+        ]
 
     def predict_dataloader(self) -> DataLoader[EncodeRequest]:
         return DataLoader(
@@ -130,7 +131,7 @@ class EncodingDataModule(PromptData):
         )
 
 
-def _hash_if_readable(path: Path) -> Hashed | None:
+def _hash_if_readable(path: Picture) -> Hashed | None:
     try:
         return hash_file(path)
     except OSError:

@@ -8,8 +8,10 @@ import os
 import pickle
 import shutil
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
@@ -76,6 +78,30 @@ def require_file(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
     if not S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+
+
+class Packed(ABC):
+    """A file inside of a larger one: a member of a tar, a cell of a table. Its `str` names it in messages.
+
+    Implementations are hashable, and travel to data workers.
+    """
+
+    @abstractmethod
+    def read(self) -> bytes:
+        """Its bytes; raises what reading a file raises."""
+
+    @abstractmethod
+    def signature(self) -> tuple[str, int, int, int]:
+        """Its name, unique on this machine, and three numbers, one of which changes whenever the bytes do."""
+
+    def open(self, mode: str = "rb") -> BytesIO:
+        """As a file's path does."""
+        return BytesIO(self.read())
+
+    @property
+    @abstractmethod
+    def stem(self) -> str:
+        """The name without its folder and suffix."""
 
 
 def read_text(path: Path) -> str:
@@ -148,13 +174,17 @@ def sha256(path: Path) -> str:
 Hashed = tuple[str, int, int, int, str]
 
 
-def hash_file(path: Path) -> Hashed:
+def hash_file(path: Path | Packed) -> Hashed:
     """The checksum of a file, with the size and times that would reveal a change."""
+    if isinstance(path, Packed):
+        return (*path.signature(), hashlib.sha256(path.read()).hexdigest())
     require_file(path)
     return (*_signature(path), sha256(path))
 
 
-def _signature(path: Path) -> tuple[str, int, int, int]:
+def _signature(path: Path | Packed) -> tuple[str, int, int, int]:
+    if isinstance(path, Packed):
+        return path.signature()
     stat = path.stat()
     return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
@@ -175,7 +205,7 @@ class FileHashes:
                     name, size, modified, changed, checksum = json.loads(line)
                     self._known[name] = (name, size, modified, changed, checksum)
 
-    def get(self, path: Path) -> str | None:
+    def get(self, path: Path | Packed) -> str | None:
         """The checksum, or None if the file is new or has changed."""
         try:
             signature = _signature(path)

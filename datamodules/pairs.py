@@ -1,9 +1,9 @@
 """Pairs of pictures, decoded in every step."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Literal
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -13,8 +13,9 @@ from datamodules.errors import UserError
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import PairDataset, collate, leave_signals_to_the_trainer, pictures
 from datamodules.images.held_out import choose_held_out
+from datamodules.images.roots import RootSetting
+from datamodules.images.sample import Sample, Source
 from datamodules.images.sample_set import SampleSet, unusual
-from datamodules.images.sources import Found, Sample
 from datamodules.sampler import SizeBatchSampler
 
 
@@ -35,8 +36,8 @@ class PairsDataModule(TrainingData):
 
     def __init__(
         self,
-        root: str | Sequence[str] | None,
-        source: Callable[[list[str]], Found],
+        root: RootSetting,
+        source: Source,
         batch_size: int,
         num_workers: int,
         on_missing: Literal["error", "skip"],
@@ -44,14 +45,30 @@ class PairsDataModule(TrainingData):
         caption_dropout_rate: float,
         preview_count: int,
         seed: int,
-        val_root: str | Sequence[str] | None,
+        val_root: RootSetting,
         val_count: int,
+        resolution: int | Sequence[int] | None,
+        prefix: str,
+        trigger_word: str | None,
+        columns: Mapping[str, Any] | None,
+        pair_suffixes: Sequence[str] | None,
     ) -> None:
         super().__init__()
         if val_root is not None and val_count:
             raise UserError(f"data.val_root={val_root} and data.val_count={val_count}: choose one")
-        self.sample_set = SampleSet(root, val_root, source, on_missing, on_bad_image)
-        self.roots = self.sample_set.roots
+        self.sample_set = SampleSet(
+            root,
+            val_root,
+            source,
+            on_missing,
+            on_bad_image,
+            resolution=resolution,
+            prefix=prefix,
+            trigger_word=trigger_word,
+            columns=columns,
+            pair_suffixes=pair_suffixes,
+        )
+        self.roots = self.sample_set.paths
         self.notes = self.sample_set.notes
         self.batch_size = batch_size
         self.max_tokens_per_batch = None
@@ -85,7 +102,9 @@ class PairsDataModule(TrainingData):
 
     def note_unusual(self, rounded: int) -> None:
         """Note what may be a mistake; `rounded` samples have a side that is rounded down."""
-        self.notes += unusual([sample.prompt for sample in self.samples], self.sizes, rounded, self.noun)
+        self.notes += unusual(
+            [prompt for sample in self.samples for prompt in sample.prompts], self.sizes, rounded, self.noun
+        )
 
     def hold_out(self) -> None:
         """Move the samples to hold out into `validation`, a data module of their own.
@@ -96,7 +115,7 @@ class PairsDataModule(TrainingData):
         by_pictures: list[Hashable] = [frozenset((sample.target, *sample.controls)) for sample in self.samples]
         named = {index for index, sample in enumerate(self.samples) if sample in self.sample_set.held_out}
         held = choose_held_out(
-            self.keys, by_pictures or self.keys, named, self.sample_set.val_roots, self.val_count, self.noun
+            self.keys, by_pictures or self.keys, named, self.sample_set.val_paths, self.val_count, self.noun
         )
         if not held:
             return
@@ -179,7 +198,11 @@ class PairsDataModule(TrainingData):
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         samples = zip(self.samples, self.sizes, strict=True)
-        shapes = {(size, str(prompt_shapes(sample.prompt, list(size[0][1:])))) for sample, size in samples}
+        shapes = {
+            (size, str(prompt_shapes(prompt, list(size[0][1:]))))
+            for sample, size in samples
+            for prompt in sample.prompts
+        }
         return len(shapes) == 1 and len(self.samples) % self.batch_size == 0
 
     def size_counts(self) -> Counter[tuple[int, int]]:

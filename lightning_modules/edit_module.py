@@ -43,6 +43,7 @@ class EditModule(L.LightningModule, Family):
 
     Attributes:
         base: the frozen pipeline. It is no submodule: Lightning would move and save it.
+        resolution: side of the square of whose area its pictures are.
         transformer: once it is loaded. text_encoders: those that train.
         encoder, objective, sampler: RawBatch -> LatentBatch, LatentBatch -> losses, LatentBatch -> pictures.
     """
@@ -53,6 +54,7 @@ class EditModule(L.LightningModule, Family):
         pretrained_model_name_or_path: str,
         transformer_name_or_path: str | None,
         revision: str | None,
+        resolution: int,
         dtype: str,
         devices: Mapping[str, str | None],
         quantization: Quantization | None,
@@ -76,6 +78,7 @@ class EditModule(L.LightningModule, Family):
         self.base = FrozenBase(
             type(self), name, transformer_name, revision, dtype, devices, quantization, offload, self._main_device
         )
+        self.resolution = resolution
         self.transformer: Any = None
         self.text_encoders = nn.ModuleDict()
         self.adapter = adapter

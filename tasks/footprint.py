@@ -137,7 +137,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     sizes = {size: _latent_bytes(latents, with_std) for size, latents in one.items()}
     prompt = {size: sum(tensor.nbytes for tensor in latents.prompt.values()) for size, latents in one.items()}
     alone = module.condition_images.text_sees_them
-    shared = len({sample.prompt for sample in data.samples} | {""})
+    shared = len({prompt for sample in data.samples for prompt in sample.prompts} | {""})
     prompts = sum(2 * prompt[size] for size in data.sizes) if alone else prompt[heaviest.size] * shared
     encode, decode = autoencoder_peaks(module, vae, data.sizes)
     return Footprint(

@@ -14,10 +14,10 @@ from datamodules.images.folders import (
     none_of_the_formats,
     unread_files,
 )
-from datamodules.images.sources import Found, Sample, scan_roots
+from datamodules.images.sample import Found, Root, Sample, scan_roots
 
 
-def find_captioned(roots: Iterable[str | Path], instance_prompt: str | None) -> Found:
+def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
     """Every `X.png` (.jpg, ...) in the folders and their subfolders, with caption `X.txt` and loss mask `X_mask.*`.
 
     Args:
@@ -26,7 +26,7 @@ def find_captioned(roots: Iterable[str | Path], instance_prompt: str | None) -> 
     Raises:
         UserError: a root is no folder, holds no pictures, or is a set of pairs.
     """
-    return scan_roots(roots, lambda folder: _scan(folder, instance_prompt or ""))
+    return scan_roots(roots, lambda root: _scan(Path(root.path).expanduser(), instance_prompt or ""))
 
 
 def _scan(root: Path, instance_prompt: str) -> Found:
@@ -59,7 +59,7 @@ def _scan(root: Path, instance_prompt: str) -> Found:
                 unread.append(str(error))
                 continue
             key = str((folder / stem).relative_to(root))
-            samples.append(Sample(key, path, (), prompt, images.get(f"{stem}_mask")))
+            samples.append(Sample(key, path, (), (prompt,), images.get(f"{stem}_mask")))
         for stem, path in unread_files(folder).items():
             if stem not in images and path.with_suffix(".txt").is_file():
                 unread.append(f"{none_of_the_formats(path)}, but has a caption")

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from datamodules.images.sample import Picture
 from datamodules.images.transforms import fit_area, floor_size, image_size, open_image, resize, size_of_area, to_tensor
 
 
@@ -47,7 +48,7 @@ class ConditionImages:
             return size_of_area(width, height, self.vae_image_size)
         return floor_size(width, height) if max_area is None else fit_area(width, height, max_area)
 
-    def load(self, paths: Sequence[Path], max_area: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    def load(self, paths: Sequence[Picture], max_area: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """The images for the autoencoder, each (1, 3, h, w) in [-1, 1], and for the text encoder, as `for_text`.
 
         Raises:
@@ -61,7 +62,7 @@ class ConditionImages:
         pixels = [to_tensor(resize(image, size))[None] for image, size in zip(images, sizes, strict=True)]
         return pixels, self._for_text(images)
 
-    def for_text(self, paths: Sequence[Path]) -> list[Tensor]:
+    def for_text(self, paths: Sequence[Picture]) -> list[Tensor]:
         """The images for the text encoder, each (3, h, w) in 8 bits; none if it sees no images."""
         return self._for_text(map(open_image, paths)) if self.condition_image_size is not None else []
 

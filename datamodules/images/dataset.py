@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from datamodules.batch import RawBatch
 from datamodules.images.conditions import ConditionImages
-from datamodules.images.sources import Sample
+from datamodules.images.sample import Sample
 from datamodules.images.transforms import load_image, load_mask
 
 
@@ -39,7 +39,7 @@ class PairDataset(Dataset[RawBatch]):
         return RawBatch(
             keys=[sample.key],
             draws=[draw],
-            prompts=[sample.prompt],
+            prompts=[sample.prompts[0]],
             target=target[None],
             controls=controls,
             mask=load_mask(sample.mask, size)[None] if sample.mask else None,

@@ -1,16 +1,17 @@
 """The samples of a data set: found, and checked against their files and the model."""
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from datamodules.batch import Size
 from datamodules.errors import UserError, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
-from datamodules.images.sources import Found, Sample
+from datamodules.images.roots import RootSetting, as_roots, with_captions
+from datamodules.images.sample import Found, Picture, Root, Sample, Source
 from datamodules.images.transforms import MOST_PIXELS, floor_size, image_size, verify_image
 
 # Larger pictures are allowed, with a note: pixels, and the ratio of the longer side to the shorter.
@@ -29,10 +30,12 @@ class SampleSet:
     """The samples of data.root and data.val_root.
 
     Args:
-        root, val_root: a folder or a metadata table, or a list of them; val_root's samples are held out.
+        root, val_root: a folder or a metadata table, or a list of them, or of mappings with `path` and settings of
+            `Root`; val_root's samples are held out.
         source: finds the samples of some roots; see `datamodules.images.sources` and `datamodules.images.captions`.
         on_missing: what to do about a target without control or caption, or a control without target.
         on_bad_image: what to do about an image that cannot be read or is smaller than 16 pixels.
+        settings: of each `Root` that does not set its own.
 
     Attributes:
         held_out: the samples of val_root, once `find` has been called.
@@ -41,17 +44,18 @@ class SampleSet:
 
     def __init__(
         self,
-        root: str | Sequence[str] | None,
-        val_root: str | Sequence[str] | None,
-        source: Callable[[list[str]], Found],
+        root: RootSetting,
+        val_root: RootSetting,
+        source: Source,
         on_missing: Literal["error", "skip"],
         on_bad_image: Literal["error", "skip"],
+        **settings: Any,
     ) -> None:
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
             if value not in ("error", "skip"):
                 raise UserError(f"data.{name}={value}: choose error or skip")
-        self.roots = _as_list("root", root)
-        self.val_roots = _as_list("val_root", val_root)
+        self.roots = as_roots("root", root, settings)
+        self.val_roots = as_roots("val_root", val_root, settings)
         self.source = source
         self.on_missing = on_missing
         self.on_bad_image = on_bad_image
@@ -72,7 +76,21 @@ class SampleSet:
     def require_some(self, usable: Sized) -> None:
         """Raise a UserError where no sample is usable."""
         if not usable:
-            raise UserError(f"data.root={listing(self.roots)}: no usable pair is left")
+            raise UserError(f"data.root={listing(self.paths)}: no usable pair is left")
+
+    @property
+    def paths(self) -> list[str]:
+        """The roots, for messages."""
+        return [str(root.path) for root in self.roots]
+
+    @property
+    def val_paths(self) -> list[str]:
+        """Those that are held out, for messages."""
+        return [str(root.path) for root in self.val_roots]
+
+    def root(self, sample: Sample) -> Root:
+        """Whose sample it is."""
+        return [*self.roots, *self.val_roots][sample.root]
 
     def find(self) -> list[Sample]:
         """The complete samples, those of val_root last; incomplete ones become a note.
@@ -82,7 +100,7 @@ class SampleSet:
                 images than they have.
         """
         self.require_root()
-        found = self.source(self.roots)
+        found = with_captions(self.source(self.roots), self.roots)
         if self.val_roots:
             found = self._with_held_out(found)
         self.notes.clear()
@@ -97,36 +115,39 @@ class SampleSet:
     def _with_held_out(self, found: Found) -> Found:
         """The samples of root and of val_root; a target of both is held out."""
         try:
-            held_out = self.source(self.val_roots)
+            held_out = with_captions(self.source(self.val_roots), self.val_roots)
         except UserError as error:  # sources speak of data.root
             raise UserError(str(error).replace("data.root=", "data.val_root=")) from error
+        below = len(self.roots)
+        held_out = replace(held_out, samples=[replace(one, root=one.root + below) for one in held_out.samples])
         taken = {sample.key for sample in found.samples}
         if any(sample.key in taken for sample in held_out.samples):  # keys must be unique
             renamed = [replace(sample, key=f"held_out/{sample.key}") for sample in held_out.samples]
-            held_out = Found(renamed, held_out.incomplete)
+            held_out = replace(held_out, samples=renamed)
         self.held_out = set(held_out.samples)
-        targets = {sample.target.resolve() for sample in held_out.samples}
-        learned = [sample for sample in found.samples if sample.target.resolve() not in targets]
-        return Found([*learned, *held_out.samples], found.incomplete + held_out.incomplete)
+        targets = {_place(sample.target) for sample in held_out.samples}
+        learned = [sample for sample in found.samples if _place(sample.target) not in targets]
+        passed_over = found.passed_over + held_out.passed_over
+        return Found([*learned, *held_out.samples], found.incomplete + held_out.incomplete, passed_over)
 
     def _check_counts(self, samples: Sequence[Sample]) -> None:
         """Raise a UserError where the model takes fewer or more condition images."""
         most = self.condition_images.most
         if most == 0 and (some := [sample.key for sample in samples if sample.controls]):
             raise UserError(
-                f"{self.model} makes pictures from text alone, but {listing(some)} of data.root={self.roots[0]} have "
+                f"{self.model} makes pictures from text alone, but {listing(some)} of data.root={self.paths[0]} have "
                 "condition images: choose a model that edits (model=flux_kontext, qwen_image_edit), or train on the "
                 "targets alone with data=captions and their folder as data.root"
             )
         if most != 0 and (bare := [sample.key for sample in samples if not sample.controls]):
             raise UserError(
-                f"{self.model} edits pictures, but {listing(bare)} of data.root={self.roots[0]} have no condition "
+                f"{self.model} edits pictures, but {listing(bare)} of data.root={self.paths[0]} have no condition "
                 "image: use data=cached with pairs, or model=flux_dev with data=captions"
             )
         if most and (many := [f"{s.key} ({len(s.controls)})" for s in samples if len(s.controls) > most]):
             raise UserError(
                 f"{self.model} takes at most {self.condition_images.limit}, but {listing(many)} of "
-                f"data.root={self.roots[0]} have more"
+                f"data.root={self.paths[0]} have more"
             )
 
     def check(self, samples: Sequence[Sample]) -> list[Usable]:
@@ -146,13 +167,9 @@ class SampleSet:
         return [one for one in checked if not isinstance(one, UserError)]
 
 
-def _as_list(name: str, value: str | Sequence[str] | None) -> list[str]:
-    """One root or several as a list; raises UserError for a name that is not UTF-8, as the run's files are."""
-    roots = [str(one) for one in ([value] if isinstance(value, str) else value or []) if one not in (None, "")]
-    for root in roots:
-        if printable(root) != root:
-            raise UserError(f"data.{name}={printable(root)}: the name is not UTF-8: rename it, or give a link to it")
-    return roots
+def _place(picture: Picture) -> Picture:
+    """One name for all names of a picture."""
+    return picture.resolve() if isinstance(picture, Path) else picture
 
 
 def _check(condition_images: ConditionImages, sample: Sample) -> Usable | UserError:
@@ -171,7 +188,7 @@ def _check(condition_images: ConditionImages, sample: Sample) -> Usable | UserEr
     return Usable(sample, (sizes, sample.mask is not None), any(floor_size(*size) != size for size in own))
 
 
-def _refuse_large(path: Path, width: int, height: int) -> None:
+def _refuse_large(path: Picture, width: int, height: int) -> None:
     """Raise a UserError for a picture whose training step would take hundreds of gigabytes."""
     if width * height > MOST_PIXELS:
         raise UserError(

@@ -14,8 +14,9 @@ from PIL import Image, ImageChops, ImageOps
 
 from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
+from datamodules.images.sample import Found, Root
 from datamodules.images.scenes import COLORS, KINDS, Scene, Shape, draw, random_scene
-from datamodules.images.sources import TABLES, Found, find_samples
+from datamodules.images.sources import TABLES, find_samples
 
 # The value of data.root.
 DRAWN = "drawn shapes"
@@ -100,7 +101,7 @@ EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__
 
 
 def find_shapes(
-    roots: Sequence[str], folder: str | None, edits: Sequence[str], count: int, seed: int, change_weight: float
+    roots: Sequence[Root], folder: str | None, edits: Sequence[str], count: int, seed: int, change_weight: float
 ) -> Found:
     """Draws the pairs into a folder below `folder`, once, and finds them there.
 
@@ -114,9 +115,10 @@ def find_shapes(
         seed: all that is drawn is a function of it.
         change_weight: weight in the loss of the pixels that an edit changes, relative to the others; 1 writes no masks.
     """
-    if list(roots) != [DRAWN]:
+    names = [str(root.path) for root in roots]
+    if names != [DRAWN]:
         raise UserError(
-            f"data.root={listing(list(roots))}: data=shapes draws its own pairs and reads no folder: leave one of the "
+            f"data.root={listing(names)}: data=shapes draws its own pairs and reads no folder: leave one of the "
             "two out (experiment=shapes sets data=shapes)"
         )
     if unknown := [name for name in edits if name not in EDITS]:
@@ -128,7 +130,7 @@ def find_shapes(
     if not pairs.is_dir():
         with replacing_folder(pairs, keep=True) as unfinished:
             write_pairs(unfinished, edits, count, seed, change_weight)
-    return find_samples([pairs])
+    return find_samples([Root(pairs)])
 
 
 def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int, change_weight: float) -> None:

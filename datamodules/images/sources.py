@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError, listing, printable
+from datamodules.errors import UserError, listing
 from datamodules.files import read_text, reason, require_file
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
@@ -23,62 +22,19 @@ from datamodules.images.folders import (
     targets_folder,
     unread_files,
 )
+from datamodules.images.sample import Found, Root, Sample, scan_roots
 from datamodules.images.tables import read_table
 
 TABLES = ("metadata.jsonl", "metadata.csv")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The files and the prompt of one sample.
-
-    Attributes:
-        key: the target's path in its root without suffix; unique over all roots, in valid UTF-8.
-        target: the picture to learn.
-        controls: the condition images to start from.
-        prompt: the instruction or caption.
-        mask: the weight of each pixel in the loss.
-    """
-
-    key: str
-    target: Path
-    controls: tuple[Path, ...]
-    prompt: str
-    mask: Path | None = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of a scan: the complete samples, and a line about each incomplete one."""
-
-    samples: list[Sample]
-    incomplete: list[str]
-
-
-def find_samples(roots: Iterable[str | Path]) -> Found:
+def find_samples(roots: Iterable[Root]) -> Found:
     """The samples of all roots in order; within a root they are sorted by name, or in the order of the table.
 
     Raises:
         UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
     """
-    return scan_roots(roots, _scan)
-
-
-def scan_roots(roots: Iterable[str | Path], scan: Callable[[Path], Found]) -> Found:
-    """What `scan` finds in all roots, with keys that are unique over them."""
-    folders = [Path(root).expanduser() for root in roots]
-    samples: list[Sample] = []
-    incomplete: list[str] = []
-    seen: Counter[str] = Counter()
-    for folder in folders:
-        found = scan(folder)
-        prefix = "" if len(folders) == 1 else f"{folder}/"
-        for sample in found.samples:
-            key = printable(prefix + sample.key)
-            seen[key] += 1  # above 1 if a root is named twice
-            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}"))
-        incomplete += map(printable, found.incomplete)
-    return Found(samples, incomplete)
+    return scan_roots(roots, lambda root: _scan(Path(root.path).expanduser()))
 
 
 def _scan(root: Path) -> Found:
@@ -136,7 +92,7 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
                 incomplete.append(str(error))
                 continue
             more = further_controls(numbered.get(stem, {}), stem)
-            samples.append(Sample(stem, target, (controls[stem], *more), prompt, masks.get(f"{stem}_mask")))
+            samples.append(Sample(stem, target, (controls[stem], *more), (prompt,), masks.get(f"{stem}_mask")))
     for stem, path in unread.items():  # else a pair in such a format would be left out silently
         if stem not in targets and (stem in controls or path.with_suffix(".txt").is_file()):
             incomplete.append(f"target {none_of_the_formats(path)}")
@@ -178,7 +134,7 @@ def _from_table(table: Path) -> Found:
             incomplete.append(f"{table} row {number}: {why}")
         else:
             key = str(Path(row["file_name"]).with_suffix(""))
-            samples.append(Sample(key, paths[0], tuple(paths[1:]), row["prompt"].strip(), mask))
+            samples.append(Sample(key, paths[0], tuple(paths[1:]), (row["prompt"].strip(),), mask))
     repeated = {sample.key for sample in samples}
     if len(repeated) < len(samples):  # one picture with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]

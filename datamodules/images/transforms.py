@@ -15,7 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.files import DAMAGED, reason, require_file
+from datamodules.files import DAMAGED, Packed, reason, require_file
 
 # Increased when the same file gives other pixels: caches are then built again.
 PREPROCESSING = 1
@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", module="PIL")
 
 
 @contextmanager
-def picture(path: Path) -> Iterator[Image.Image]:
+def picture(path: Path | Packed) -> Iterator[Image.Image]:
     """The file, opened but not decoded.
 
     Raises:
@@ -45,8 +45,9 @@ def picture(path: Path) -> Iterator[Image.Image]:
             pixels are floating-point numbers, whose range is unknown.
     """
     try:
-        require_file(path)
-        with Image.open(path) as image:
+        if isinstance(path, Path):
+            require_file(path)
+        with Image.open(path if isinstance(path, Path) else path.open()) as image:
             if image.width * image.height > MOST_READ:
                 raise ValueError(
                     f"{image.width}x{image.height} are more than {MOST_READ / 1e6:.0f} megapixels, shrink it"
@@ -79,7 +80,7 @@ def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
     return max(32, round(target_width / 32) * 32), max(32, round(target_height / 32) * 32)
 
 
-def image_size(path: Path) -> tuple[int, int]:
+def image_size(path: Path | Packed) -> tuple[int, int]:
     """(width, height) of the upright image, from the header alone.
 
     Raises:
@@ -97,7 +98,7 @@ def image_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def _has_text_after_pixels(png: Path) -> bool:
+def _has_text_after_pixels(png: Path | Packed) -> bool:
     """Whether chunks that may hold EXIF follow the first one with pixels."""
     pixels = False
     with png.open("rb") as file:
@@ -111,7 +112,7 @@ def _has_text_after_pixels(png: Path) -> bool:
     return False
 
 
-def verify_image(path: Path) -> None:
+def verify_image(path: Path | Packed) -> None:
     """Find damage without decoding all pixels: a JPEG at an eighth of its size, a PNG by its checksums.
 
     Raises:
@@ -126,7 +127,7 @@ def verify_image(path: Path) -> None:
             image.load()
 
 
-def open_image(path: Path, area: int | None = None) -> Image.Image:
+def open_image(path: Path | Packed, area: int | None = None) -> Image.Image:
     """Decode to upright 8-bit RGB; 16 bits are scaled down, and transparency is blended onto white.
 
     Args:
@@ -167,13 +168,13 @@ def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-def load_image(path: Path) -> Tensor:
+def load_image(path: Path | Packed) -> Tensor:
     """The file as (3, H, W) in [-1, 1], at its own size floored to 16."""
     image = open_image(path)
     return to_tensor(resize(image, floor_size(*image.size)))
 
 
-def load_mask(path: Path, size: tuple[int, int]) -> Tensor:
+def load_mask(path: Path | Packed, size: tuple[int, int]) -> Tensor:
     """The file's brightness as (1, H, W) in [0, 1] at `size` (width, height): white counts, black does not."""
     mask = open_image(path).convert("L").resize(size, Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(mask, dtype=np.float32))[None] / 255

@@ -34,7 +34,7 @@ class Heaviest(NamedTuple):
 
 def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> Heaviest:
     """Of the data, which has been scanned."""
-    caption = max((sample.prompt for sample in data.samples), key=len, default="")
+    caption = max((prompt for sample in data.samples for prompt in sample.prompts), key=len, default="")
     tokens = {
         size: family.geometry.token_count(empty_latents(family, base, size, 1, caption)) for size in set(data.sizes)
     }

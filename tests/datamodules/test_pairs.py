@@ -25,6 +25,11 @@ def data_module(root, **settings):
         "val_root": None,
         "val_count": 0,
         "seed": 0,
+        "resolution": None,
+        "prefix": "",
+        "trigger_word": None,
+        "columns": None,
+        "pair_suffixes": None,
     }
     data = PairsDataModule(root=root, **{**defaults, **settings})
     data.scan()

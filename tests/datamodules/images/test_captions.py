@@ -6,6 +6,7 @@ import pytest
 
 from datamodules.errors import UserError
 from datamodules.images.captions import find_captioned
+from datamodules.images.sample import Root
 from tests.support.pictures import make_pairs, photograph
 
 
@@ -18,15 +19,19 @@ def folder(tmp_path):
 
 
 def test_caption_is_the_text_beside_or_empty(folder):
-    found = find_captioned([folder], None)
-    assert [(sample.key, sample.prompt) for sample in found.samples] == [("a", "a cup of coffee"), ("b", ""), ("c", "")]
+    found = find_captioned([Root(folder)], None)
+    assert [(sample.key, sample.prompts[0]) for sample in found.samples] == [
+        ("a", "a cup of coffee"),
+        ("b", ""),
+        ("c", ""),
+    ]
     assert all(sample.controls == () for sample in found.samples)
     assert found.incomplete == []
 
 
 def test_instance_prompt_stands_for_the_captions_that_are_missing(folder):
-    found = find_captioned([folder], "a photo of sks cup")
-    assert [sample.prompt for sample in found.samples] == [
+    found = find_captioned([Root(folder)], "a photo of sks cup")
+    assert [sample.prompts[0] for sample in found.samples] == [
         "a cup of coffee",
         "a photo of sks cup",
         "a photo of sks cup",
@@ -34,16 +39,16 @@ def test_instance_prompt_stands_for_the_captions_that_are_missing(folder):
 
 
 def test_mask_belongs_to_its_picture(folder):
-    masks = {sample.key: sample.mask for sample in find_captioned([folder], None).samples}
+    masks = {sample.key: sample.mask for sample in find_captioned([Root(folder)], None).samples}
     assert masks == {"a": None, "b": None, "c": folder / "c_mask.png"}
 
 
 def test_text_of_a_picture_in_another_format_is_said_and_other_text_is_not(folder):
     (folder / "README.txt").write_text("about these pictures")
-    assert find_captioned([folder], None).incomplete == []
+    assert find_captioned([Root(folder)], None).incomplete == []
     (folder / "d.txt").write_text("a cup")
     (folder / "d.heic").write_bytes(b"")
-    [line] = find_captioned([folder], None).incomplete
+    [line] = find_captioned([Root(folder)], None).incomplete
     assert line.startswith(f"{folder / 'd.heic'} is none of .bmp, .jpeg")
     assert line.endswith("but has a caption")
 
@@ -53,8 +58,8 @@ def test_pictures_below_belong_to_it_but_not_hidden_ones(folder):
         (folder / name).mkdir(parents=True)
         photograph("coffee", 32, 32).save(folder / name / "a.png")
     (folder / "more" / "deep" / "a.txt").write_text("another cup")
-    found = find_captioned([folder], None).samples
-    assert [(s.key, s.prompt) for s in found if "/" in s.key] == [("more/deep/a", "another cup")]
+    found = find_captioned([Root(folder)], None).samples
+    assert [(s.key, s.prompts[0]) for s in found if "/" in s.key] == [("more/deep/a", "another cup")]
     assert len(found) == 4
 
 
@@ -63,12 +68,12 @@ def test_folders_that_are_links_are_read_once(folder, tmp_path_factory):
     photograph("rocket", 32, 32).save(other / "d.png")
     (other / "back").symlink_to(folder)
     (folder / "linked").symlink_to(other)
-    assert [sample.key for sample in find_captioned([folder], None).samples] == ["a", "b", "c", "linked/d"]
+    assert [sample.key for sample in find_captioned([Root(folder)], None).samples] == ["a", "b", "c", "linked/d"]
 
 
 def test_keys_of_several_roots_differ(folder):
     second = shutil.copytree(folder, folder.with_name("second"))
-    assert len({sample.key for sample in find_captioned([folder, second], None).samples}) == 6
+    assert len({sample.key for sample in find_captioned([Root(folder), Root(second)], None).samples}) == 6
 
 
 @pytest.mark.parametrize("kind", ["nowhere", "empty", "pairs", "file"])
@@ -87,4 +92,4 @@ def test_what_is_no_caption_folder_is_refused(tmp_path, kind):
         "pairs": "is a set of pairs",
     }
     with pytest.raises(UserError, match=message[kind]):
-        find_captioned([root], None)
+        find_captioned([Root(root)], None)

@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from PIL import ImageChops
 
 from datamodules.errors import UserError
+from datamodules.images.sample import Root
 from datamodules.images.scenes import COLORS, SIDE, Scene, Shape, draw, random_scene
 from datamodules.images.shapes import DRAWN, EDITS, HELD_BACK, KNOWN, Edit, find_shapes, weights
 from datamodules.images.transforms import open_image
@@ -21,7 +22,7 @@ def edit(name: str, seed: int = 0, scene: Scene = SCENE) -> Edit:
 
 
 def drawn(folder, *settings, **more):
-    return find_shapes([DRAWN], str(folder), *settings, **more)
+    return find_shapes([Root(DRAWN)], str(folder), *settings, **more)
 
 
 def changed(one, other) -> np.ndarray:
@@ -31,9 +32,9 @@ def changed(one, other) -> np.ndarray:
 def test_pictures_are_a_function_of_the_seed(tmp_path):
     found = [drawn(tmp_path / name, list(EDITS), 30, seed, 1) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     pixels = [[np.asarray(open_image(path)) for s in one.samples for path in (s.target, *s.controls)] for one in found]
-    assert [s.prompt for s in found[0].samples] == [s.prompt for s in found[1].samples]
+    assert [s.prompts[0] for s in found[0].samples] == [s.prompts[0] for s in found[1].samples]
     assert all(np.array_equal(x, y) for x, y in zip(pixels[0], pixels[1], strict=True))
-    assert [s.prompt for s in found[0].samples] != [s.prompt for s in found[2].samples]
+    assert [s.prompts[0] for s in found[0].samples] != [s.prompts[0] for s in found[2].samples]
 
 
 def test_pictures_are_drawn_once(tmp_path):
@@ -69,7 +70,7 @@ def test_way_back_leads_back(name, tmp_path):
     samples = drawn(tmp_path, [name], 10, 3, 1).samples
     for there, back in zip(samples[::2], samples[1::2], strict=True):
         assert (there.target, *there.controls) == (*back.controls, back.target)
-        assert there.prompt != back.prompt
+        assert there.prompts != back.prompts
 
 
 def test_moving_shifts_the_shape():
@@ -86,7 +87,7 @@ def test_segmenting_gives_white_on_black():
 
 
 def test_held_back_edits_are_not_among_the_known(tmp_path):
-    known = {sample.prompt for sample in drawn(tmp_path, [e.__name__ for e in KNOWN], 500, 0, 1).samples}
+    known = {sample.prompts[0] for sample in drawn(tmp_path, [e.__name__ for e in KNOWN], 500, 0, 1).samples}
     for held_back in HELD_BACK:
         assert edit(held_back.__name__).prompt not in known
     words = {word for prompt in known for word in prompt.split()}

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from datamodules.errors import UserError, listing
+from datamodules.images.sample import Root
 from datamodules.images.sources import find_samples
 from tests.support.pictures import make_pairs, photograph
 
@@ -22,9 +23,9 @@ def test_folder_names(tmp_path, targets, controls):
     save(tmp_path / targets / "a.png")
     (tmp_path / targets / "a.txt").write_text("make it snow\n")
     save(tmp_path / controls / "a.jpg")
-    (sample,) = find_samples([tmp_path]).samples
+    (sample,) = find_samples([Root(tmp_path)]).samples
     assert sample.key == "a"
-    assert sample.prompt == "make it snow"
+    assert sample.prompts[0] == "make it snow"
     assert sample.target == tmp_path / targets / "a.png"
     assert sample.controls == (tmp_path / controls / "a.jpg",)
 
@@ -33,7 +34,7 @@ def test_further_controls_by_number_and_mask(tmp_path):
     make_pairs(tmp_path, [(32, 32)] * 2)
     for name in ("00_control_10.png", "00_control_2.jpg", "00_control_1.webp", "00_mask.png"):
         save(tmp_path / "control_images" / name)
-    first, second = find_samples([tmp_path]).samples
+    first, second = find_samples([Root(tmp_path)]).samples
     names = ["00.png", "00_control_1.webp", "00_control_2.jpg", "00_control_10.png"]
     assert [path.name for path in first.controls] == names
     assert first.mask.name == "00_mask.png"
@@ -44,7 +45,7 @@ def test_further_controls_by_number_and_mask(tmp_path):
 def test_mask_may_stand_beside_the_target(tmp_path):
     make_pairs(tmp_path, [(32, 32)])
     mask = save(tmp_path / "training_images" / "00_mask.png")
-    found = find_samples([tmp_path])
+    found = find_samples([Root(tmp_path)])
     assert found.samples[0].mask == mask
     assert found.incomplete == []
 
@@ -52,7 +53,7 @@ def test_mask_may_stand_beside_the_target(tmp_path):
 def test_several_roots_are_mixed_with_keys_of_their_own(tmp_path):
     make_pairs(tmp_path / "a", [(32, 32)] * 2)
     make_pairs(tmp_path / "b", [(32, 32)])
-    keys = [sample.key for sample in find_samples([tmp_path / "a", tmp_path / "b"]).samples]
+    keys = [sample.key for sample in find_samples([Root(tmp_path / "a"), Root(tmp_path / "b")]).samples]
     assert keys == [f"{tmp_path}/a/00", f"{tmp_path}/a/01", f"{tmp_path}/b/00"]
 
 
@@ -71,10 +72,10 @@ def table_rows(folder):
 
 
 def check_table(folder, root):
-    one, two = find_samples([root]).samples
-    assert one.prompt == "one, with comma"
+    one, two = find_samples([Root(root)]).samples
+    assert one.prompts[0] == "one, with comma"
     assert one.mask == folder / "m/1.png"
-    assert two.prompt == "schön"
+    assert two.prompts[0] == "schön"
     assert two.controls == (folder / "c/1.png", folder / "c/2.png")
     assert two.mask is None
     assert one.key != two.key
@@ -104,7 +105,7 @@ def test_csv_table_as_spreadsheets_write_it(tmp_path):
 def test_csv_prompt_may_have_several_lines(tmp_path):
     table_rows(tmp_path)
     (tmp_path / "metadata.csv").write_text('file_name,control_file_name,prompt\nt/1.png,c/1.png,"two\nlines"\n')
-    assert find_samples([tmp_path]).samples[0].prompt == "two\nlines"
+    assert find_samples([Root(tmp_path)]).samples[0].prompts[0] == "two\nlines"
 
 
 HEADER = "file_name,control_file_name,prompt\n"
@@ -127,13 +128,13 @@ def test_csv_row_whose_values_are_in_doubt_is_named(tmp_path, rows, message):
     table_rows(tmp_path)
     (tmp_path / "metadata.csv").write_text(HEADER + FIRST + rows + LAST)
     with pytest.raises(UserError, match=f"metadata.csv {message}"):
-        find_samples([tmp_path])
+        find_samples([Root(tmp_path)])
 
 
 def test_csv_of_a_spreadsheet_may_have_empty_rows_and_spaces_behind_commas(tmp_path):
     table_rows(tmp_path)
     (tmp_path / "metadata.csv").write_text(HEADER + FIRST + ',,\n\nt/1.png, c/2.png, "snow, please"\n')
-    assert [sample.prompt for sample in find_samples([tmp_path]).samples] == ["make it red", "snow, please"]
+    assert [sample.prompts[0] for sample in find_samples([Root(tmp_path)]).samples] == ["make it red", "snow, please"]
 
 
 @pytest.mark.parametrize("value", [{"prompt": "\ud83d"}, {"prompt": float("nan")}, {"control_file_name": {"a": 1}}])
@@ -141,7 +142,7 @@ def test_value_that_is_no_text_is_named(tmp_path, value):
     rows = [table_rows(tmp_path)[0], {"file_name": "t/1.png", "control_file_name": "c/1.png", "prompt": "x", **value}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(UserError, match=f"row 2: .*{next(iter(value))}"):
-        find_samples([tmp_path])
+        find_samples([Root(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -151,14 +152,14 @@ def test_value_that_is_no_text_is_named(tmp_path, value):
 def test_column_that_is_there_twice_is_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match="has the column prompt twice"):
-        find_samples([tmp_path])
+        find_samples([Root(tmp_path)])
 
 
 def test_two_tables_are_refused(tmp_path):
     for name in ("metadata.csv", "metadata.jsonl"):
         (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=r"two tables, metadata\.jsonl and metadata\.csv"):
-        find_samples([tmp_path])
+        find_samples([Root(tmp_path)])
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "training_images/00.txt"])
@@ -173,23 +174,23 @@ def test_text_that_is_no_file_is_said_at_once(tmp_path, name, kind):
     expected = f"cannot read {tmp_path / name}: it is a {'pipe' if kind == 'pipe' else 'link to /nowhere'}"
     if name.endswith(".csv"):
         with pytest.raises(UserError, match=expected):
-            find_samples([tmp_path])
+            find_samples([Root(tmp_path)])
     else:
-        [line] = find_samples([tmp_path]).incomplete
+        [line] = find_samples([Root(tmp_path)]).incomplete
         assert line.startswith(expected)
 
 
 def test_root_that_is_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "x")
     with pytest.raises(UserError, match=r"neither a folder nor a \.csv or \.jsonl table"):
-        find_samples([tmp_path / "x"])
+        find_samples([Root(tmp_path / "x")])
 
 
 def test_picture_in_a_format_that_is_not_read_is_named(tmp_path):
     make_pairs(tmp_path, [(32, 32)] * 4)
     for name in ("control_images/01", "training_images/02", "training_images/03", "control_images/03"):
         (tmp_path / f"{name}.png").rename(tmp_path / f"{name}.gif")
-    found = find_samples([tmp_path])
+    found = find_samples([Root(tmp_path)])
     assert [sample.key for sample in found.samples] == ["00"]
     assert [line.replace(f"{tmp_path}/", "").partition(" is none of .bmp")[0] for line in found.incomplete] == [
         "training_images/01.png has no control image control_images/01.*: control_images/01.gif",
@@ -203,9 +204,9 @@ def test_names_of_any_bytes_and_roots_named_twice_give_keys_of_their_own(tmp_pat
     names = {"00": "photo.", "01": os.fsdecode(b"caf\xe9"), "02": "a\nb"}
     for path in list(tmp_path.rglob("0?.*")):
         path.rename(path.with_name(names[path.stem] + path.suffix))
-    keys = [sample.key for sample in find_samples([tmp_path]).samples]
+    keys = [sample.key for sample in find_samples([Root(tmp_path)]).samples]
     assert keys == [r"a\nb", r"caf\udce9", "photo."]
-    twice = [sample.key for sample in find_samples([tmp_path, tmp_path]).samples]
+    twice = [sample.key for sample in find_samples([Root(tmp_path), Root(tmp_path)]).samples]
     assert len(set(twice)) == 6
 
 
@@ -221,7 +222,7 @@ def test_names_of_any_bytes_and_roots_named_twice_give_keys_of_their_own(tmp_pat
 def test_unusable_table(tmp_path, text, message):
     (tmp_path / "metadata.jsonl").write_text(text)
     with pytest.raises(UserError, match=message):
-        find_samples([tmp_path])
+        find_samples([Root(tmp_path)])
 
 
 def test_table_row_of_a_missing_file_is_incomplete(tmp_path):
@@ -229,7 +230,7 @@ def test_table_row_of_a_missing_file_is_incomplete(tmp_path):
     rows[0]["control_file_name"] = "c/9.png"
     rows[1]["control_file_name"] = []
     (tmp_path / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    found = find_samples([tmp_path])
+    found = find_samples([Root(tmp_path)])
     assert found.samples == []
     assert "row 1: " in found.incomplete[0]
     assert "c/9.png does not exist" in found.incomplete[0]
@@ -240,7 +241,7 @@ def test_two_images_of_one_name_are_refused(tmp_path):
     make_pairs(tmp_path, [(32, 32)])
     save(tmp_path / "control_images" / "00.jpg")
     with pytest.raises(UserError, match="two images of one name"):
-        find_samples([tmp_path])
+        find_samples([Root(tmp_path)])
 
 
 def test_listing_counts_the_rest():

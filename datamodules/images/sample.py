@@ -1,0 +1,96 @@
+"""What a source of samples gives: samples, whose pictures are files or stand inside of larger files."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import printable
+from datamodules.files import Packed
+
+# Where the bytes of a picture are.
+Picture = Path | Packed
+
+
+@dataclass(frozen=True)
+class Root:
+    """One of data.root, with the settings of its samples; those that it does not set are data's.
+
+    Attributes:
+        path: a folder, a table, `hf://owner/name`, ...
+        repeats: how often an epoch has each of its samples.
+        weight: of its samples in the loss.
+        resolution: sides of the squares whose areas its pictures are shrunk to, each sample to each; empty for its own
+            size.
+        prefix: stands before its captions.
+        trigger_word: replaces [trigger] in its captions, and stands before those that have neither.
+        columns: for tables, which of their columns is what.
+        pair_suffixes: how the file names of the controls and the targets of one folder end.
+    """
+
+    path: str | Path
+    repeats: int = 1
+    weight: float = 1.0
+    resolution: tuple[int, ...] = ()
+    prefix: str = ""
+    trigger_word: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    pair_suffixes: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The pictures and the captions of one sample.
+
+    Attributes:
+        key: the target's path in its root without suffix; unique over all roots, in valid UTF-8.
+        target: the picture to learn.
+        controls: the condition images to start from.
+        prompts: instructions or captions, at least one; each time one of them is drawn.
+        mask: the weight of each pixel in the loss.
+        root: the number of its root.
+    """
+
+    key: str
+    target: Picture
+    controls: tuple[Picture, ...]
+    prompts: tuple[str, ...]
+    mask: Picture | None = None
+    root: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a scan: the complete samples, and a line about each incomplete one.
+
+    Attributes:
+        passed_over: how many files that are no pictures of anybody (hidden, Thumbs.db, __MACOSX) were left out.
+    """
+
+    samples: list[Sample]
+    incomplete: list[str]
+    passed_over: int = 0
+
+
+# Finds the samples of some roots.
+Source = Callable[[list[Root]], Found]
+
+
+def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
+    """What `scan` finds in all roots, with keys that are unique over them."""
+    roots = list(roots)
+    samples: list[Sample] = []
+    incomplete: list[str] = []
+    passed_over = 0
+    seen: Counter[str] = Counter()
+    for number, root in enumerate(roots):
+        found = scan(root)
+        prefix = "" if len(roots) == 1 else f"{root.path}/"
+        for sample in found.samples:
+            key = printable(prefix + sample.key)
+            seen[key] += 1  # above 1 if a root is named twice
+            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}", root=number))
+        incomplete += map(printable, found.incomplete)
+        passed_over += found.passed_over
+    return Found(samples, incomplete, passed_over)
