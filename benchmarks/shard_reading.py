@@ -45,8 +45,8 @@ def write(folder: Path, count: int) -> Cache:
             shard.seal()
             shard = cache.open_shard(0, 0)
         latents, text = sample(number)
-        names = {"prompt": f"prompt-{number}", "empty_prompt": f"prompt-{number}"}
-        facts = {"key": str(number), **names, "sizes": [[1024, 1024]] * 2, "mask": False, "resized": False}
+        names = {"prompts": [f"prompt-{number}"], "empty_prompt": f"prompt-{number}"}
+        facts = {"key": str(number), **names, "sizes": [[1024, 1024]] * 2, "mask": False}
         shard.add(f"prompt-{number}", text, {})
         shard.add(f"sample-{number}", latents, {**facts, "tokens": 8704})
         torch.save({**latents, **text}, folder / "files" / f"{number}.pt")

@@ -17,4 +17,4 @@ class Overfit(L.Callback):
             raise UserError(
                 "debug=overfit cannot pick a sample of streamed shards: give data.root, or a local data.shards"
             )
-        data.keep_only([0])
+        data.keep_first()

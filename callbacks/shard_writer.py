@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -46,7 +47,7 @@ class ShardWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         assert isinstance(pl_module, EditModule)
-        self._write(trainer.global_rank, pl_module, batch, prediction)
+        self._write(trainer.global_rank, pl_module, batch, *prediction)
         self.encoded += 1
         if self.encoded == 1 and trainer.is_global_zero:
             data = EncodingDataModule.of(trainer)
@@ -54,29 +55,38 @@ class ShardWriter(BasePredictionWriter):
             prompts = 2 * samples if pl_module.condition_images.text_sees_them else len(data.all_prompts())
             self._compare_with_free_space(samples * trainer.world_size, prompts * trainer.world_size)
 
-    def _write(self, rank: int, module: EditModule, request: EncodeRequest, latents: LatentBatch) -> None:
+    def _write(
+        self,
+        rank: int,
+        module: EditModule,
+        request: EncodeRequest,
+        latents: LatentBatch,
+        prompts: Sequence[dict[str, Tensor]],
+    ) -> None:
         if self._shard is None or self._shard.size >= self.shard_size:
             if self._shard is not None:
                 self._shard.seal()
             self._shard = self.cache.open_shard(rank, self.shard_size)
         shard = self._shard
         images = request.images if module.condition_images.text_sees_them else []
-        [caption], raw = request.raw.prompts, request.raw
-        members = {}
-        for kind, text, tensors in (("prompt", caption, latents.prompt), ("empty_prompt", "", latents.empty_prompt)):
-            members[kind] = id = prompt_id(kind, text, images)
+        raw = request.raw
+        texts = [("prompt", *one) for one in zip(request.captions, prompts, strict=True)]
+        members = []
+        for kind, text, tensors in [*texts, ("empty_prompt", "", latents.empty_prompt)]:
+            members.append(id := prompt_id(kind, text, images))
             if id not in shard.ids:
                 prefix = kind.removesuffix("prompt")
                 shard.add(id, {prefix + name: tensor[0].cpu() for name, tensor in tensors.items()}, {"caption": text})
-        pictures = [image for image in (raw.target, *raw.controls) if image is not None]
+        seen = [image for image in (raw.target, *raw.controls) if image is not None]
+        longest = max(prompts, key=lambda one: one[module.geometry.text].shape[1])
         facts = {
             "key": raw.keys[0],
-            "caption": caption,
-            **members,
-            "sizes": [[image.shape[-1], image.shape[-2]] for image in pictures],
+            "captions": request.captions,
+            "prompts": members[:-1],
+            "empty_prompt": members[-1],
+            "sizes": [[image.shape[-1], image.shape[-2]] for image in seen],
             "mask": raw.mask is not None,
-            "resized": request.resized,
-            "tokens": module.geometry.token_count(latents),
+            "tokens": module.geometry.token_count(replace(latents, prompt=longest)),
         }
         shard.add(request.id, dict(_tensors(latents, module.encoder.vae_encode_mode == "sample")), facts)
 

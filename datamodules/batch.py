@@ -62,6 +62,7 @@ class RawBatch(Batch):
         target: (B, 3, H, W); None in prediction.
         controls: the condition images, each (B, 3, h, w) at a size of its own.
         mask: (B, 1, H, W) in [0, 1], the weight of each pixel in the loss.
+        weights: (B,), of each sample in the loss; None where all are 1.
         prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
             empty for models whose text encoder sees no images. They stay on the host.
     """
@@ -72,6 +73,7 @@ class RawBatch(Batch):
     target: Tensor | None
     controls: list[Tensor]
     mask: Tensor | None = None
+    weights: Tensor | None = None
     prompt_images: list[list[Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -85,7 +87,8 @@ class LatentBatch(Batch):
     Latents are the autoencoder's outputs, before shift and scale.
 
     Attributes:
-        keys, draws, mask, prompts: as in `RawBatch`; prompts are empty where only the shards of a cache are known.
+        keys, draws, mask, weights, prompts: as in `RawBatch`; prompts are empty where only the shards of a cache are
+            known.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
         controls: the modes of the condition images' latents, each (B, C, h, w).
         prompt: the family's text conditioning by diffusers' argument names, each (B, ...), padded with zeros to the
@@ -102,6 +105,7 @@ class LatentBatch(Batch):
     prompt: dict[str, Tensor]
     empty_prompt: dict[str, Tensor]
     mask: Tensor | None = None
+    weights: Tensor | None = None
     prompts: list[str] = field(default_factory=list)
 
 

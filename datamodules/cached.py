@@ -1,18 +1,23 @@
 """Cached latents: training without running the encoders."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datamodules.base import Example, PromptShapes
 from datamodules.batch import LatentBatch, Size
-from datamodules.encoding import content_id
+from datamodules.encoding import Content, views_by_id
 from datamodules.errors import UserError, listing
 from datamodules.files import DAMAGED, reading
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
+from datamodules.images.framing import View
+from datamodules.images.held_out import choose_held_out
+from datamodules.images.sample_set import Usable
+from datamodules.images.transforms import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.cache import Cache
@@ -90,13 +95,13 @@ class CachedDataModule(PairsDataModule):
         shard_size: int,
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(max_tokens_per_batch=max_tokens_per_batch, **settings)
         self.cache_dir = cache_dir
         self.shards = shards
-        self.max_tokens_per_batch = max_tokens_per_batch
         self.shard_size = shard_size
         self.index = ShardIndex([])
         self.numbers: list[int] = []
+        self._number_of: dict[tuple[str, tuple[Window, ...]], int] = {}
         self.folder = Path()
 
     def cache(self, model: Model) -> Cache:
@@ -108,6 +113,7 @@ class CachedDataModule(PairsDataModule):
         model = model_of(self.run)
         self.configure_for(model)
         self.open(self.cache(model))
+        self.note_buckets()
 
     def open(self, cache: Cache) -> None:
         """Find the samples in the cache; of data.root it must have all."""
@@ -132,20 +138,21 @@ class CachedDataModule(PairsDataModule):
         except DAMAGED as error:
             index = cache.folder / INDEX
             raise UserError(f"{index} is damaged ({error}); delete it and start again: it is rebuilt") from error
-        hashes = cache.hashes()
-        places = [self.index.ids.get(content_id(sample, hashes) or "") for sample in samples]
-        present = [(sample, number) for sample, number in zip(samples, places, strict=True) if number is not None]
-        missing = [sample for sample, number in zip(samples, places, strict=True) if number is None]
+        hashes, ids = cache.hashes(), self.index.ids
+        present, missing = [], []
+        self._number_of = {}
+        for sample, views in views_by_id(self.sample_set, samples, hashes):
+            content = Content.of(sample, hashes)
+            if content is None or not views.keys() <= ids.keys():
+                missing.append(sample)
+                continue
+            present.append(Usable(sample, content.sizes))
+            self._number_of |= {(sample.key, view.windows): ids[id] for id, view in views.items()}
         if usable := self.sample_set.check(missing):
             absent = listing([one.sample.key for one in usable])
             raise UserError(f"{absent} not in the cache {cache.folder}: did files change just now? Start again")
         self.sample_set.require_some(present)
-        self.samples = [sample for sample, _ in present]
-        self.keys = [sample.key for sample in self.samples]
-        self.numbers = [number for _, number in present]
-        self.sizes = [self.index.sizes[number] for number in self.numbers]
-        self.note_unusual(sum(number in self.index.resized for number in self.numbers))
-        self.hold_out()
+        self.take(present)
 
     def _take_folder(self, folder: Path, wanted: Cache) -> None:
         """Use all samples of a cache."""
@@ -164,15 +171,33 @@ class CachedDataModule(PairsDataModule):
             self.index = ShardIndex(given.rows())
         if not self.index.ids:
             raise UserError(f"data.shards={folder}: no samples")
-        self.numbers = list(self.index.ids.values())
-        self.keys = [self.index.keys[number] for number in self.numbers]
-        self.sizes = [self.index.sizes[number] for number in self.numbers]
-        self.hold_out()
+        numbers, keys = list(self.index.ids.values()), self.index.keys
+        shown: list[Hashable] = list(keys)
+        held = choose_held_out(keys, shown, set(), [], self.val_count, "samples")
+        self.validation = None
+        if held:
+            self.validation = copy(self)
+            self.validation.use_numbers([number for number in numbers if number in held])
+        self.use_numbers([number for number in numbers if number not in held])
 
-    def keep_only(self, indices: Sequence[int]) -> None:
-        super().keep_only(indices)
-        if self.numbers:  # empty if the pictures were scanned without opening the cache
-            self.numbers = [self.numbers[index] for index in indices]
+    def use_numbers(self, numbers: Sequence[int]) -> None:
+        """Train on these samples of the index, of which only the shards are known."""
+        self.numbers = list(numbers)
+        self.keys = [self.index.keys[number] for number in numbers]
+        self.sizes = [self.index.sizes[number] for number in numbers]
+        self.leading = list(range(len(numbers)))
+
+    def keep_first(self) -> None:
+        if self.views:
+            super().keep_first()
+        else:
+            self.use_numbers(self.numbers[:1])
+
+    def use(self, views: Sequence[Sequence[View]]) -> None:
+        super().use(views)
+        # Empty if the pictures were scanned without opening the cache.
+        known = self._number_of
+        self.numbers = [known[view.sample.key, view.windows] for view in self.views] if known else []
 
     def batch_limits(self) -> dict[Size, int]:
         tokens: dict[Size, int] = {}
@@ -182,16 +207,27 @@ class CachedDataModule(PairsDataModule):
         return {size: of_batch(count) for size, count in tokens.items()}
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
-        shapes = {(size, self.index.tokens[number]) for size, number in zip(self.sizes, self.numbers, strict=True)}
-        return len(shapes) == 1 and len(self.numbers) % self.batch_limits()[self.sizes[0]] == 0
+        shapes = set(map(self.index.shapes, self.numbers))
+        prompt_sizes = {size for *_, sizes in shapes for size in sizes}
+        even = sum(self.repeats) % self.batch_limits()[self.sizes[0]] == 0
+        return len(shapes) == 1 and len(prompt_sizes) == 1 and even
 
-    def reader(self, empty_prompt: bool) -> LatentReader:
-        """Reads batches; `empty_prompt`: whether they include the empty prompt's conditioning."""
-        prompts = [sample.prompts[0] for sample in self.samples]
-        return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt, prompts)
+    def reader(self, empty_prompt: bool, seed: int | None = None) -> LatentReader:
+        """Reads batches.
+
+        Args:
+            empty_prompt: whether they include the empty prompt's conditioning.
+            seed: draws the captions; None for the first ones.
+        """
+        captions = [view.sample.prompts for view in self.views]
+        weights = [view.weight for view in self.views]
+        if all(weight == 1 for weight in weights):
+            weights = []
+        return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt, captions, weights, seed)
 
     def train_batches(self) -> ThreadedLoader:
-        return ThreadedLoader(self.reader(self.caption_dropout_rate > 0), self.sampler(), self.num_workers)
+        reader = self.reader(self.caption_dropout_rate > 0, self.seed)
+        return ThreadedLoader(reader, self.sampler(), self.num_workers)
 
     def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
         batches = self.one_by_one(which, empty_prompt)
@@ -201,7 +237,7 @@ class CachedDataModule(PairsDataModule):
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         reader = self.reader(empty_prompt)
-        return (reader([(index, 0)]) for index in range(len(self.keys))[which])
+        return (reader([(index, 0)]) for index in self.leading[which])
 
     def describe(self) -> str:
         if self.shards is None:

@@ -14,7 +14,7 @@ from datamodules.errors import UserError, printable
 from datamodules.files import read_text
 from datamodules.images.conditions import ConditionImages, model_of
 from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
-from datamodules.images.transforms import fit_area, image_size, verify_image
+from datamodules.images.transforms import Window, fit_area, image_size, verify_image
 
 
 @dataclass
@@ -48,7 +48,7 @@ class EditsDataModule(PromptData):
         prompts_file: instead of `prompt`, a UTF-8 file with one instruction per line.
         negative_prompt: encoded too, unless None.
         seeds, lora_scales: each prompt gives a picture for each pair of them.
-        height, width: of the result; None for the image's own size floored to 16, or 1024 without an image.
+        height, width: of the result; None for the image's own size floored to 16, or the model's without an image.
         max_area: larger images are shrunk to this many pixels before the edit.
         batch_size: pictures of one image that are made at once.
     """
@@ -77,6 +77,7 @@ class EditsDataModule(PromptData):
         self.max_area = max_area
         self.batch_size = batch_size
         self.condition_images = ConditionImages()
+        self.resolution = 0
         for paths in self.images:
             for path in paths:
                 image_size(path)
@@ -86,6 +87,7 @@ class EditsDataModule(PromptData):
         """Raise a UserError if the model takes fewer or more images than there are."""
         model = model_of(self.run)
         name, self.condition_images = model.base.name, model.condition_images
+        self.resolution = model.geometry.resolution
         least, most = self.condition_images.least, self.condition_images.most
         for paths in self.images:
             count = len(paths)
@@ -152,8 +154,10 @@ class _Requests(Dataset[EditRequest]):
         image, prompts = data.group(index)
         first = index % data._groups * data.batch_size
         paths = data.images[image]
-        controls, prompt_images = data.condition_images.load(paths, data.max_area)
-        own = fit_area(*image_size(paths[0]), data.max_area) if paths else (1024, 1024)
+        # From the file's size, as the result's is: the decoded image may already be reduced.
+        windows = [Window.whole(data.condition_images.size(*image_size(path), data.max_area)) for path in paths]
+        controls, prompt_images = data.condition_images.load(paths, windows)
+        own = fit_area(*image_size(paths[0]), data.max_area) if paths else (data.resolution, data.resolution)
         return EditRequest(
             raw=RawBatch(
                 keys=[f"{self.names[image]}_p{number:02d}" for number in range(first, first + len(prompts))],

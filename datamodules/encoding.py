@@ -1,9 +1,11 @@
 """The samples that are missing from a cache, to be encoded by trainer.predict."""
 
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -13,8 +15,10 @@ from datamodules.errors import UserError
 from datamodules.files import FileHashes, Hashed, hash_file
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
+from datamodules.images.framing import View
 from datamodules.images.sample import Picture, Sample
-from datamodules.images.sample_set import SampleSet
+from datamodules.images.sample_set import SampleSet, Usable
+from datamodules.images.transforms import image_size
 from datamodules.shards.cache import Cache
 from datamodules.shards.tar import sample_id
 
@@ -26,16 +30,16 @@ class EncodeRequest:
     """One sample: encoded alone, so that it does not depend on others in a batch.
 
     Attributes:
-        raw: the sample as a batch of one.
+        raw: the view as a batch of one, with the sample's first caption.
         id: its name in the cache, derived from its content.
-        images: the sha256 of each condition image.
-        resized: whether a side was rounded down.
+        images: what each condition image is known by: its sha256, and what is seen of it.
+        captions: all of the sample's.
     """
 
     raw: RawBatch
     id: str
     images: list[str]
-    resized: bool
+    captions: tuple[str, ...]
 
 
 def roles(sample: Sample) -> list[tuple[str, Picture]]:
@@ -44,17 +48,47 @@ def roles(sample: Sample) -> list[tuple[str, Picture]]:
     return [*files, ("mask", sample.mask)] if sample.mask else files
 
 
-def content_id(sample: Sample, hashes: FileHashes) -> str | None:
-    """The sample's name in a cache; None if the checksum of a file is unknown."""
-    files = [(role, hashes.get(path)) for role, path in roles(sample)]
-    known = [(role, checksum) for role, checksum in files if checksum is not None]
-    return sample_id(sample.prompts[0], known) if len(known) == len(files) else None
+class Content(NamedTuple):
+    """What is remembered of a sample's files: their checksums by role, and the sizes of its pictures, mask left out."""
+
+    checksums: list[tuple[str, str]]
+    sizes: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, sample: Sample, hashes: FileHashes) -> "Content | None":
+        """None if a file is new or has changed."""
+        files = [(role, hashes.known(path)) for role, path in roles(sample)]
+        known = [(role, hashed) for role, hashed in files if hashed is not None]
+        if len(known) < len(files):
+            return None
+        sizes = [(hashed[5], hashed[6]) for role, hashed in known if role != "mask"]
+        return cls([(role, hashed[4]) for role, hashed in known], sizes)
+
+    def id(self, view: View) -> str:
+        """The name in a cache of a view of the sample."""
+        return sample_id(view.sample.prompts, self.checksums, view.windows)
+
+    def images(self, view: View) -> list[str]:
+        """What each condition image is known by."""
+        controls = [checksum for role, checksum in self.checksums if role == "control"]
+        return [json.dumps(one) for one in zip(controls, view.windows[1:], strict=True)]
 
 
-def missing_from_cache(samples: Iterable[Sample], cache: Cache) -> list[Sample]:
-    """The samples that the cache lacks, and those with files that are new or changed."""
-    ids, hashes = cache.sample_ids(), cache.hashes()
-    return [sample for sample in samples if content_id(sample, hashes) not in ids]
+def views_by_id(
+    sample_set: SampleSet, samples: Iterable[Sample], hashes: FileHashes
+) -> Iterator[tuple[Sample, dict[str, View]]]:
+    """The samples, each with its views by their names in a cache; without them where a file is new or has changed."""
+    for sample in samples:
+        content = Content.of(sample, hashes)
+        views = [] if content is None else sample_set.views(Usable(sample, content.sizes))
+        yield sample, {} if content is None else {content.id(view): view for view in views}
+
+
+def is_complete(sample_set: SampleSet, cache: Cache) -> bool:
+    """Whether a cache has all that is to be seen of all samples."""
+    ids = cache.sample_ids()
+    found = views_by_id(sample_set, sample_set.find(), cache.hashes())
+    return all(views and views.keys() <= ids for _, views in found)
 
 
 class EncodingDataModule(PromptData):
@@ -79,30 +113,19 @@ class EncodingDataModule(PromptData):
         self.cache.recover()
 
     def setup(self, stage: str) -> None:
-        samples = self.sample_set.find()
-        absent = {sample.key for sample in missing_from_cache(samples, self.cache)}
         # By position in the whole data set: a build that is resumed gives each sample to the same process, in order.
-        mine = samples[self.run.global_rank :: self.run.world_size]
-        mine = [sample for sample in mine if sample.key in absent]
+        mine = self.sample_set.find()[self.run.global_rank :: self.run.world_size]
         hashes, ids = self._hash(mine), self.cache.sample_ids()
-        new: dict[str, Sample] = {}
+        new: dict[str, View] = {}
         unread: list[Sample] = []
-        for sample in mine:
-            id = content_id(sample, hashes)
-            if id is None:  # a file could not be read: `check` says why
+        for sample, views in views_by_id(self.sample_set, mine, hashes):
+            if not views:  # a file could not be read: `check` says why
                 unread.append(sample)
-            elif id not in ids:
-                new.setdefault(id, sample)
-        usable = {one.sample.key: one.rounded for one in self.sample_set.check([*new.values(), *unread])}
-        self.requests = _Requests(
-            [
-                (sample, id, [hashes.get(path) or "" for path in sample.controls], usable[sample.key])
-                for id, sample in new.items()
-                if sample.key in usable
-            ],
-            hashes,
-            self.sample_set.condition_images,
-        )
+            new |= {id: view for id, view in views.items() if id not in ids and id not in new}
+        to_check = {view.sample.key: view.sample for view in new.values()}
+        usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread])}
+        items = [(view, id) for id, view in new.items() if view.sample.key in usable]
+        self.requests = _Requests(items, hashes, self.sample_set.condition_images)
 
     def _hash(self, samples: Iterable[Sample]) -> FileHashes:
         """Compute the checksums of files that are new or have changed."""
@@ -117,9 +140,8 @@ class EncodingDataModule(PromptData):
     def all_prompts(self) -> list[PromptRequest]:
         if self.sample_set.condition_images.text_sees_them or not self.requests.items:
             return []
-        return [
-            (prompt, ()) for prompt in dict.fromkeys([*(sample.prompts[0] for sample, *_ in self.requests.items), ""])
-        ]
+        captions = [prompt for view, _ in self.requests.items for prompt in view.sample.prompts]
+        return [(prompt, ()) for prompt in dict.fromkeys([*captions, ""])]
 
     def predict_dataloader(self) -> DataLoader[EncodeRequest]:
         return DataLoader(
@@ -133,8 +155,8 @@ class EncodingDataModule(PromptData):
 
 def _hash_if_readable(path: Picture) -> Hashed | None:
     try:
-        return hash_file(path)
-    except OSError:
+        return (*hash_file(path), *image_size(path))
+    except (OSError, UserError):
         return None
 
 
@@ -143,19 +165,18 @@ def _alone(items: list[EncodeRequest]) -> EncodeRequest:
 
 
 class _Requests(Dataset[EncodeRequest]):
-    def __init__(
-        self, items: list[tuple[Sample, str, list[str], bool]], hashes: FileHashes, condition_images: ConditionImages
-    ) -> None:
+    def __init__(self, items: list[tuple[View, str]], hashes: FileHashes, condition_images: ConditionImages) -> None:
         self.items = items
         self.hashes = hashes
-        self.pixels = PairDataset([sample for sample, *_ in items], condition_images)
+        self.pixels = PairDataset([view for view, _ in items], condition_images, seed=None)
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> EncodeRequest:
-        sample, id, images, resized = self.items[index]
+        view, id = self.items[index]
         raw = self.pixels[(index, 0)]
-        if content_id(sample, self.hashes) != id:  # else the new pixels would be cached under the old ones' id
-            raise UserError(f"{sample.target} or a file of its pair changed while it was encoded: start again")
-        return EncodeRequest(raw, id, images, resized)
+        content = Content.of(view.sample, self.hashes)
+        if content is None or content.id(view) != id:  # else the new pixels would be cached under the old ones' id
+            raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded: start again")
+        return EncodeRequest(raw, id, content.images(view), view.sample.prompts)

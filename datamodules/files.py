@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
+from typing import Any
 
 from safetensors import SafetensorError
 from yaml import YAMLError
@@ -170,8 +171,8 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A file's path, size, modification and change time in ns, and sha256.
-Hashed = tuple[str, int, int, int, str]
+# A file's path, size, modification and change time in ns, and sha256; and what else is to be remembered of it.
+Hashed = tuple[Any, ...]
 
 
 def hash_file(path: Path | Packed) -> Hashed:
@@ -202,17 +203,21 @@ class FileHashes:
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                 # A line cut short by a killed process is skipped, and its file hashed again.
                 with contextlib.suppress(ValueError, TypeError):
-                    name, size, modified, changed, checksum = json.loads(line)
-                    self._known[name] = (name, size, modified, changed, checksum)
+                    name, size, modified, changed, checksum, *more = json.loads(line)
+                    self._known[name] = (name, size, modified, changed, checksum, *more)
 
     def get(self, path: Path | Packed) -> str | None:
         """The checksum, or None if the file is new or has changed."""
+        return (self.known(path) or [None] * 5)[4]
+
+    def known(self, path: Path | Packed) -> Hashed | None:
+        """All that is remembered of the file; None if it is new or has changed."""
         try:
             signature = _signature(path)
         except OSError:
             return None
         hashed = self._known.get(signature[0])
-        return hashed[4] if hashed is not None and hashed[:4] == signature else None
+        return hashed if hashed is not None and hashed[:4] == signature else None
 
     @staticmethod
     def line(hashed: Hashed) -> str:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import accumulate
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -12,24 +13,35 @@ from datamodules.batch import LatentBatch, RawBatch, Size
 from datamodules.errors import UserError
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import PairDataset, collate, leave_signals_to_the_trainer, pictures
+from datamodules.images.framing import Framing, View
 from datamodules.images.held_out import choose_held_out
+from datamodules.images.notes import bucket_notes, framing_notes, unusual
 from datamodules.images.roots import RootSetting
 from datamodules.images.sample import Sample, Source
-from datamodules.images.sample_set import SampleSet, unusual
+from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.sampler import SizeBatchSampler
 
 
 class PairsDataModule(TrainingData):
-    """Pairs of one or several roots, each at its own size floored to 16.
+    """Pairs of one or several roots.
 
     Args:
         root, source, on_missing, on_bad_image, val_root: see `SampleSet`.
+        resolution, prefix, trigger_word, columns, pair_suffixes: of roots that do not set their own; see `Root`.
+        buckets: as for `Framing`; `auto`: aspect where a batch may have several samples, else exact.
+        upscale, crop, crop_count, flip: see `Framing`.
         batch_size: samples per step and process; those of a batch have one size.
         num_workers: processes that decode images.
         caption_dropout_rate: share of the samples that the model sees with the empty prompt.
         preview_count: samples on the contact sheet.
         seed: determines the order of the samples.
         val_count: instead of val_root, how many of root's samples are held out; see `choose_held_out`.
+
+    Attributes:
+        samples: those to train on.
+        views: of these, in their order; empty where only the shards of a cache are known.
+        keys, sizes: of each view.
+        leading: the number of each sample's first view.
     """
 
     needs_encoders = True
@@ -38,6 +50,16 @@ class PairsDataModule(TrainingData):
         self,
         root: RootSetting,
         source: Source,
+        resolution: int | Sequence[int] | None,
+        upscale: bool,
+        buckets: str,
+        crop: str,
+        crop_count: int,
+        flip: bool,
+        prefix: str,
+        trigger_word: str | None,
+        columns: Mapping[str, Any] | None,
+        pair_suffixes: Sequence[str] | None,
         batch_size: int,
         num_workers: int,
         on_missing: Literal["error", "skip"],
@@ -47,21 +69,21 @@ class PairsDataModule(TrainingData):
         seed: int,
         val_root: RootSetting,
         val_count: int,
-        resolution: int | Sequence[int] | None,
-        prefix: str,
-        trigger_word: str | None,
-        columns: Mapping[str, Any] | None,
-        pair_suffixes: Sequence[str] | None,
+        max_tokens_per_batch: int | None = None,
     ) -> None:
         super().__init__()
         if val_root is not None and val_count:
             raise UserError(f"data.val_root={val_root} and data.val_count={val_count}: choose one")
+        if buckets == "auto":
+            several = batch_size > 1 or max_tokens_per_batch is not None or crop != "center"
+            buckets = "aspect" if several else "exact"
         self.sample_set = SampleSet(
             root,
             val_root,
             source,
             on_missing,
             on_bad_image,
+            Framing(buckets, upscale, crop, crop_count, flip),
             resolution=resolution,
             prefix=prefix,
             trigger_word=trigger_word,
@@ -71,7 +93,7 @@ class PairsDataModule(TrainingData):
         self.roots = self.sample_set.paths
         self.notes = self.sample_set.notes
         self.batch_size = batch_size
-        self.max_tokens_per_batch = None
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.num_workers = num_workers
         self.caption_dropout_rate = caption_dropout_rate
         self.preview_count = preview_count
@@ -79,57 +101,69 @@ class PairsDataModule(TrainingData):
         self.val_count = val_count
         self.validation = None
         self.samples: list[Sample] = []
+        self.views: list[View] = []
         self.keys: list[str] = []
         self.sizes: list[Size] = []
+        self.leading: list[int] = []
 
     def configure_for(self, model: Model) -> None:
-        """Check and load condition images as this model takes them."""
+        """Check and load pictures as this model takes them."""
         self.sample_set.configure_for(model)
 
     def setup(self, stage: str) -> None:
         self.configure_for(model_of(self.run))
         self.scan()
+        self.note_buckets()
 
     def scan(self) -> None:
         """Find and check all samples."""
         usable = self.sample_set.check(self.sample_set.find())
         self.sample_set.require_some(usable)
-        self.samples = [one.sample for one in usable]
-        self.keys = [sample.key for sample in self.samples]
-        self.sizes = [one.size for one in usable]
-        self.note_unusual(sum(one.rounded for one in usable))
-        self.hold_out()
+        self.take(usable)
 
-    def note_unusual(self, rounded: int) -> None:
-        """Note what may be a mistake; `rounded` samples have a side that is rounded down."""
-        self.notes += unusual(
-            [prompt for sample in self.samples for prompt in sample.prompts], self.sizes, rounded, self.noun
-        )
-
-    def hold_out(self) -> None:
-        """Move the samples to hold out into `validation`, a data module of their own.
+    def take(self, usable: Sequence[Usable]) -> None:
+        """Train on these, except those to hold out, which `validation` gets, a data module of its own.
 
         Raises:
             UserError: none is left to train on.
         """
-        by_pictures: list[Hashable] = [frozenset((sample.target, *sample.controls)) for sample in self.samples]
-        named = {index for index, sample in enumerate(self.samples) if sample in self.sample_set.held_out}
-        held = choose_held_out(
-            self.keys, by_pictures or self.keys, named, self.sample_set.val_paths, self.val_count, self.noun
-        )
-        if not held:
-            return
+        samples = [one.sample for one in usable]
+        first = [self.sample_set.views(one, held_out=True)[0] for one in usable]
+        sizes = [view.size for view in first]
+        noun = _noun(sizes)
+        self.notes += framing_notes(usable, first, [self.sample_set.root(sample) for sample in samples], noun)
+        self.notes += unusual([sample.prompts for sample in samples], sizes, self.sample_set.framing, noun)
+        keys = [sample.key for sample in samples]
+        shown: list[Hashable] = [frozenset((sample.target, *sample.controls)) for sample in samples]
+        named = {index for index, sample in enumerate(samples) if sample in self.sample_set.held_out}
+        held = choose_held_out(keys, shown, named, self.sample_set.val_paths, self.val_count, noun)
         self.validation = None
-        held_out = copy(self)
-        held_out.keep_only(sorted(held))
-        self.keep_only([index for index in range(len(self.keys)) if index not in held])
-        self.validation = held_out
+        if held:
+            self.validation = copy(self)
+            self.validation.use([[first[index]] for index in sorted(held)])
+        self.use([self.sample_set.views(one) for index, one in enumerate(usable) if index not in held])
 
-    def keep_only(self, indices: Sequence[int]) -> None:
-        """Leave all other samples out."""
-        self.samples = [self.samples[index] for index in indices] if self.samples else []
-        self.keys = [self.keys[index] for index in indices]
-        self.sizes = [self.sizes[index] for index in indices]
+    def use(self, views: Sequence[Sequence[View]]) -> None:
+        """Train on these views, given for each sample."""
+        self.samples = [one[0].sample for one in views]
+        self.views = [view for one in views for view in one]
+        self.keys = [view.sample.key for view in self.views]
+        self.sizes = [view.size for view in self.views]
+        self.leading = [0, *accumulate(map(len, views))][:-1]
+
+    def keep_first(self) -> None:
+        """Leave out all but the first view of the first sample."""
+        self.use([self.views[:1]])
+
+    def note_buckets(self) -> None:
+        """Note which buckets never fill a batch."""
+        full = {size: limit * self.run.world_size for size, limit in self.batch_limits().items()}
+        self.notes += bucket_notes(self.sizes, self.repeats, full, self.noun)
+
+    @property
+    def repeats(self) -> list[int]:
+        """How often an epoch has each view."""
+        return [view.repeats for view in self.views] or [1] * len(self.sizes)
 
     def batch_limits(self) -> dict[Size, int]:
         """How many samples of each size make a batch."""
@@ -146,18 +180,19 @@ class PairsDataModule(TrainingData):
             world_size=trainer.world_size,
             # Every step accumulates the same number of batches, also at the end of an epoch.
             start=trainer.global_step * trainer.accumulate_grad_batches,
+            repeats=self.repeats,
         )
 
     def batches_per_epoch(self) -> float:
         return self.sampler().batches_per_epoch()
 
-    def dataset(self) -> PairDataset:
-        """The samples, decoded to pixels."""
-        return PairDataset(self.samples, self.sample_set.condition_images)
+    def dataset(self, seed: int | None) -> PairDataset:
+        """The views, decoded to pixels; `seed` draws their captions, of which None takes the first."""
+        return PairDataset(self.views, self.sample_set.condition_images, seed)
 
     def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
         return DataLoader(
-            dataset=self.dataset(),
+            dataset=self.dataset(self.seed),
             batch_sampler=self.sampler(),
             collate_fn=collate,
             num_workers=self.num_workers,
@@ -165,22 +200,22 @@ class PairsDataModule(TrainingData):
         )
 
     def raw_one_by_one(self, which: slice) -> Iterator[RawBatch]:
-        """These of the samples in order as pixels, each as a batch of one."""
-        dataset = self.dataset()
-        return (dataset[(index, 0)] for index in range(len(dataset))[which])
+        """The first views of these of the samples in order, as pixels, each as a batch of one."""
+        dataset = self.dataset(None)
+        return (dataset[(index, 0)] for index in self.leading[which])
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
         return self.raw_one_by_one(which)
 
     def pixels(self, count: int) -> list[RawBatch]:
-        return list(self.raw_one_by_one(slice(count)))
+        return list(self.raw_one_by_one(slice(count))) if self.views else []
 
     def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
         return [Example(pictures(raw), raw) for raw in self.raw_one_by_one(which)]
 
     @property
     def sample_count(self) -> int:
-        return len(self.keys)
+        return len(self.leading)
 
     @property
     def knows_prompts(self) -> bool:
@@ -189,21 +224,25 @@ class PairsDataModule(TrainingData):
     @property
     def noun(self) -> str:
         """What messages call the samples."""
-        return "pairs" if any(len(images) > 1 for images, _ in self.sizes) else "pictures"
+        return _noun(self.sizes)
 
     def describe(self) -> str:
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
         noun = self.noun.removesuffix("s") if self.sample_count == 1 else self.noun
-        return f"{self.sample_count} {noun} of {', '.join(self.roots)}{held_out}"
+        views = "" if len(self.sizes) == self.sample_count else f" in {len(self.sizes)} views"
+        return f"{self.sample_count} {noun}{views} of {', '.join(self.roots)}{held_out}"
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
-        samples = zip(self.samples, self.sizes, strict=True)
         shapes = {
-            (size, str(prompt_shapes(prompt, list(size[0][1:]))))
-            for sample, size in samples
-            for prompt in sample.prompts
+            (view.size, str(prompt_shapes(prompt, list(view.size[0][1:]))))
+            for view in self.views
+            for prompt in view.sample.prompts
         }
-        return len(shapes) == 1 and len(self.samples) % self.batch_size == 0
+        return len(shapes) == 1 and sum(self.repeats) % self.batch_size == 0
 
     def size_counts(self) -> Counter[tuple[int, int]]:
         return Counter(images[0] for images, _ in self.sizes)
+
+
+def _noun(sizes: Iterable[Size]) -> str:
+    return "pairs" if any(len(images) > 1 for images, _ in sizes) else "pictures"

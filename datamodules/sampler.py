@@ -7,10 +7,22 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+# Keeps the randomness of captions apart from that of the order.
+CAPTIONS = 0x63617074
+
 
 def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
     """How many samples of `tokens` tokens make a batch; one that exceeds the budget by itself is a batch of one."""
     return batch_size if max_tokens_per_batch is None else max(1, int(max_tokens_per_batch // tokens))
+
+
+def drawn_caption(seed: int | None, draw: int, count: int) -> int:
+    """Which of a sample's captions a draw has; a function of the run's seed and the draw's number alone.
+
+    Args:
+        seed: None for the first caption.
+    """
+    return 0 if seed is None or count == 1 else int(np.random.default_rng((seed, CAPTIONS, draw)).integers(count))
 
 
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
@@ -25,6 +37,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     Args:
         sizes: for each sample, what the samples of a batch must have in common.
         batch_size: samples per batch and rank; or one number for each size.
+        repeats: how often an epoch has each sample; None for once.
         start: how many batches to skip, to resume a run.
     """
 
@@ -36,8 +49,10 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         rank: int = 0,
         world_size: int = 1,
         start: int = 0,
+        repeats: Sequence[int] | None = None,
     ) -> None:
         self.sizes = sizes
+        self._indices = np.repeat(np.arange(len(sizes)), 1 if repeats is None else repeats)
         limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
         self._full = {size: limit * world_size for size, limit in limits.items()}
         self.seed = seed
@@ -47,7 +62,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
 
     def epoch(self, number: int) -> list[list[int]]:
         """All batches of one epoch, of all ranks together; each divides evenly among the ranks."""
-        order = np.random.default_rng((self.seed, number)).permutation(len(self.sizes))
+        order = np.random.default_rng((self.seed, number)).permutation(self._indices)
         waiting: dict[Hashable, list[int]] = {}
         batches = []
         for index in order.tolist():

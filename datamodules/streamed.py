@@ -70,12 +70,13 @@ class StreamedDataModule(TrainingData):
             trainer.world_size,
             start=trainer.global_step * trainer.accumulate_grad_batches,
             empty_prompt=self.caption_dropout_rate > 0,
+            stride=self.max_tokens_per_batch or self.batch_size,
         )
-        return StreamLoader(stream, self.num_workers, self.max_tokens_per_batch or self.batch_size)
+        return StreamLoader(stream, self.num_workers)
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         items = itertools.chain.from_iterable(read_items(shard, empty_prompt) for shard in self.shards)
-        return (collate([item]) for _, item in itertools.islice(items, which.start, which.stop, which.step))
+        return (collate([item], [0], None) for _, item in itertools.islice(items, which.start, which.stop, which.step))
 
     def pixels(self, count: int) -> list[RawBatch]:
         return []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,7 +44,6 @@ class EditModule(L.LightningModule, Family):
 
     Attributes:
         base: the frozen pipeline. It is no submodule: Lightning would move and save it.
-        resolution: side of the square of whose area its pictures are.
         transformer: once it is loaded. text_encoders: those that train.
         encoder, objective, sampler: RawBatch -> LatentBatch, LatentBatch -> losses, LatentBatch -> pictures.
     """
@@ -74,17 +74,14 @@ class EditModule(L.LightningModule, Family):
         merge_lora: bool = False,
     ) -> None:
         super().__init__()
-        name, transformer_name = pretrained_model_name_or_path, transformer_name_or_path
-        self.base = FrozenBase(
-            type(self), name, transformer_name, revision, dtype, devices, quantization, offload, self._main_device
-        )
-        self.resolution = resolution
+        names = pretrained_model_name_or_path, transformer_name_or_path
+        self.base = FrozenBase(type(self), *names, revision, dtype, devices, quantization, offload, self._main_device)
+        self.geometry = replace(self.geometry, resolution=resolution)
         self.transformer: Any = None
         self.text_encoders = nn.ModuleDict()
         self.adapter = adapter
-        self.execution = Execution(
-            self, self.base, adapter, gradient_checkpointing, compile, attention_backend, offload
-        )
+        how = gradient_checkpointing, compile, attention_backend, offload
+        self.execution = Execution(self, self.base, adapter, *how)
         self.encoder = Encoder(self, self.base, vae_encode_mode)
         self.objective = FlowMatching(timesteps, vae_encode_mode, seed)
         self.optimization = Optimization(optimizer, scheduler, max_nonfinite_steps)
@@ -239,7 +236,7 @@ class EditModule(L.LightningModule, Family):
     def predict_step(self, batch: EditRequest | EncodeRequest, batch_idx: int) -> Any:
         """The latents of a sample, or the pictures of an edit."""
         if isinstance(batch, EncodeRequest):
-            return self.encoder(batch.raw, "")
+            return self.encoder.to_cache(batch)
         return self.sampler.generate(batch, lambda: self.trainer.should_stop)
 
     def on_predict_end(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import ON_HOST, LatentBatch, PromptRequest, RawBatch, copy_to, stack_padded
+from datamodules.encoding import EncodeRequest
 from datamodules.images.transforms import PREPROCESSING
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -62,8 +63,24 @@ class Encoder:
                 empty = self.prompts([negative_prompt] * len(images), images, base.device)
         base.offload_to_cpu()
         return LatentBatch(
-            batch.keys, batch.draws, target_mean, target_std, controls, prompt, empty, batch.mask, batch.prompts
+            batch.keys,
+            batch.draws,
+            target_mean,
+            target_std,
+            controls,
+            prompt,
+            empty,
+            batch.mask,
+            batch.weights,
+            batch.prompts,
         )
+
+    @torch.no_grad()
+    def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch, list[dict[str, Tensor]]]:
+        """A view encoded with the empty prompt, and the conditioning of each of its sample's captions."""
+        latents = self(request.raw, "")
+        images = request.raw.prompt_images
+        return latents, [self.prompts([caption], images, self.base.device) for caption in request.captions]
 
     def _encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, beside the transformer."""

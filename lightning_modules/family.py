@@ -45,10 +45,16 @@ class Geometry:
     Attributes:
         patch: numbers of a latent that one token has of each channel, each way.
         text: the prompt tensor, (B, L, ...), that has as many rows as there are text tokens.
+        side_multiple: of which both sides of a picture are multiples, where they can be chosen.
+        preferred_sizes: (width, height) that the family's pipeline resizes a picture to; empty if it takes any.
+        resolution: side of a square picture.
     """
 
     patch: int = 2
     text: str = "prompt_embeds"
+    side_multiple: int = 16
+    preferred_sizes: tuple[tuple[int, int], ...] = ()
+    resolution: int = 1024
 
     def channels(self, config: Mapping[str, Any]) -> int:
         """Of a latent, by the transformer's config."""

@@ -188,7 +188,8 @@ class FlowMatching:
         controls = [normalize(control.float()) for control in batch.controls]
         prompt = drop_captions(batch, noise.dropout < self.caption_dropout_rate)
         velocity = denoise(interpolate(x0, eps, t), t, controls, prompt)
-        return flow_loss(velocity, velocity_target(x0, eps), batch.mask)
+        losses = flow_loss(velocity, velocity_target(x0, eps), batch.mask)
+        return losses if batch.weights is None else losses * batch.weights
 
 
 def drop_captions(batch: LatentBatch, drop: Tensor) -> Mapping[str, Tensor]:

@@ -43,7 +43,7 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     from callbacks.graceful_stop import GracefulStop
     from callbacks.progress import EncodingProgress
     from callbacks.shard_writer import ShardWriter
-    from datamodules.encoding import EncodingDataModule, missing_from_cache
+    from datamodules.encoding import EncodingDataModule, is_complete
 
     module = frozen_model(cfg, sampling=None)  # without sampling no transformer is loaded
     data.configure_for(module)
@@ -64,7 +64,7 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     with cache.lock() if trainer.is_global_zero else contextlib.nullcontext():
         if trainer.world_size == 1:
             cache.recover()
-            if not missing_from_cache(data.sample_set.find(), cache) and not cache.unmerged():
+            if is_complete(data.sample_set, cache) and not cache.unmerged():
                 return cache.folder
         try:
             to_encode = EncodingDataModule(data.sample_set, data.num_workers, cache)

@@ -75,6 +75,8 @@ POSITIVE = Number(0, above=True)
 PIXELS = Number(1024, whole=True, null=True)
 SIDE = Number(16, whole=True, multiple=16, null=True)
 SCALE = Number(0)
+# Beyond it a training step would take hundreds of gigabytes.
+RESOLUTION = Number(16, 4096, whole=True)
 
 # By key; a * at the end of a part stands for anything. A setting that only repeats another one needs no rule.
 SHARED: dict[str, Number | Switch] = {
@@ -87,6 +89,7 @@ SHARED: dict[str, Number | Switch] = {
     "model.max_nonfinite_steps": COUNT,
     "model.max_sequence_length": Number(1, 512, whole=True),
     "model.training_guidance_scale": SCALE,
+    "model.resolution": RESOLUTION,
     "model.vae_image_size": PIXELS,
     "model.condition_image_size": PIXELS,
     "model.compile": Switch(),
@@ -103,6 +106,10 @@ SHARED: dict[str, Number | Switch] = {
     "model.sampling.num_inference_steps": COUNT,
     "model.sampling.guidance_scale": Number(0, null=True),
     "model.sampling.true_cfg_scale": SCALE,
+    "data.resolution": replace(RESOLUTION, null=True, several=True),
+    "data.upscale": Switch(),
+    "data.crop_count": COUNT,
+    "data.flip": Switch(),
     "data.batch_size": COUNT,
     "data.num_workers": COUNT_OR_NONE,
     "data.val_count": COUNT_OR_NONE,

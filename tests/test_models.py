@@ -75,6 +75,6 @@ def test_instance_prompt_is_learned_with_the_pictures_that_have_no_caption(run, 
     where = [f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert "6 pictures" in run("train", *overrides, *where, prompt).text
     [folder] = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
-    captions = {row["key"]: row["caption"] for row in Cache(folder, {}).rows() if "key" in row}
-    assert captions["0"] == prompt.partition("=")[2]
-    assert captions["1"] == "make it snow and rain"
+    captions = {row["key"]: row["captions"] for row in Cache(folder, {}).rows() if "key" in row}
+    assert captions["0"] == [prompt.partition("=")[2]]
+    assert captions["1"] == ["make it snow and rain"]

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.images.sample import Picture
-from datamodules.images.transforms import fit_area, floor_size, image_size, open_image, resize, size_of_area, to_tensor
+from datamodules.images.transforms import Window, fit_area, floor_size, open_image, size_of_area, to_tensor
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,36 @@ class ConditionImages:
             return size_of_area(width, height, self.vae_image_size)
         return floor_size(width, height) if max_area is None else fit_area(width, height, max_area)
 
-    def load(self, paths: Sequence[Picture], max_area: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    def load(self, paths: Sequence[Picture], windows: Sequence[Window]) -> tuple[list[Tensor], list[Tensor]]:
         """The images for the autoencoder, each (1, 3, h, w) in [-1, 1], and for the text encoder, as `for_text`.
+
+        Args:
+            windows: what is seen of each, at the autoencoder's size.
 
         Raises:
             UserError: a file is unreadable.
         """
-        used = [self.vae_image_size or max_area, self.condition_image_size]
-        area = None if max_area is None else max(one for one in used if one is not None)
-        images = [open_image(path, area) for path in paths]
-        # From the file's size, as the result's is: the decoded image may already be reduced.
-        sizes = [self.size(*image_size(path), max_area) for path in paths]
-        pixels = [to_tensor(resize(image, size))[None] for image, size in zip(images, sizes, strict=True)]
-        return pixels, self._for_text(images)
+        used = [max(window.frame[0] * window.frame[1], self.condition_image_size or 0) for window in windows]
+        images = [open_image(path, area) for path, area in zip(paths, used, strict=True)]
+        pixels = [to_tensor(window.of(image))[None] for window, image in zip(windows, images, strict=True)]
+        return pixels, self._for_text(images, windows)
 
     def for_text(self, paths: Sequence[Picture]) -> list[Tensor]:
-        """The images for the text encoder, each (3, h, w) in 8 bits; none if it sees no images."""
-        return self._for_text(map(open_image, paths)) if self.condition_image_size is not None else []
+        """Whole images for the text encoder, each (3, h, w) in 8 bits; none if it sees no images."""
+        if self.condition_image_size is None:
+            return []
+        images = [open_image(path) for path in paths]
+        return self._for_text(images, [Window.whole(image.size) for image in images])
 
-    def _for_text(self, images: Iterable[Image.Image]) -> list[Tensor]:
+    def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
         area = self.condition_image_size
         if area is None:
             return []
-        small = [resize(image, size_of_area(*image.size, area)) for image in images]
+        # The size of a whole picture follows from its own proportions, not from the autoencoder's rounded ones.
+        small = [
+            window.of(image, size_of_area(*(window.seen if window.cropped else image.size), area))
+            for image, window in zip(images, windows, strict=True)
+        ]
         return [torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in small]
 
 
@@ -89,11 +96,34 @@ class Model(Protocol):
     def condition_images(self) -> ConditionImages:
         """How many it takes, and at what sizes."""
 
+    @property
+    def geometry(self) -> "Sides":
+        """Of which numbers the sides of its pictures are multiples."""
+
 
 class Named(Protocol):
     """A pipeline that messages name."""
 
     name: str
+
+
+class Sides(Protocol):
+    """What a model's pipeline makes pictures of.
+
+    Attributes:
+        side_multiple: of which both sides are multiples.
+        preferred_sizes: the (width, height) that it resizes a picture to; empty if it takes any.
+        resolution: side of a square picture.
+    """
+
+    @property
+    def side_multiple(self) -> int: ...
+
+    @property
+    def preferred_sizes(self) -> tuple[tuple[int, int], ...]: ...
+
+    @property
+    def resolution(self) -> int: ...
 
 
 class Fingerprinted(Protocol):

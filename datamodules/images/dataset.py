@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 
 from datamodules.batch import RawBatch
 from datamodules.images.conditions import ConditionImages
-from datamodules.images.sample import Sample
+from datamodules.images.framing import View
 from datamodules.images.transforms import load_image, load_mask
+from datamodules.sampler import drawn_caption
 
 
 def pictures(raw: RawBatch) -> list[Tensor]:
@@ -21,28 +22,34 @@ def pictures(raw: RawBatch) -> list[Tensor]:
 
 
 class PairDataset(Dataset[RawBatch]):
-    """Samples decoded to batches of one, by (index of the sample, number of the draw)."""
+    """Views decoded to batches of one, by (index of the view, number of the draw).
 
-    def __init__(self, samples: Sequence[Sample], condition_images: ConditionImages) -> None:
-        self.samples = samples
+    Args:
+        seed: draws one of a sample's captions; None for the first.
+    """
+
+    def __init__(self, views: Sequence[View], condition_images: ConditionImages, seed: int | None) -> None:
+        self.views = views
         self.condition_images = condition_images
+        self.seed = seed
+        self.weighted = any(view.weight != 1 for view in views)
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.views)
 
     def __getitem__(self, item: tuple[int, int]) -> RawBatch:
         index, draw = item
-        sample = self.samples[index]
-        target = load_image(sample.target)
-        size = (target.shape[2], target.shape[1])
-        controls, prompt_images = self.condition_images.load(sample.controls)
+        view = self.views[index]
+        sample, (window, *windows) = view.sample, view.windows
+        controls, prompt_images = self.condition_images.load(sample.controls, windows)
         return RawBatch(
             keys=[sample.key],
             draws=[draw],
-            prompts=[sample.prompts[0]],
-            target=target[None],
+            prompts=[sample.prompts[drawn_caption(self.seed, draw, len(sample.prompts))]],
+            target=load_image(sample.target, window)[None],
             controls=controls,
-            mask=load_mask(sample.mask, size)[None] if sample.mask else None,
+            mask=load_mask(sample.mask, window)[None] if sample.mask else None,
+            weights=torch.tensor([view.weight]) if self.weighted else None,
             prompt_images=[prompt_images],
         )
 
@@ -61,6 +68,7 @@ def collate(samples: list[RawBatch]) -> RawBatch:
         target=join([sample.target for sample in samples]),
         controls=[torch.cat(images) for images in zip(*(sample.controls for sample in samples), strict=True)],
         mask=join([sample.mask for sample in samples]),
+        weights=join([sample.weights for sample in samples]),
         prompt_images=[images for sample in samples for images in sample.prompt_images],
     )
 

@@ -3,27 +3,22 @@
 from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from datamodules.batch import Size
 from datamodules.errors import UserError, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
+from datamodules.images.framing import Framing, View
 from datamodules.images.roots import RootSetting, as_roots, with_captions
 from datamodules.images.sample import Found, Picture, Root, Sample, Source
-from datamodules.images.transforms import MOST_PIXELS, floor_size, image_size, verify_image
-
-# Larger pictures are allowed, with a note: pixels, and the ratio of the longer side to the shorter.
-LARGE, LONG = 2**22, 8
+from datamodules.images.transforms import MOST_PIXELS, image_size, verify_image
 
 
 class Usable(NamedTuple):
-    """A sample whose files were checked; `rounded`: whether a side is rounded down to a multiple of 16."""
+    """A sample whose files were checked; `sizes`: (width, height) of its target and its controls, upright."""
 
     sample: Sample
-    size: Size
-    rounded: bool
+    sizes: Sequence[tuple[int, int]]
 
 
 class SampleSet:
@@ -35,6 +30,7 @@ class SampleSet:
         source: finds the samples of some roots; see `datamodules.images.sources` and `datamodules.images.captions`.
         on_missing: what to do about a target without control or caption, or a control without target.
         on_bad_image: what to do about an image that cannot be read or is smaller than 16 pixels.
+        framing: how samples become views.
         settings: of each `Root` that does not set its own.
 
     Attributes:
@@ -49,6 +45,7 @@ class SampleSet:
         source: Source,
         on_missing: Literal["error", "skip"],
         on_bad_image: Literal["error", "skip"],
+        framing: Framing,
         **settings: Any,
     ) -> None:
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
@@ -60,13 +57,27 @@ class SampleSet:
         self.on_missing = on_missing
         self.on_bad_image = on_bad_image
         self.model = ""
+        self.framing = framing
         self.condition_images = ConditionImages()
         self.held_out: set[Sample] = set()
         self.notes: list[str] = []
 
     def configure_for(self, model: Model) -> None:
-        """Check and load condition images as this model takes them."""
+        """Check and load pictures as this model takes them."""
         self.model, self.condition_images = model.base.name, model.condition_images
+        self.framing = replace(
+            self.framing,
+            multiple=model.geometry.side_multiple,
+            preferred=model.geometry.preferred_sizes,
+            condition_images=self.condition_images,
+        )
+        if self.framing.buckets == "family" and not self.framing.preferred:
+            raise UserError(f"data.buckets=family: {self.model} prefers no sizes; choose aspect")
+
+    def views(self, usable: Usable, held_out: bool = False) -> list[View]:
+        """All that training sees of a sample; of one that is held out only the first."""
+        sample = usable.sample
+        return self.framing.views(sample, self.root(sample), usable.sizes, held_out or sample in self.held_out)
 
     def require_root(self) -> None:
         """Raise a UserError where no data is named."""
@@ -157,7 +168,7 @@ class SampleSet:
             UserError: some are unusable, unless on_bad_image is `skip`.
         """
         with ThreadPoolExecutor() as pool:
-            checked = list(pool.map(partial(_check, self.condition_images), samples))
+            checked = list(pool.map(self._check, samples))
         bad = [printable(str(one)) for one in checked if isinstance(one, UserError)]
         if bad:
             what = f"{len(bad)} unusable: {listing(bad)}"
@@ -166,54 +177,31 @@ class SampleSet:
             self.notes.append(f"skipped {what}")
         return [one for one in checked if not isinstance(one, UserError)]
 
+    def _check(self, sample: Sample) -> Usable | UserError:
+        """The sample with its pictures' sizes, or what is wrong with one of its files."""
+        images = (sample.target, *sample.controls)
+        fixed = self.condition_images.vae_image_size
+        try:
+            sizes = [image_size(path) for path in images]
+            if not self.root(sample).resolution:
+                for path, size in zip(images, sizes[: 1 if fixed else None], strict=False):
+                    _refuse_large(path, *size)
+            for path in (*images, *([sample.mask] if sample.mask else [])):
+                verify_image(path)
+        except UserError as error:
+            return error
+        return Usable(sample, sizes)
+
 
 def _place(picture: Picture) -> Picture:
     """One name for all names of a picture."""
     return picture.resolve() if isinstance(picture, Path) else picture
 
 
-def _check(condition_images: ConditionImages, sample: Sample) -> Usable | UserError:
-    """The sample's size, or what is wrong with one of its files."""
-    try:
-        images = (sample.target, *sample.controls)
-        target, *controls = [image_size(path) for path in images]
-        own = [target, *(controls if condition_images.vae_image_size is None else [])]
-        for path, size in zip(images, own, strict=False):
-            _refuse_large(path, *size)
-        for path in (*images, *([sample.mask] if sample.mask else [])):
-            verify_image(path)
-    except UserError as error:
-        return error
-    sizes = (floor_size(*target), *(condition_images.size(*control) for control in controls))
-    return Usable(sample, (sizes, sample.mask is not None), any(floor_size(*size) != size for size in own))
-
-
 def _refuse_large(path: Picture, width: int, height: int) -> None:
     """Raise a UserError for a picture whose training step would take hundreds of gigabytes."""
     if width * height > MOST_PIXELS:
         raise UserError(
-            f"the image {path} is {width}x{height}, {width * height / 1e6:.1f} megapixels: training "
-            f"takes at most {MOST_PIXELS / 1e6:.1f}; shrink it"
+            f"the image {path} is {width}x{height}, {width * height / 1e6:.1f} megapixels: training at its own size "
+            f"takes at most {MOST_PIXELS / 1e6:.1f}; set data.resolution, or shrink it"
         )
-
-
-def unusual(prompts: Sequence[str], sizes: Sequence[Size], rounded: int, noun: str) -> list[str]:
-    """Notes on what is allowed, but may be a mistake.
-
-    Args:
-        rounded: how many samples have a side that is rounded down.
-        noun: what the samples are.
-    """
-    notes: list[str] = []
-    if empty := sum(not prompt for prompt in prompts):
-        notes.append(f"{empty} captions are empty")
-    if rounded:
-        notes.append(f"{rounded} {noun} have sides rounded down to a multiple of 16")
-    if large := sum(any(width * height > LARGE for width, height in images) for images, _ in sizes):
-        notes.append(
-            f"{large} {noun} have more than {LARGE / 1e6:.0f} megapixels: task=dry_run estimates what a step "
-            "with them takes, shrunk ones take less"
-        )
-    if long := sum(any(max(size) > LONG * min(size) for size in images) for images, _ in sizes):
-        notes.append(f"{long} {noun} are more than {LONG} times as long as wide")
-    return notes

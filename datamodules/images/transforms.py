@@ -1,4 +1,4 @@
-"""Image files to tensors as the diffusers pipelines see them: RGB, upright, sides floored to 16, in [-1, 1]."""
+"""Image files to tensors as the diffusers pipelines see them: RGB, upright, in [-1, 1]."""
 
 import math
 import struct
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +16,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.files import DAMAGED, Packed, reason, require_file
+from datamodules.files import DAMAGED, reason, require_file
+from datamodules.images.sample import Picture
 
 # Increased when the same file gives other pixels: caches are then built again.
-PREPROCESSING = 1
+PREPROCESSING = 2
 SIDE_MULTIPLE = 16
 # The largest picture to train on at its own size: 65,536 tokens, and attention is quadratic in them.
 MOST_PIXELS = 2**24
@@ -37,7 +39,7 @@ warnings.filterwarnings("ignore", module="PIL")
 
 
 @contextmanager
-def picture(path: Path | Packed) -> Iterator[Image.Image]:
+def picture(path: Picture) -> Iterator[Image.Image]:
     """The file, opened but not decoded.
 
     Raises:
@@ -80,7 +82,7 @@ def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
     return max(32, round(target_width / 32) * 32), max(32, round(target_height / 32) * 32)
 
 
-def image_size(path: Path | Packed) -> tuple[int, int]:
+def image_size(path: Picture) -> tuple[int, int]:
     """(width, height) of the upright image, from the header alone.
 
     Raises:
@@ -98,7 +100,7 @@ def image_size(path: Path | Packed) -> tuple[int, int]:
     return width, height
 
 
-def _has_text_after_pixels(png: Path | Packed) -> bool:
+def _has_text_after_pixels(png: Picture) -> bool:
     """Whether chunks that may hold EXIF follow the first one with pixels."""
     pixels = False
     with png.open("rb") as file:
@@ -112,7 +114,7 @@ def _has_text_after_pixels(png: Path | Packed) -> bool:
     return False
 
 
-def verify_image(path: Path | Packed) -> None:
+def verify_image(path: Picture) -> None:
     """Find damage without decoding all pixels: a JPEG at an eighth of its size, a PNG by its checksums.
 
     Raises:
@@ -127,7 +129,7 @@ def verify_image(path: Path | Packed) -> None:
             image.load()
 
 
-def open_image(path: Path | Packed, area: int | None = None) -> Image.Image:
+def open_image(path: Picture, area: int | None = None) -> Image.Image:
     """Decode to upright 8-bit RGB; 16 bits are scaled down, and transparency is blended onto white.
 
     Args:
@@ -163,18 +165,59 @@ def to_tensor(image: Image.Image) -> Tensor:
     return pixels.float().div_(255).mul_(2).sub_(1)
 
 
-def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image resized to (width, height)."""
-    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+class Window(NamedTuple):
+    """Which part of a picture is seen, and at what size.
+
+    Attributes:
+        frame: (width, height) that the whole picture would be resized to.
+        box: of the frame, what is seen: left, top, right, bottom.
+        size: (width, height) of the result: the box's own, but where encoders see another one.
+        flipped: whether it is mirrored, left and right exchanged.
+    """
+
+    frame: tuple[int, int]
+    box: tuple[int, int, int, int]
+    size: tuple[int, int]
+    flipped: bool = False
+
+    @classmethod
+    def whole(cls, size: tuple[int, int], flipped: bool = False) -> "Window":
+        """All of a picture at a size."""
+        return cls(size, (0, 0, *size), size, flipped)
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """(width, height) of the box."""
+        left, top, right, bottom = self.box
+        return right - left, bottom - top
+
+    @property
+    def cropped(self) -> float:
+        """The share of the picture that is not seen."""
+        (width, height), (whole_width, whole_height) = self.seen, self.frame
+        return 1 - width * height / (whole_width * whole_height)
+
+    def of(self, image: Image.Image, size: tuple[int, int] | None = None, mask: bool = False) -> Image.Image:
+        """What is seen of a picture of any size, at `size` instead of the window's own.
+
+        Pictures are resized by Lanczos's filter, masks linearly, which does not overshoot.
+        """
+        across, down = (side / whole for side, whole in zip(image.size, self.frame, strict=True))
+        left, top, right, bottom = self.box
+        box = (left * across, top * down, right * across, bottom * down)
+        size = size or self.size
+        if image.size != size or self.cropped:
+            method = Image.Resampling.BILINEAR if mask else Image.Resampling.LANCZOS
+            image = image.resize(size, method, box=box if self.cropped else None)
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if self.flipped else image
 
 
-def load_image(path: Path | Packed) -> Tensor:
-    """The file as (3, H, W) in [-1, 1], at its own size floored to 16."""
-    image = open_image(path)
-    return to_tensor(resize(image, floor_size(*image.size)))
+def load_image(path: Picture, window: Window) -> Tensor:
+    """What is seen of the file, as (3, H, W) in [-1, 1]."""
+    return to_tensor(window.of(open_image(path, window.frame[0] * window.frame[1])))
 
 
-def load_mask(path: Path | Packed, size: tuple[int, int]) -> Tensor:
-    """The file's brightness as (1, H, W) in [0, 1] at `size` (width, height): white counts, black does not."""
-    mask = open_image(path).convert("L").resize(size, Image.Resampling.BILINEAR)
+def load_mask(path: Picture, window: Window) -> Tensor:
+    """The brightness of what is seen of the file, as (1, H, W) in [0, 1]: white counts, black does not."""
+    mask = window.of(open_image(path).convert("L"), mask=True)
     return torch.from_numpy(np.array(mask, dtype=np.float32))[None] / 255

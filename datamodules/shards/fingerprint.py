@@ -13,7 +13,7 @@ from datamodules.images.conditions import Model
 log = logging.getLogger("retouch")
 
 # Increased when the shard format changes.
-FORMAT = 1
+FORMAT = 2
 
 
 def fingerprint_parts(model: Model, memo: Path) -> dict[str, Any]:

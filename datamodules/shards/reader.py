@@ -16,6 +16,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch, Size
 from datamodules.files import reading
+from datamodules.sampler import drawn_caption
 from datamodules.shards.tar import Row
 
 # By safetensors' names: those that a cache may hold.
@@ -36,18 +37,18 @@ class ShardIndex:
     Attributes:
         shards: their file names.
         spans: for each row three numbers: shard, offset, bytes.
-        samples: for each sample three rows: its own, its prompt's, the empty prompt's.
+        samples: for each sample four numbers: its own row, the empty prompt's, where its rows begin in `prompts`, and
+            how many they are.
+        prompts: the rows of the samples' prompts.
         ids: the samples' numbers by their ids.
-        keys, sizes, tokens: of each sample.
-        resized: the numbers of the samples with a side that was rounded down.
+        keys, sizes, tokens: of each sample; tokens with its longest prompt.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.spans, self.samples, self.tokens = array("q"), array("q"), array("q")
+        self.spans, self.samples, self.prompts, self.tokens = array("q"), array("q"), array("q"), array("q")
         self.ids: dict[str, int] = {}
         self.keys: list[str] = []
         self.sizes: list[Size] = []
-        self.resized: set[int] = set()
         shards: dict[str, int] = {}
         sizes: dict[Size, Size] = {}
         prompts: dict[str, int] = {}
@@ -58,14 +59,24 @@ class ShardIndex:
                 prompts.setdefault(row["id"], number)
                 continue
             self.ids[row["id"]] = len(self.keys)
-            if row["resized"]:
-                self.resized.add(len(self.keys))
             self.keys.append(row["key"])
-            self.samples.extend((number, prompts[row["prompt"]], prompts[row["empty_prompt"]]))
+            mine = [prompts[id] for id in row["prompts"]]
+            self.samples.extend((number, prompts[row["empty_prompt"]], len(self.prompts), len(mine)))
+            self.prompts.extend(mine)
             self.tokens.append(row["tokens"])
             size = size_of(row)
             self.sizes.append(sizes.setdefault(size, size))
         self.shards = list(shards)
+
+    def prompts_of(self, number: int) -> "array[int]":
+        """The rows of a sample's prompts."""
+        first, count = self.samples[4 * number + 2 : 4 * number + 4]
+        return self.prompts[first : first + count]
+
+    def shapes(self, number: int) -> tuple[Any, ...]:
+        """What two samples have in common whose tensors have the same shapes, whichever prompt is drawn."""
+        rows = self.prompts_of(number)
+        return self.sizes[number], self.tokens[number], frozenset(self.spans[3 * row + 2] for row in rows)
 
 
 def size_of(row: Row) -> Size:
@@ -81,7 +92,9 @@ class LatentReader:
         numbers: the samples' numbers in the index.
         keys: the samples' names.
         empty_prompt: whether batches include the empty prompt's conditioning.
-        prompts: of the samples, where they are known.
+        captions: of the samples, where they are known.
+        weights: of the samples in the loss; none where all are 1.
+        seed: draws one of a sample's captions; None for the first.
     """
 
     def __init__(
@@ -91,13 +104,17 @@ class LatentReader:
         numbers: Sequence[int],
         keys: Sequence[str],
         empty_prompt: bool,
-        prompts: Sequence[str] = (),
+        captions: Sequence[Sequence[str]] = (),
+        weights: Sequence[float] = (),
+        seed: int | None = None,
     ) -> None:
         self.folder = folder
         self.index = index
         self.numbers = array("q", numbers)
         self.keys = keys
-        self.prompts = prompts
+        self.captions = captions
+        self.weights = weights
+        self.seed = seed
         self.empty_prompt = empty_prompt
         # A file that is evicted is closed once no thread reads from it.
         self._open = lru_cache(maxsize=128)(self._open_shard)
@@ -105,8 +122,11 @@ class LatentReader:
 
     def __call__(self, items: BatchEntry) -> LatentBatch:
         """The batch of these samples, which must be of one size."""
-        places = [3 * self.numbers[index] for index, _ in items]
-        own, prompts, empty = (tuple(self.index.samples[place + i] for place in places) for i in range(3))
+        numbers = [self.numbers[index] for index, _ in items]
+        own, empty = (tuple(self.index.samples[4 * number + i] for number in numbers) for i in range(2))
+        rows = [self.index.prompts_of(number) for number in numbers]
+        drawn = [drawn_caption(self.seed, draw, len(mine)) for (_, draw), mine in zip(items, rows, strict=True)]
+        prompts = tuple(mine[caption] for mine, caption in zip(rows, drawn, strict=True))
         tensors = self._read(own)
         empty_prompt = {}
         if self.empty_prompt:
@@ -116,7 +136,10 @@ class LatentReader:
             empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in read(shared).items()}
         keys, draws = [self.keys[index] for index, _ in items], [draw for _, draw in items]
         batch = latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
-        batch.prompts = [self.prompts[index] for index, _ in items] if self.prompts else []
+        if self.captions:
+            batch.prompts = [self.captions[index][caption] for (index, _), caption in zip(items, drawn, strict=True)]
+        if self.weights:
+            batch.weights = torch.tensor([self.weights[index] for index, _ in items])
         return batch
 
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import webdataset as wds
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, Size, stack_padded
+from datamodules.sampler import drawn_caption
 from datamodules.shards.reader import latent_batch, size_of
 from datamodules.shards.remote import Shard, read_groups
 from datamodules.shards.tar import Row
@@ -23,23 +24,26 @@ class Item:
     """A sample from a stream.
 
     Attributes:
+        prompts: the conditioning of each of its captions.
         empty_id: the id of its empty prompt's conditioning, which samples may share.
     """
 
     key: str
     tensors: dict[str, Tensor]
-    prompt: dict[str, Tensor]
+    prompts: list[dict[str, Tensor]]
     empty_prompt: dict[str, Tensor]
     empty_id: str
 
 
-def collate(items: list[Item]) -> LatentBatch:
-    """The batch of samples of one size; its draws are not numbered yet."""
+def collate(items: list[Item], draws: list[int], seed: int | None) -> LatentBatch:
+    """The batch of samples of one size; `seed` and the draws choose their captions, None the first."""
+    drawn = zip(items, draws, strict=True)
+    prompts = [item.prompts[drawn_caption(seed, draw, len(item.prompts))] for item, draw in drawn]
     empty = [item.empty_prompt for item in items]
     if len({item.empty_id for item in items}) == 1:
         empty = empty[:1]
-    tensors, prompt, empty_prompt = map(stack_padded, ([i.tensors for i in items], [i.prompt for i in items], empty))
-    return latent_batch([item.key for item in items], [], tensors, prompt, empty_prompt)
+    tensors, prompt, empty_prompt = map(stack_padded, ([i.tensors for i in items], prompts, empty))
+    return latent_batch([item.key for item in items], draws, tensors, prompt, empty_prompt)
 
 
 class ShardStream:
@@ -54,6 +58,7 @@ class ShardStream:
         rank, world_size: of this process.
         start: batches of this process before the run was resumed; part of the seed of the order.
         empty_prompt: whether batches include the empty prompt's conditioning.
+        stride: the most samples of a batch: each batch has so many numbers of draws.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class ShardStream:
         world_size: int,
         start: int,
         empty_prompt: bool,
+        stride: int,
     ) -> None:
         self.shards = list(shards)
         self.limit = limit
@@ -75,9 +81,20 @@ class ShardStream:
         self.world_size = world_size
         self.start = start
         self.empty_prompt = empty_prompt
+        self.stride = stride
 
     def batches(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[LatentBatch]:
-        """The batches of one worker, until `stopped` is set."""
+        """The batches of one worker, until `stopped` is set; workers take turns.
+
+        All randomness of a sample is a function of the seed and the number of its draw.
+        """
+        numbers = itertools.count(self.start + worker, workers)
+        for items, number in zip(self._groups(worker, workers, stopped), numbers, strict=False):
+            first = (number * self.world_size + self.rank) * self.stride
+            yield collate(items, list(range(first, first + len(items))), self.seed)
+
+    def _groups(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[list[Item]]:
+        """The samples of each batch of one worker."""
         place, places = self.rank * workers + worker, self.world_size * workers
         samples = self._samples(place, places, stopped)
         if self.shuffle_buffer > 1:
@@ -91,12 +108,12 @@ class ShardStream:
             tokens = max(row["tokens"], longest.get(size, 0) if group else 0)
             # A sample that comes again belongs to the next epoch: no batch may hold it twice.
             if group and (any(item.key == other.key for other in group) or len(group) >= self.limit(tokens)):
-                yield collate(waiting.pop(size))
+                yield waiting.pop(size)
                 group, tokens = waiting.setdefault(size, []), row["tokens"]
             group.append(item)
             longest[size] = tokens
             if len(group) >= self.limit(tokens):
-                yield collate(waiting.pop(size))
+                yield waiting.pop(size)
 
     def order(self, epoch: int) -> list[Shard]:
         """All shards, in the order of this epoch."""
@@ -122,7 +139,7 @@ def read_items(shard: Shard, empty_prompt: bool, stopped: threading.Event | None
             continue
         name = row["empty_prompt"]
         empty = {k.removeprefix("empty_"): x for k, x in prompts[name].items()} if empty_prompt else {}
-        yield row, Item(row["key"], tensors, prompts[row["prompt"]], empty, name)
+        yield row, Item(row["key"], tensors, [prompts[id] for id in row["prompts"]], empty, name)
 
 
 def _needed(stopped: threading.Event) -> bool:
@@ -131,26 +148,18 @@ def _needed(stopped: threading.Event) -> bool:
 
 
 class StreamLoader:
-    """The batches of a stream, with numbered draws: all randomness of a sample is a function of the seed and these.
+    """The batches of a stream.
 
     Args:
         num_workers: threads that prefetch, one batch of each in turn; 0 reads on demand. (Not processes: obstore has
             read the manifest before, and a forked process would wait forever for its threads.)
-        stride: the most samples of a batch.
     """
 
-    def __init__(self, stream: ShardStream, num_workers: int, stride: int) -> None:
+    def __init__(self, stream: ShardStream, num_workers: int) -> None:
         self.stream = stream
         self.num_workers = num_workers
-        self.stride = stride
 
     def __iter__(self) -> Iterator[LatentBatch]:
-        for number, batch in enumerate(self._batches(), self.stream.start):
-            first = (number * self.stream.world_size + self.stream.rank) * self.stride
-            batch.draws = list(range(first, first + len(batch.keys)))
-            yield batch
-
-    def _batches(self) -> Iterator[LatentBatch]:
         stopped = threading.Event()
         if self.num_workers == 0:
             yield from self.stream.batches(0, 1, stopped)

@@ -21,9 +21,14 @@ from datamodules.files import replacing, sha256
 Row = dict[str, Any]
 
 
-def sample_id(prompt: str, files: Sequence[tuple[str, str]]) -> str:
-    """The id of a sample by its content: the prompt and (role, sha256) of each file, in order."""
-    return _digest(json.dumps([prompt, *files]))[:32]
+def sample_id(prompts: Sequence[str], files: Sequence[tuple[str, str]], windows: Sequence[Any]) -> str:
+    """The id of a sample by its content.
+
+    Args:
+        files: (role, sha256) of each, in order.
+        windows: what is seen of its pictures.
+    """
+    return _digest(json.dumps([prompts, files, windows]))[:32]
 
 
 def prompt_id(kind: str, prompt: str, images: Sequence[str] = ()) -> str:
@@ -31,7 +36,7 @@ def prompt_id(kind: str, prompt: str, images: Sequence[str] = ()) -> str:
 
     Args:
         kind: `prompt` or `empty_prompt`.
-        images: the sha256 of each condition image that the text encoder sees.
+        images: what each condition image that the text encoder sees is known by.
     """
     return f"{kind}-{_digest(json.dumps([prompt, *images]))[:32]}"
 

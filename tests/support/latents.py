@@ -14,9 +14,9 @@ def tensors(number):
 def facts(number):
     sizes = [[64, 48], [64, 16 + number % 2 * 16]]
     empty = prompt_id("empty_prompt", "")
-    prompt = prompt_id("prompt", f"p{number % 2}")
-    more = {"mask": False, "resized": False, "tokens": 20 + number % 2}
-    return {"key": f"sample {number}", "prompt": prompt, "empty_prompt": empty, "sizes": sizes, **more}
+    prompts = [prompt_id("prompt", f"p{number % 2}")]
+    more = {"mask": False, "tokens": 20 + number % 2}
+    return {"key": f"sample {number}", "prompts": prompts, "empty_prompt": empty, "sizes": sizes, **more}
 
 
 def fill(cache, count, rank=0, full=20_000, first=0):
@@ -29,10 +29,10 @@ def fill(cache, count, rank=0, full=20_000, first=0):
         if f"id{number}" in {row["id"] for row in cache.rows()} | shard.ids:
             continue
         row = facts(number)
-        for name in ("prompt", "empty_prompt"):
-            if row[name] not in shard.ids:
-                value = torch.full((3, 5), float(number % 2 if name == "prompt" else 9))
-                shard.add(row[name], {name.removesuffix("prompt") + "prompt_embeds": value}, {"caption": "x"})
+        for id, prefix in ((row["prompts"][0], ""), (row["empty_prompt"], "empty_")):
+            if id not in shard.ids:
+                value = torch.full((3, 5), float(9 if prefix else number % 2))
+                shard.add(id, {f"{prefix}prompt_embeds": value}, {"caption": "x"})
         shard.add(f"id{number}", tensors(number), row)
     return shard
 

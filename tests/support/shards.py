@@ -5,8 +5,8 @@ import threading
 from datamodules.shards.stream import ShardStream
 
 
-def stream(shards, limit=1, shuffle=0, rank=0, world=1, start=0):
-    return ShardStream(shards, lambda tokens: limit, shuffle, 7, rank, world, start, empty_prompt=True)
+def stream(shards, limit=1, shuffle=0, rank=0, world=1, start=0, stride=1):
+    return ShardStream(shards, lambda tokens: limit, shuffle, 7, rank, world, start, empty_prompt=True, stride=stride)
 
 
 def batches(*args, **settings):

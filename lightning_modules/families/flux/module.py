@@ -9,12 +9,16 @@ from torch import Tensor
 from datamodules.images.conditions import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux import denoise
-from lightning_modules.family import Parts
+from lightning_modules.family import Geometry, Parts
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 log = logging.getLogger("retouch")
+
+# PREFERRED_KONTEXT_RESOLUTIONS of diffusers' pipeline, whose module imports the classes of all encoders.
+HIGH = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
+PREFERRED_SIZES = (*HIGH, (1024, 1024), *((high, wide) for wide, high in reversed(HIGH)))
 
 
 class FluxKontext(EditModule):
@@ -29,6 +33,7 @@ class FluxKontext(EditModule):
     pipeline_name = "FluxKontextPipeline"
     transformer_class = "FluxTransformer2DModel"
     text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+    geometry = Geometry(preferred_sizes=PREFERRED_SIZES)
 
     def __init__(self, max_sequence_length: int, training_guidance_scale: float, **settings: Any) -> None:
         super().__init__(**settings)
@@ -121,6 +126,7 @@ class FluxDev(FluxKontext):
 
     pipeline_name = "FluxPipeline"
     condition_images = ConditionImages(most=0)
+    geometry = Geometry()
 
 
 def _tokenize(tokenizer: Any, prompts: list[str], length: int) -> Tensor:

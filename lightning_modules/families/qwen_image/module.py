@@ -11,7 +11,7 @@ from datamodules.images.conditions import ConditionImages
 from datamodules.images.transforms import size_of_area
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.qwen_image import denoise
-from lightning_modules.family import Parts
+from lightning_modules.family import Geometry, Parts
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -31,6 +31,7 @@ class QwenImageEdit(EditModule):
     transformer_class = "QwenImageTransformer2DModel"
     text_components = ("tokenizer", "processor", "text_encoder")
     lora_prefix = "diffusion_model."
+    geometry = Geometry(side_multiple=32)  # its pipelines round so
     most_condition_images = 1
 
     def __init__(self, vae_image_size: int | None, condition_image_size: int | None, **settings: Any) -> None:

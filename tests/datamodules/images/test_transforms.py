@@ -14,6 +14,7 @@ from PIL import Image
 from datamodules.errors import UserError
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.transforms import (
+    Window,
     fit_area,
     floor_size,
     image_size,
@@ -27,6 +28,11 @@ from tests.support.pictures import photograph
 SIZE = (48, 32)
 
 
+def own_size(path):
+    """The pixels of a picture that keeps its size."""
+    return load_image(path, Window.whole(floor_size(*image_size(path))))
+
+
 @pytest.fixture
 def image():
     return photograph("coffee", *SIZE)
@@ -37,19 +43,19 @@ def test_tensor_equals_diffusers_preprocessing(image, tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
     image.save(path)
     expected = VaeImageProcessor(vae_scale_factor=16).preprocess(Image.open(path))[0]
-    assert torch.equal(load_image(path), expected)
+    assert torch.equal(own_size(path), expected)
 
 
 def test_range_is_minus_one_to_one(tmp_path):
     Image.fromarray(np.array([[[0, 128, 255]] * 16] * 16, dtype=np.uint8)).save(tmp_path / "x.png")
-    torch.testing.assert_close(load_image(tmp_path / "x.png")[:, 0, 0], torch.tensor([-1, 2 * 128 / 255 - 1, 1]))
+    torch.testing.assert_close(own_size(tmp_path / "x.png")[:, 0, 0], torch.tensor([-1, 2 * 128 / 255 - 1, 1]))
 
 
 @pytest.mark.parametrize(("size", "floored"), [((47, 33), (32, 32)), ((100, 64), (96, 64))])
 def test_sides_are_floored_to_16_by_resizing_as_diffusers_does(tmp_path, size, floored):
     photograph("coffee", *size).save(tmp_path / "x.png")
     expected = VaeImageProcessor(vae_scale_factor=16).preprocess(Image.open(tmp_path / "x.png"))[0]
-    own = load_image(tmp_path / "x.png")
+    own = own_size(tmp_path / "x.png")
     assert own.shape == (3, floored[1], floored[0])
     assert torch.equal(own, expected)
 
@@ -125,7 +131,7 @@ def test_mask_is_brightness_at_the_targets_size(tmp_path):
     mask = Image.new("L", (96, 64), 0)
     mask.paste(255, (0, 0, 48, 64))
     mask.save(tmp_path / "m.png")
-    loaded = load_mask(tmp_path / "m.png", SIZE)
+    loaded = load_mask(tmp_path / "m.png", Window.whole(SIZE))
     assert loaded.shape == (1, 32, 48)
     assert loaded[..., :20].min() == 1
     assert loaded[..., 28:].max() == 0
@@ -191,7 +197,7 @@ def test_what_is_no_picture_is_said_at_once(tmp_path, kind, reason, read):
 def test_picture_that_is_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, mode):
     small = photograph("coffee", 64, 48)
     small.resize((2048, 1536), Image.Resampling.BICUBIC).convert(mode).save(tmp_path / f"x{suffix}")
-    [pixels], _ = ConditionImages().load([tmp_path / f"x{suffix}"], max_area=64 * 48)
+    [pixels], _ = ConditionImages().load([tmp_path / f"x{suffix}"], [Window.whole((64, 48))])
     expected = torch.from_numpy(np.array(small)).permute(2, 0, 1)
     assert pixels.shape == (1, 3, 48, 64)
     assert ((pixels[0] + 1) * 127.5 - expected).abs().mean() < (12 if mode == "P" else 3)

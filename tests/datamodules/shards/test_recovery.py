@@ -130,7 +130,7 @@ def test_manifest_of_another_kind_is_rebuilt_from_the_tars_and_refused_where_it_
 
 
 @pytest.mark.parametrize(
-    "change", [{"offset": 10**15}, {"offset": 512}, {"prompt": "prompt-none"}, {"sizes": None}, {"id": ["x"]}]
+    "change", [{"offset": 10**15}, {"offset": 512}, {"prompts": ["prompt-none"]}, {"sizes": None}, {"id": ["x"]}]
 )
 def test_index_that_was_changed_is_rebuilt_from_the_tars_and_refused_where_it_is_given(cache, change):
     before, path = content(cache), cache.folder / "index.jsonl"

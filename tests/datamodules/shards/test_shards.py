@@ -10,6 +10,7 @@ import webdataset as wds
 
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
+from datamodules.images.transforms import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit, fingerprint
 from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
@@ -72,7 +73,7 @@ def test_prompt_is_stored_once_a_shard_and_each_shard_is_whole_in_itself(cache):
         assert len(ids) == len(set(ids))
         for row in rows:
             if row["shard"] == shard and "key" in row:
-                assert {row["prompt"], row["empty_prompt"]} <= set(ids[: ids.index(row["id"])])
+                assert {*row["prompts"], row["empty_prompt"]} <= set(ids[: ids.index(row["id"])])
 
 
 def test_several_processes_merge_into_one_index(tmp_path):
@@ -86,16 +87,20 @@ def test_several_processes_merge_into_one_index(tmp_path):
 
 def test_samples_are_known_by_all_of_their_content():
     files = [("target", "a"), ("control", "b")]
+    windows = [Window.whole((64, 48))] * 2
     ids = [
-        sample_id("p", files),
-        sample_id("q", files),
-        sample_id("p", [("target", "b"), ("control", "a")]),
-        sample_id("p", [*files, ("control", "b")]),
-        sample_id("p", [*files, ("mask", "b")]),
-        sample_id("p", [("target", "a"), ("control", "c")]),
+        sample_id(["p"], files, windows),
+        sample_id(["q"], files, windows),
+        sample_id(["p"], [("target", "b"), ("control", "a")], windows),
+        sample_id(["p"], [*files, ("control", "b")], windows),
+        sample_id(["p"], [*files, ("mask", "b")], windows),
+        sample_id(["p"], [("target", "a"), ("control", "c")], windows),
+        sample_id(["p", "q"], files, windows),
+        sample_id(["p"], files, [Window.whole((64, 48)), Window.whole((64, 48), flipped=True)]),
+        sample_id(["p"], files, [Window.whole((64, 48)), Window((64, 64), (0, 8, 64, 56), (64, 48))]),
     ]
     assert len(set(ids)) == len(ids)
-    assert sample_id("p", list(files)) == ids[0]
+    assert sample_id(["p"], list(files), windows) == ids[0]
 
 
 def test_prompt_that_sees_images_is_never_shared_between_different_ones():

@@ -26,7 +26,7 @@ def test_folder_and_pattern_over_http_give_every_sample(cache, server):
         for number in range(10):
             read = items[f"sample {number}"]
             assert all(torch.equal(read.tensors[name], value) for name, value in tensors(number).items())
-            assert torch.equal(read.prompt["prompt_embeds"], torch.full((3, 5), float(number % 2)))
+            assert torch.equal(read.prompts[0]["prompt_embeds"], torch.full((3, 5), float(number % 2)))
             assert torch.equal(read.empty_prompt["prompt_embeds"], torch.full((3, 5), 9.0))
 
 
@@ -52,7 +52,7 @@ def test_every_sample_is_seen_equally_often_by_all_processes_together(cache, ser
 
 def test_workers_and_shuffling_lose_nothing(cache, server):
     shards, _ = find_shards(server)
-    loader = StreamLoader(stream(shards, shuffle=4), num_workers=2, stride=1)
+    loader = StreamLoader(stream(shards, shuffle=4), num_workers=2)
     read = list(itertools.islice(loader, 60))
     assert set(keys(read)) == ALL
     assert [draw for batch in read for draw in batch.draws] == list(range(60))
@@ -64,7 +64,7 @@ def test_batches_hold_one_size_and_numbers_that_no_other_sample_has(cache, serve
     shards, _ = find_shards(server)
     drawn = []
     for rank in range(2):
-        loader = StreamLoader(stream(shards, limit=2, rank=rank, world=2, start=5), num_workers=0, stride=2)
+        loader = StreamLoader(stream(shards, limit=2, rank=rank, world=2, start=5, stride=2), num_workers=0)
         for batch in itertools.islice(loader, 8):
             assert len({control.shape for control in batch.controls}) == 1
             assert batch.target_mean.shape[0] == 2
@@ -94,9 +94,9 @@ def test_rare_size_does_not_wait_for_copies_of_itself(cache, server):
 def test_batch_padded_to_its_longest_prompt_keeps_within_the_budget():
     """900 tokens and nine times 100 are 10 x 900 once they are padded, not 1800."""
     lengths = [900, 100, 100, 400, 300, 100, 300, 100, 100, 100, 100, 100, 100, 1100, 50]
-    stream = ShardStream([], partial(samples_per_batch, 1, 1000), 0, 7, 0, 1, 0, empty_prompt=False)
+    stream = ShardStream([], partial(samples_per_batch, 1, 1000), 0, 7, 0, 1, 0, empty_prompt=False, stride=1)
     items = [
-        Item(str(number), {"target_mean": torch.zeros(1, 2, 2)}, {"prompt_embeds": torch.ones(length, 1)}, {}, "")
+        Item(str(number), {"target_mean": torch.zeros(1, 2, 2)}, [{"prompt_embeds": torch.ones(length, 1)}], {}, "")
         for number, length in enumerate(lengths)
     ]
     rows = [{"tokens": length, "sizes": [[16, 16]], "mask": False} for length in lengths]
@@ -109,12 +109,12 @@ def test_batch_padded_to_its_longest_prompt_keeps_within_the_budget():
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_threads_end_with_the_loop_and_an_error_is_raised_as_it_is(cache, server, num_workers):
     shards, _ = find_shards(server)
-    for _ in StreamLoader(stream(shards, shuffle=4), num_workers, stride=1):
+    for _ in StreamLoader(stream(shards, shuffle=4), num_workers):
         break
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("shards")]
-    order = [keys(itertools.islice(StreamLoader(stream(shards), num_workers, stride=1), 20)) for _ in range(2)]
+    order = [keys(itertools.islice(StreamLoader(stream(shards), num_workers), 20)) for _ in range(2)]
     assert order[0] == order[1]
     Handler.replies[shards[0].url.rpartition("/")[2]] = (403, {}, b"")
     with pytest.raises(UserError, match=r"^data.shards: \S*latents-00000-000000.tar may not be read"):
-        for _ in StreamLoader(stream(shards), num_workers, stride=1):
+        for _ in StreamLoader(stream(shards), num_workers):
             pass

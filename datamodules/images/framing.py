@@ -1,0 +1,202 @@
+"""Which part of a picture is seen, and at what size: resolutions, buckets, crops and flips."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from datamodules.batch import Size
+from datamodules.errors import UserError
+from datamodules.images.conditions import ConditionImages
+from datamodules.images.sample import Root, Sample
+from datamodules.images.transforms import Window, fit_area, floor_size, size_of_area
+
+# Proportions of buckets are powers of it, up to 3.2 : 1: among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
+# off, without the rounding of the sides.
+STEP = (4 / 3) ** 0.25
+STEPS = 16
+# A picture that the nearest bucket would crop more, as a panorama, keeps its own proportions.
+MOST_CROPPED = 0.06
+# Pictures that are smaller than the resolution go to buckets of a smaller one; eight of these halve a side.
+RUNG = 2 ** (-1 / 8)
+# A control whose proportions differ by no more shows the same view as its target: it gets the same window.
+SAME_PROPORTIONS = 0.02
+
+Sides = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class View:
+    """A sample as a step sees it.
+
+    Attributes:
+        windows: of the target, then of each control; the mask has the target's.
+        weight: in the loss.
+        repeats: how often an epoch has it.
+    """
+
+    sample: Sample
+    windows: tuple[Window, ...]
+    weight: float = 1.0
+    repeats: int = 1
+
+    @property
+    def size(self) -> Size:
+        """What the samples of a batch have in common."""
+        return tuple(window.size for window in self.windows), self.sample.mask is not None
+
+    @property
+    def cropped(self) -> float:
+        """The share of the target that is not seen."""
+        return self.windows[0].cropped
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How samples become views.
+
+    Attributes:
+        buckets: `exact`: each picture keeps its proportions, its sides rounded down to 16; `aspect`: it gets those of
+            the nearest bucket, to which it is cropped; `family`: the same with the sizes that the model's pipeline
+            prefers.
+        upscale: whether smaller pictures are enlarged to the resolution.
+        crop: `center`, or `random_cached`: `crop_count` windows, of which the first is in the center.
+        flip: whether each sample is seen mirrored too.
+        multiple: of which both sides of a bucket are multiples.
+        preferred: of `family`.
+        condition_images: at what size the model's encoders see them.
+    """
+
+    buckets: str
+    upscale: bool
+    crop: str
+    crop_count: int
+    flip: bool
+    multiple: int = 16
+    preferred: tuple[Sides, ...] = ()
+    condition_images: ConditionImages = field(default_factory=ConditionImages)
+
+    def __post_init__(self) -> None:
+        if self.buckets not in ("exact", "aspect", "family"):
+            raise UserError(f"data.buckets={self.buckets}: choose auto, exact, aspect or family")
+        if self.crop not in ("center", "random_cached"):
+            raise UserError(f"data.crop={self.crop}: choose center or random_cached")
+        if self.crop == "random_cached" and self.buckets == "exact":
+            raise UserError("data.crop=random_cached needs data.buckets=aspect or family: exact crops nothing")
+
+    def views(self, sample: Sample, root: Root, sizes: Sequence[Sides], held_out: bool = False) -> list[View]:
+        """All that training sees of a sample; the first is what its examples show.
+
+        Args:
+            root: whose sample it is.
+            sizes: (width, height) of its target and its controls, upright.
+            held_out: whether only the first view is wanted: what is measured is measured once, and nothing is drawn.
+        """
+        # The first view is the largest: validation and previews have it.
+        sides = sorted(root.resolution, reverse=True) or [0]
+        crops = 1 if self.crop == "center" else self.crop_count
+        views = [
+            View(sample, self._windows(sample, sizes, side, crop, flipped), root.weight, root.repeats)
+            for side in sides
+            for crop in range(crops)
+            for flipped in ([False, True] if self.flip else [False])
+        ]
+        return [View(sample, views[0].windows)] if held_out else views
+
+    def _windows(
+        self, sample: Sample, sizes: Sequence[Sides], side: int, crop: int, flipped: bool
+    ) -> tuple[Window, ...]:
+        """Of the target and the controls; a `side` of 0 is their own size."""
+        target = self._place(sample.key, sizes[0], side, crop, flipped)
+        return (target, *(self._control(sample.key, own, sizes[0], target, side, flipped) for own in sizes[1:]))
+
+    def _place(self, key: str, own: Sides, side: int, crop: int, flipped: bool) -> Window:
+        bucket = self.bucket(own, side) if side and self.buckets != "exact" else None
+        if bucket is None:
+            size = self._own_proportions(own, side)
+            return Window.whole(size, flipped)
+        scale = max(bucket[0] / own[0], bucket[1] / own[1])
+        frame = max(bucket[0], round(own[0] * scale)), max(bucket[1], round(own[1] * scale))
+        left, top = ((space - taken) * _offset(key, crop) for space, taken in zip(frame, bucket, strict=True))
+        box = round(left), round(top), round(left) + bucket[0], round(top) + bucket[1]
+        return Window(frame, box, bucket, flipped)
+
+    def _control(self, key: str, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
+        fixed = self.condition_images.vae_image_size
+        same_view = abs(math.log(own[0] / own[1] * target_own[1] / target_own[0])) <= SAME_PROPORTIONS
+        if same_view and (target.cropped or (side and self.buckets != "exact")):
+            size = target.size if fixed is None else size_of_area(*target.size, fixed)
+            return target._replace(size=size)
+        if fixed is not None:
+            size = size_of_area(*own, fixed)
+            return Window.whole(size, flipped)
+        return self._place(key, own, side, 0, flipped)
+
+    def _own_proportions(self, own: Sides, side: int) -> Sides:
+        """Shrunk to the area of `side`, and enlarged if that is wanted; both sides rounded down to 16."""
+        if not side:
+            return floor_size(*own)
+        if self.upscale and own[0] * own[1] < side**2:
+            scale = side / math.sqrt(own[0] * own[1])
+            own = round(own[0] * scale), round(own[1] * scale)
+        return fit_area(*own, side**2)
+
+    def bucket(self, own: Sides, side: int) -> Sides | None:
+        """The bucket of a picture; None where each would crop too much."""
+        for buckets in self._rungs(side):
+            bucket = min(buckets, key=lambda one: _cropped(own, one))
+            if self.upscale or (bucket[0] <= own[0] and bucket[1] <= own[1]):
+                return bucket if _cropped(own, bucket) <= MOST_CROPPED else None
+        return None
+
+    def _rungs(self, side: int) -> Iterator[Sequence[Sides]]:
+        """The tables of the resolution and of smaller ones."""
+        area = float(side**2)
+        if self.buckets == "family":
+            yield self.preferred
+            area *= RUNG**2
+        while area >= self.multiple**2:
+            yield bucket_table(area, self.multiple, self.condition_images.vae_image_size)
+            area *= RUNG**2
+
+
+@lru_cache(maxsize=256)
+def bucket_table(area: float, multiple: int, control_area: int | None = None) -> tuple[Sides, ...]:
+    """Sides in steps of `multiple`, of about `area` pixels: one for each proportion, from the highest to the widest.
+
+    Args:
+        control_area: that controls are resized to, where they are: sides that a control gets too come first.
+    """
+    found = {_nearest(STEP**step, area, multiple, control_area): None for step in range(-STEPS, STEPS + 1)}
+    return tuple(found)
+
+
+def _nearest(proportion: float, area: float, multiple: int, control_area: int | None) -> Sides:
+    """The sides that come nearest to a proportion and an area; the proportion counts four times as much."""
+    width, height = math.sqrt(area * proportion), math.sqrt(area / proportion)
+    candidates = [
+        (max(1, round_x(width / multiple)) * multiple, max(1, round_y(height / multiple)) * multiple)
+        for round_x in (math.floor, math.ceil)
+        for round_y in (math.floor, math.ceil)
+    ]
+
+    def distance(one: Sides) -> float:
+        return abs(math.log(one[0] / one[1] / proportion)) + abs(math.log(one[0] * one[1] / area)) / 4
+
+    shared = [one for one in candidates if control_area is not None and size_of_area(*one, control_area) == one]
+    return min(shared or candidates, key=distance)
+
+
+def _cropped(own: Sides, bucket: Sides) -> float:
+    """The share of a picture that covering a bucket crops away."""
+    proportion = own[0] / own[1] * bucket[1] / bucket[0]
+    return 1 - min(proportion, 1 / proportion)
+
+
+def _offset(key: str, crop: int) -> float:
+    """Where a crop begins, as a share of the space that is left: a function of the sample and the crop alone."""
+    if crop == 0:
+        return 0.5
+    digest = hashlib.sha256(f"{key} {crop}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") / (2**32 - 1)

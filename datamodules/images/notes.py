@@ -1,0 +1,103 @@
+"""What a data set's samples are, in lines for the summary: how they are framed, and what may be a mistake."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from datamodules.batch import Size
+from datamodules.errors import listing
+from datamodules.images.framing import Framing, View
+from datamodules.images.sample import Root
+from datamodules.images.sample_set import Usable
+from datamodules.images.transforms import SIDE_MULTIPLE, floor_size
+
+# Larger pictures are allowed, with a note: pixels, and the ratio of the longer side to the shorter.
+LARGE, LONG = 2**22, 8
+SIDED = re.compile(r"\b(left|right)\b", re.IGNORECASE)
+
+
+def framing_notes(usable: Sequence[Usable], views: Sequence[View], roots: Sequence[Root], noun: str) -> list[str]:
+    """What was done to the pictures' sizes.
+
+    Args:
+        usable: the samples.
+        views: of each the first.
+        roots: of each its own.
+        noun: what the samples are.
+    """
+    shrunk: Counter[int] = Counter()
+    enlarged: Counter[int] = Counter()
+    smaller: Counter[int] = Counter()
+    rounded = 0
+    for one, view, root in zip(usable, views, roots, strict=True):
+        side, (width, height), frame = max(root.resolution, default=0), one.sizes[0], view.windows[0].frame
+        if frame[0] > width or frame[1] > height:
+            enlarged[side] += 1
+        elif side and width * height > side**2 and frame != floor_size(width, height):
+            shrunk[side] += 1
+        elif side and width * height < side**2:
+            smaller[side] += 1
+        pictures = zip(one.sizes, view.windows, strict=True)
+        rounded += any(own != window.size == floor_size(*own) and not window.cropped for own, window in pictures)
+    notes = [f"{n} {noun} have more than {side}x{side} pixels and are shrunk to as many" for side, n in shrunk.items()]
+    notes += [f"{n} {noun} have fewer than {side}x{side} pixels and are enlarged" for side, n in enlarged.items()]
+    notes += [
+        f"{n} {noun} have fewer than {side}x{side} pixels and stay as small (data.upscale=true enlarges them)"
+        for side, n in smaller.items()
+    ]
+    if rounded:
+        notes.append(f"{rounded} {noun} have sides rounded down to a multiple of {SIDE_MULTIPLE}")
+    if crops := [view.cropped for view in views if view.cropped]:
+        notes.append(
+            f"{len(crops)} {noun} are cropped to a bucket's proportions, by {100 * sum(crops) / len(crops):.1f} % on "
+            f"average, at most {100 * max(crops):.1f} %"
+        )
+    return notes
+
+
+def bucket_notes(sizes: Sequence[Size], repeats: Sequence[int], full: Mapping[Size, int], noun: str) -> list[str]:
+    """Which buckets never fill a batch.
+
+    Args:
+        sizes, repeats: of each view.
+        full: how many views of a size fill a batch.
+    """
+    counts: Counter[Size] = Counter()
+    for size, times in zip(sizes, repeats, strict=True):
+        counts[size] += times
+    few = [f"{_name(size)} ({n} of {full[size]})" for size, n in counts.items() if n < full[size]]
+    if not few or len(counts) == 1:
+        return []
+    return [f"{len(few)} buckets have fewer {noun} than a batch: {listing(few)}"]
+
+
+def _name(size: Size) -> str:
+    return " + ".join(f"{width}x{height}" for width, height in size[0]) + (", masked" if size[1] else "")
+
+
+def unusual(captions: Sequence[Sequence[str]], sizes: Sequence[Size], framing: Framing, noun: str) -> list[str]:
+    """Notes on what is allowed, but may be a mistake.
+
+    Args:
+        captions: of each sample.
+        sizes: of each sample.
+        noun: what the samples are.
+    """
+    notes: list[str] = []
+    if empty := sum(not prompt for prompts in captions for prompt in prompts):
+        notes.append(f"{empty} captions are empty")
+    if several := sum(len(prompts) > 1 for prompts in captions):
+        notes.append(f"{several} {noun} have several captions: each time one of them is drawn")
+    if framing.flip and (sided := sum(any(map(SIDED.search, prompts)) for prompts in captions)):
+        notes.append(
+            f"{sided} {noun} have captions that say left or right, which are wrong for the mirrored pictures of "
+            "data.flip=true"
+        )
+    if large := sum(any(width * height > LARGE for width, height in images) for images, _ in sizes):
+        notes.append(
+            f"{large} {noun} have more than {LARGE / 1e6:.0f} megapixels: task=dry_run estimates what a step "
+            "with them takes, shrunk ones take less"
+        )
+    if long := sum(any(max(size) > LONG * min(size) for size in images) for images, _ in sizes):
+        notes.append(f"{long} {noun} are more than {LONG} times as long as wide")
+    return notes
