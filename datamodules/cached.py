@@ -11,7 +11,7 @@ from datamodules.base import Example, PromptShapes
 from datamodules.batch import LatentBatch, Size
 from datamodules.encoding import Content, views_by_id
 from datamodules.errors import UserError, listing
-from datamodules.files import DAMAGED, reading
+from datamodules.files import DAMAGED
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
@@ -21,13 +21,18 @@ from datamodules.images.transforms import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.cache import Cache
+from datamodules.shards.copied import open_copied
 from datamodules.shards.failures import shown
-from datamodules.shards.fingerprint import check_fit, fingerprint, fingerprint_parts
-from datamodules.shards.manifest import INDEX, MANIFEST
+from datamodules.shards.fingerprint import fingerprint, fingerprint_parts
+from datamodules.shards.manifest import INDEX
 from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
 
 if TYPE_CHECKING:
     from datamodules.streamed import StreamedDataModule
+
+
+# Settings that change what is encoded, and what they are where they change nothing.
+PICTURES_ALONE = {"upscale": False, "crop": "center", "flip": False, "prefix": "", "trigger_word": None}
 
 
 def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDataModule | StreamedDataModule":
@@ -44,6 +49,13 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDa
         raise UserError(
             f"data.shards={shown(shards)} and data.root={settings['root']}: train on one, leave the other out"
         )
+    if shards is not None:
+        for name, plain in PICTURES_ALONE.items():
+            if settings[name] != plain:
+                raise UserError(
+                    f"data.{name}={settings[name]} is about pictures, and data.shards={shown(shards)} holds what is "
+                    "encoded: leave it out, or encode data.root with it"
+                )
     if settings["cache_dir"] is None:
         if shards is not None or settings["max_tokens_per_batch"] is not None:
             raise UserError("data.shards and data.max_tokens_per_batch need cached latents: set data.cache_dir too")
@@ -156,21 +168,9 @@ class CachedDataModule(PairsDataModule):
 
     def _take_folder(self, folder: Path, wanted: Cache) -> None:
         """Use all samples of a cache."""
-        self.folder = folder
         if self.sample_set.val_roots:
             raise UserError("data.val_root needs data.root; to hold out samples of data.shards, set data.val_count")
-        given = Cache(folder, {})
-        if not (folder / MANIFEST).exists():
-            raise UserError(f"data.shards={folder}: no {MANIFEST}")
-        manifest = given.verified_manifest()
-        check_fit(manifest["parts"], wanted.parts, f"data.shards={folder}")
-        for name, facts in manifest["shards"].items():
-            if not (folder / name).is_file() or (folder / name).stat().st_size != facts["bytes"]:
-                raise UserError(f"data.shards={folder}: {name} is incomplete: copy it again")
-        with reading(folder / INDEX, "copy it again"):
-            self.index = ShardIndex(given.rows())
-        if not self.index.ids:
-            raise UserError(f"data.shards={folder}: no samples")
+        self.folder, self.index = folder, open_copied(folder, wanted.parts)
         numbers, keys = list(self.index.ids.values()), self.index.keys
         shown: list[Hashable] = list(keys)
         held = choose_held_out(keys, shown, set(), [], self.val_count, "samples")
@@ -209,8 +209,7 @@ class CachedDataModule(PairsDataModule):
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         shapes = set(map(self.index.shapes, self.numbers))
         prompt_sizes = {size for *_, sizes in shapes for size in sizes}
-        even = sum(self.repeats) % self.batch_limits()[self.sizes[0]] == 0
-        return len(shapes) == 1 and len(prompt_sizes) == 1 and even
+        return len(shapes) == 1 and len(prompt_sizes) == 1
 
     def reader(self, empty_prompt: bool, seed: int | None = None) -> LatentReader:
         """Reads batches.

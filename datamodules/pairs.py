@@ -156,7 +156,7 @@ class PairsDataModule(TrainingData):
         self.use([self.views[:1]])
 
     def note_buckets(self) -> None:
-        """Note which buckets never fill a batch."""
+        """Note which buckets are smaller than a batch."""
         full = {size: limit * self.run.world_size for size, limit in self.batch_limits().items()}
         self.notes += bucket_notes(self.sizes, self.repeats, full, self.noun)
 
@@ -238,7 +238,7 @@ class PairsDataModule(TrainingData):
             for view in self.views
             for prompt in view.sample.prompts
         }
-        return len(shapes) == 1 and sum(self.repeats) % self.batch_size == 0
+        return len(shapes) == 1
 
     def size_counts(self) -> Counter[tuple[int, int]]:
         return Counter(images[0] for images, _ in self.sizes)

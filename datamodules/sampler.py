@@ -1,6 +1,7 @@
 """Batches of samples of one size, without end; any position of the order can be computed directly."""
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,9 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
 
     The order of the samples in an epoch is a function of (seed, epoch). Samples are collected by size; once there are
     batch_size * world_size of one size they become a batch, of which each rank takes its slice. What is left at the
-    end of the epoch becomes smaller batches, filled up to a multiple of the ranks. So one process with batch size
-    N * B sees what N processes with batch size B see, if each size divides evenly; and if all samples have one size,
-    the order does not depend on the batch size.
+    end of an epoch waits for the next one: all batches are full, so that each draw weighs as much as any other, also of
+    a size that few samples have. One process with batch size N * B sees what N processes with batch size B see; and if
+    all samples have one size, the order does not depend on the batch size.
 
     Args:
         sizes: for each sample, what the samples of a batch must have in common.
@@ -52,41 +53,38 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         repeats: Sequence[int] | None = None,
     ) -> None:
         self.sizes = sizes
-        self._indices = np.repeat(np.arange(len(sizes)), 1 if repeats is None else repeats)
-        limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
-        self._full = {size: limit * world_size for size, limit in limits.items()}
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
         self.start = start
+        limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
+        self._full = {size: limit * world_size for size, limit in limits.items()}
+        self._indices = np.repeat(np.arange(len(sizes)), 1 if repeats is None else repeats)
 
-    def epoch(self, number: int) -> list[list[int]]:
-        """All batches of one epoch, of all ranks together; each divides evenly among the ranks."""
-        order = np.random.default_rng((self.seed, number)).permutation(self._indices)
+    def epoch(self, number: int) -> list[int]:
+        """The order in which an epoch draws its samples."""
+        return np.random.default_rng((self.seed, number)).permutation(self._indices).tolist()
+
+    def batches_per_epoch(self) -> float:
+        """Of each rank, on average."""
+        counts = Counter(self.sizes[index] for index in self._indices.tolist())
+        return sum(count / self._full[size] for size, count in counts.items())
+
+    def batches(self) -> Iterator[list[int]]:
+        """The batches of all ranks together, without end."""
         waiting: dict[Hashable, list[int]] = {}
-        batches = []
-        for index in order.tolist():
-            group = waiting.setdefault(self.sizes[index], [])
-            group.append(index)
-            if len(group) == self._full[self.sizes[index]]:
-                batches.append(waiting.pop(self.sizes[index]))
-        for group in waiting.values():
-            short = -len(group) % self.world_size
-            batches.append(group + list(itertools.islice(itertools.cycle(group), short)))
-        return batches
-
-    def batches_per_epoch(self) -> int:
-        """Of each rank."""
-        return len(self.epoch(0))
+        for number in itertools.count():
+            for index in self.epoch(number):
+                group = waiting.setdefault(self.sizes[index], [])
+                group.append(index)
+                if len(group) == self._full[self.sizes[index]]:
+                    yield waiting.pop(self.sizes[index])
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         draw = 0
-        position = 0
-        for number in itertools.count():
-            for batch in self.epoch(number):
-                if position >= self.start:
-                    share = len(batch) // self.world_size
-                    mine = range(self.rank * share, (self.rank + 1) * share)
-                    yield [(batch[i], draw + i) for i in mine]
-                draw += len(batch)
-                position += 1
+        for position, batch in enumerate(self.batches()):
+            if position >= self.start:
+                share = len(batch) // self.world_size
+                mine = range(self.rank * share, (self.rank + 1) * share)
+                yield [(batch[i], draw + i) for i in mine]
+            draw += len(batch)

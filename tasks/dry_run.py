@@ -1,5 +1,6 @@
 """task=dry_run: print the plan of a run."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -13,8 +14,11 @@ from rich.filesize import decimal
 from callbacks.progress import panel
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
+from datamodules.images.notes import bucket_notes
 from datamodules.pairs import PairsDataModule
+from datamodules.sampler import SizeBatchSampler
 from lightning_modules.edit_module import EditModule
+from lightning_modules.estimation.activations import Heaviest
 from tasks.footprint import Footprint, measure, without_network
 from tasks.terminal import log, silence_libraries
 
@@ -92,7 +96,8 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     return {
         "model": f"{module.base.name} ({plan.precision}), {plan.parameters:,} parameters",
         "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
-        "on": f"{len(data.sizes)} samples of {', '.join(map(str, data.roots))}",
+        "on": data.describe(),
+        "an epoch": _epoch(data, plan.batch),
         "heaviest batch": f"{plan.batch.samples} of {pictures}, {plan.batch.tokens:,} tokens",
         "GPU, training": _sum(training),
         "": "activations by gradient checkpointing: "
@@ -105,6 +110,21 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
         "disk": ", ".join(f"{part} {decimal(size)}" for part, size in disk.items()) or "no cache",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{more}{_against_this_machine(peak)}",
     }
+
+
+def _epoch(data: PairsDataModule, heaviest: Heaviest) -> str:
+    """Its batches on one process, how much of the token budget they use, and what is cropped away."""
+    limits, budget = heaviest.limits, data.max_tokens_per_batch
+    batches = SizeBatchSampler(data.sizes, limits, data.seed, repeats=data.repeats).batches_per_epoch()
+    data.notes += bucket_notes(data.sizes, data.repeats, limits, data.noun)
+    pixels = [math.prod(view.windows[0].frame) for view in data.views]
+    cropped = sum(view.cropped * count for view, count in zip(data.views, pixels, strict=True)) / sum(pixels)
+    used = ""
+    if budget is not None:
+        tokens = sum(heaviest.tokens_of[size] * n for size, n in zip(data.sizes, data.repeats, strict=True))
+        used = f", which use {100 * tokens / (batches * budget):.0f} % of max_tokens_per_batch={budget:,}"
+    sizes = f"{len(limits)} size{'' if len(limits) == 1 else 's'}"
+    return f"{batches:,.0f} batches of {sizes}{used}; {100 * cropped:.1f} % of the pixels cropped away"
 
 
 def _sum(parts: dict[str, int], total: int | None = None) -> str:

@@ -56,7 +56,7 @@ def framing_notes(usable: Sequence[Usable], views: Sequence[View], roots: Sequen
 
 
 def bucket_notes(sizes: Sequence[Size], repeats: Sequence[int], full: Mapping[Size, int], noun: str) -> list[str]:
-    """Which buckets never fill a batch.
+    """Which buckets are smaller than a batch.
 
     Args:
         sizes, repeats: of each view.
@@ -68,7 +68,7 @@ def bucket_notes(sizes: Sequence[Size], repeats: Sequence[int], full: Mapping[Si
     few = [f"{_name(size)} ({n} of {full[size]})" for size, n in counts.items() if n < full[size]]
     if not few or len(counts) == 1:
         return []
-    return [f"{len(few)} buckets have fewer {noun} than a batch: {listing(few)}"]
+    return [f"{len(few)} sizes have fewer {noun} than a batch, whose batches show some several times: {listing(few)}"]
 
 
 def _name(size: Size) -> str:

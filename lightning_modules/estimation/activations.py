@@ -24,12 +24,23 @@ log = logging.getLogger("retouch")
 
 
 class Heaviest(NamedTuple):
-    """The batch with the most tokens: how many samples, their size, tokens in all; and the longest caption."""
+    """The batch with the most tokens.
+
+    Attributes:
+        samples: how many it has.
+        size: theirs.
+        tokens: in all.
+        caption: the longest one.
+        tokens_of: a sample of each size.
+        limits: how many samples of each size make a batch.
+    """
 
     samples: int
     size: Size
     tokens: int
     caption: str
+    tokens_of: dict[Size, int]
+    limits: dict[Size, int]
 
 
 def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> Heaviest:
@@ -40,7 +51,7 @@ def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> H
     }
     limits = {size: samples_per_batch(data.batch_size, data.max_tokens_per_batch, n) for size, n in tokens.items()}
     size = max(tokens, key=lambda size: limits[size] * tokens[size])
-    return Heaviest(limits[size], size, limits[size] * tokens[size], caption)
+    return Heaviest(limits[size], size, limits[size] * tokens[size], caption, tokens, limits)
 
 
 def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, caption: str) -> LatentBatch:

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from datamodules.sampler import SizeBatchSampler
+from datamodules.sampler import SizeBatchSampler, drawn_caption
 
 MIXED = ["s"] * 7 + ["m"] * 4 + ["l"]
 
@@ -15,17 +15,44 @@ def batches(count, **settings):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
-def test_an_epoch_holds_every_sample_once_in_batches_of_one_size(batch_size):
-    epoch = SizeBatchSampler(MIXED, batch_size, seed=1).epoch(0)
-    assert sorted(index for batch in epoch for index in batch) == list(range(12))
-    assert all(len({MIXED[index] for index in batch}) == 1 for batch in epoch)
-    assert max(map(len, epoch)) <= batch_size
-    assert sum(len(batch) < batch_size for batch in epoch) <= 3, "at most one short batch for each size"
+def test_all_batches_are_full_and_of_one_size(batch_size):
+    """Also where a size has fewer samples than a batch: a half-full one would weigh its samples more than others."""
+    stream = [[index for index, _ in batch] for batch in batches(200, sizes=MIXED, batch_size=batch_size, seed=1)]
+    assert {len(batch) for batch in stream} == {batch_size}
+    assert all(len({MIXED[index] for index in batch}) == 1 for batch in stream)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, {"s": 4, "m": 2, "l": 1}])
+def test_samples_are_drawn_equally_often(batch_size):
+    """But for what waits for its batch: less than one of each size."""
+    sampler = SizeBatchSampler(MIXED, batch_size, seed=0)
+    epochs = 60
+    count = round(sampler.batches_per_epoch() * epochs)
+    seen = Counter(index for batch in islice(sampler, count) for index, _ in batch)
+    assert seen.total() == pytest.approx(12 * epochs, abs=15)
+    assert all(abs(seen[index] - epochs) <= 6 for index in range(12))
+
+
+def test_repeats_are_drawn_so_often_in_an_epoch():
+    sampler = SizeBatchSampler(["s"] * 3, 1, seed=0, repeats=[1, 2, 5])
+    assert sampler.batches_per_epoch() == 8
+    for number in range(3):
+        seen = Counter(index for [(index, _)] in islice(sampler, 8 * number, 8 * number + 8))
+        assert seen == {0: 1, 1: 2, 2: 5}
+
+
+def test_caption_is_a_function_of_the_seed_and_the_draw():
+    drawn = [drawn_caption(7, draw, 3) for draw in range(3000)]
+    assert drawn == [drawn_caption(7, draw, 3) for draw in range(3000)]
+    assert drawn != [drawn_caption(8, draw, 3) for draw in range(3000)]
+    assert all(900 < count < 1100 for count in Counter(drawn).values())
+    assert {drawn_caption(None, draw, 3) for draw in range(10)} == {0}
 
 
 def test_order_changes_with_epoch_and_seed_and_with_nothing_else():
     sampler = SizeBatchSampler(MIXED, 2, seed=1)
     assert sampler.epoch(3) == SizeBatchSampler(MIXED, 2, seed=1).epoch(3)
+    assert sorted(sampler.epoch(3)) == list(range(12))
     assert sampler.epoch(3) != sampler.epoch(4)
     assert sampler.epoch(3) != SizeBatchSampler(MIXED, 2, seed=2).epoch(3)
 
@@ -43,24 +70,13 @@ def test_every_draw_has_a_number_of_its_own():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_what_one_process_with_the_larger_batch_sees(world_size):
-    sizes = ["s"] * 6 + ["m"] * 12
-    settings = {"sizes": sizes, "seed": 7}
+    settings = {"sizes": MIXED, "seed": 7}
     ranks = [batches(9, batch_size=2, rank=r, world_size=world_size, **settings) for r in range(world_size)]
     one = batches(9, batch_size=2 * world_size, **settings)
     assert [[item for part in parts for item in part] for parts in zip(*ranks, strict=True)] == one
-
-
-def test_ranks_get_equally_many_samples_in_every_step():
-    counts = [[len(b) for b in batches(40, sizes=MIXED, batch_size=2, seed=0, rank=r, world_size=2)] for r in (0, 1)]
-    assert counts[0] == counts[1]
 
 
 def test_with_one_size_the_order_does_not_depend_on_the_batch_size():
     one = [item for batch in batches(24, sizes=["s"] * 8, batch_size=1, seed=3) for item in batch]
     four = [item for batch in batches(6, sizes=["s"] * 8, batch_size=4, seed=3) for item in batch]
     assert one == four
-
-
-def test_samples_are_seen_equally_often():
-    seen = Counter(index for batch in batches(80, sizes=["s"] * 4, batch_size=1, seed=0) for index, _ in batch)
-    assert set(seen.values()) == {20}

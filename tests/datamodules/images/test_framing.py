@@ -1,0 +1,195 @@
+"""Which part of a picture is seen, and at what size."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from datamodules.errors import UserError
+from datamodules.images.conditions import ConditionImages
+from datamodules.images.framing import MOST_CROPPED, Framing, bucket_table
+from datamodules.images.sample import Root, Sample
+from datamodules.images.transforms import fit_area, floor_size, load_image, load_mask, size_of_area
+from lightning_modules.families.flux.module import PREFERRED_SIZES
+
+MEGAPIXEL = 1024**2
+SIDES = st.integers(16, 6000)
+
+
+def framing(buckets="aspect", **more):
+    return Framing(**{"upscale": False, "crop": "center", "crop_count": 4, "flip": False, **more, "buckets": buckets})
+
+
+def views(frame, *sizes, root=None, **more):
+    sample = Sample("a", "a.png", tuple("bcd"[: len(sizes) - 1]), ("",))
+    return frame.views(sample, root or Root("", resolution=(1024,)), sizes, **more)
+
+
+def test_kontexts_preferred_sizes_are_those_of_its_pipeline():
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    assert sorted(PREFERRED_SIZES) == sorted(PREFERRED_KONTEXT_RESOLUTIONS)
+
+
+@pytest.mark.parametrize("multiple", [16, 32])
+@pytest.mark.parametrize("side", [512, 768, 1024, 1328, 2048])
+def test_buckets_are_multiples_of_about_the_area_and_close_together(side, multiple):
+    table = bucket_table(side**2, multiple)
+    assert all(width % multiple == height % multiple == 0 for width, height in table)
+    assert all(abs(math.log(width * height / side**2)) < 2 * multiple / side for width, height in table)
+    assert {(height, width) for width, height in table} == set(table)
+    proportions = [width / height for width, height in table]
+    assert proportions == sorted(proportions)
+    gaps = [wider / narrower for narrower, wider in itertools.pairwise(proportions)]
+    assert max(gaps) < 1.16
+    assert any(width == height for width, height in table)
+
+
+def test_qwens_controls_get_the_same_pixels_as_their_targets():
+    """Its pipelines resize every condition image to a megapixel, in steps of 32."""
+    assert all(size_of_area(*size, MEGAPIXEL) == size for size in bucket_table(MEGAPIXEL, 32, MEGAPIXEL))
+    frame = framing(multiple=32, condition_images=ConditionImages(1, 1, MEGAPIXEL, 384**2))
+    for own in ((4000, 3000), (3000, 4000), (6000, 4000), (1920, 1080), (5000, 1600)):
+        [view] = views(frame, own, own)
+        target, control = view.windows
+        assert target == control
+
+
+@settings(deadline=None, max_examples=300)
+@given(SIDES, SIDES, st.sampled_from([64, 512, 1024]), st.sampled_from([16, 32]), st.sampled_from(["aspect", "family"]))
+def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width, height, side, multiple, buckets):
+    frame = framing(buckets, multiple=multiple, preferred=PREFERRED_SIZES)
+    [view] = views(frame, (width, height), root=Root("", resolution=(side,)))
+    [window] = view.windows
+    left, top, right, bottom = window.box
+    assert 0 <= left < right <= window.frame[0]
+    assert 0 <= top < bottom <= window.frame[1]
+    assert window.size == (right - left, bottom - top)
+    assert window.cropped <= MOST_CROPPED + 1e-9
+    assert window.frame[0] <= max(width, 16)
+    assert window.frame[1] <= max(height, 16)
+    if buckets == "aspect":
+        assert window.size[0] * window.size[1] <= 1.4 * side**2
+    if window.cropped:  # its proportions are kept, to half a pixel
+        assert abs(window.frame[0] / width - window.frame[1] / height) <= 0.51 / min(width, height) + 1e-9
+    [exact] = views(framing("exact"), (width, height), root=Root("", resolution=(side,)))
+    assert exact.windows[0].size == fit_area(width, height, side**2)
+
+
+@settings(deadline=None)
+@given(SIDES, SIDES, st.sampled_from([256, 1024]))
+def test_enlarged_pictures_reach_the_resolution(width, height, side):
+    assume(max(width, height) <= 3 * min(width, height))
+    for buckets in ("exact", "aspect"):
+        [view] = views(framing(buckets, upscale=True), (width, height), root=Root("", resolution=(side,)))
+        assert math.prod(view.windows[0].size) > 0.8 * side**2
+
+
+def test_without_a_resolution_pictures_keep_their_sizes():
+    for buckets in ("exact", "aspect"):
+        [view] = views(framing(buckets), (1000, 750), (40, 40), root=Root(""))
+        assert [window.size for window in view.windows] == [floor_size(1000, 750), (32, 32)]
+        assert not view.cropped
+
+
+def test_views_are_all_combinations_and_the_first_is_the_largest_plain_one():
+    frame = framing(crop="random_cached", crop_count=3, flip=True)
+    found = views(frame, (4000, 2900), (2000, 1450), root=Root("", resolution=(512, 1024), weight=0.5, repeats=2))
+    assert len(found) == len(set(found)) == 12
+    assert all(view.windows[0] == view.windows[1] for view in found)
+    assert {(view.weight, view.repeats) for view in found} == {(0.5, 2)}
+    first = found[0].windows[0]
+    assert math.prod(first.size) > 0.9 * MEGAPIXEL
+    assert not first.flipped
+    left, top, right, bottom = first.box
+    assert abs(left - (first.frame[0] - right)) <= 1
+    assert abs(top - (first.frame[1] - bottom)) <= 1
+    [held_out] = views(
+        frame, (4000, 2900), (2000, 1450), root=Root("", resolution=(512, 1024), weight=0.5), held_out=True
+    )
+    assert (held_out.windows, held_out.weight, held_out.repeats) == (found[0].windows, 1, 1)
+    again = views(frame, (4000, 2900), (2000, 1450), root=Root("", resolution=(512, 1024), weight=0.5, repeats=2))
+    assert again == found, "crops do not depend on the run"
+
+
+def test_a_reference_of_other_proportions_gets_a_bucket_of_its_own():
+    [view] = views(framing(), (4000, 3000), (4000, 3010), (600, 900))
+    target, same, reference = view.windows
+    assert same == target
+    assert reference.size[0] < reference.size[1]
+    assert math.prod(reference.size) <= 600 * 900
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"buckets": "sideways"}, "data.buckets=sideways: choose auto, exact, aspect or family"),
+        ({"crop": "random"}, "data.crop=random: choose center or random_cached"),
+        ({"buckets": "exact", "crop": "random_cached"}, "data.crop=random_cached needs data.buckets=aspect or family"),
+    ],
+)
+def test_wrong_words_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        framing(**settings)
+
+
+def marked(path, size, spot, grow):
+    """A grey picture with a white spot, a share of its sides from the left and the top; `grow` stretches it all."""
+    width, height = size
+    rows, columns = np.mgrid[0:height, 0:width]
+    distance = np.hypot(columns / width - spot[0], (rows / height - spot[1]) * height / width)
+    picture = np.where(distance < 0.03, 255, 60).astype(np.uint8)
+    Image.fromarray(picture).convert("RGB").resize((width * grow, height * grow), Image.Resampling.BICUBIC).save(path)
+    return width * grow, height * grow
+
+
+def center(pixels):
+    """Where the spot is: (x, y) in pixels."""
+    bright = np.clip(pixels.mean(0).numpy() - pixels.min().item() - 0.2 * np.ptp(pixels.numpy()), 0, None)
+    rows, columns = np.mgrid[0 : bright.shape[0], 0 : bright.shape[1]]
+    return (columns * bright).sum() / bright.sum(), (rows * bright).sum() / bright.sum()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(130, 420),
+    st.integers(130, 420),
+    st.sampled_from([16, 32]),
+    st.sampled_from([(1, 1, 1), (1, 3, 1), (2, 1, 1), (1, 2, 3)]),
+    st.sampled_from(["exact", "aspect"]),
+    st.booleans(),
+    st.integers(0, 23),
+)
+def test_target_control_and_mask_agree_to_the_pixel(
+    tmp_path_factory, width, height, multiple, grown, buckets, upscale, which
+):
+    """Of any sizes, in every crop, mirrored or not."""
+    folder = tmp_path_factory.mktemp("marked")
+    paths = [folder / f"{name}.png" for name in ("target", "control", "mask")]
+    spot = (0.4, 0.45)
+    sizes = [marked(path, (width, height), spot, grow) for path, grow in zip(paths, grown, strict=True)]
+    crop = {} if buckets == "exact" else {"crop": "random_cached"}
+    frame = framing(buckets, multiple=multiple, upscale=upscale, flip=True, **crop)
+    sample = Sample(f"a{which}", paths[0], (paths[1],), ("",), paths[2])
+    found = frame.views(sample, Root("", resolution=(256, 128)), sizes[:2])
+    view = found[which % len(found)]
+    target, (control,) = load_image(paths[0], view.windows[0]), [load_image(paths[1], view.windows[1])]
+    mask = load_mask(paths[2], view.windows[0])
+    assert mask.shape[1:] == target.shape[1:]
+    scale = [own / seen for own, seen in zip(target.shape[1:], control.shape[1:], strict=True)]
+    if buckets == "aspect":
+        assert target.shape == control.shape
+    places = [center(target), center(mask)]
+    x, y = center(control)
+    places.append((x * scale[1], y * scale[0]))
+    for place in places[1:]:
+        assert np.hypot(place[0] - places[0][0], place[1] - places[0][1]) < 1
+    # And the spot is where the window says.
+    window = view.windows[0]
+    expected = spot[0] * window.frame[0] - window.box[0]
+    expected = window.size[0] - expected if window.flipped else expected
+    assert abs(places[0][0] + 0.5 - expected) < 1.5
