@@ -3,8 +3,8 @@
     python benchmarks/buckets.py
     python benchmarks/buckets.py --count 200 --seed 1
 
-Sizes are drawn, nothing is decoded: phones' photographs upright and across, cameras', screens', squares, free crops, and
-small pictures from the web, each as a pair for FLUX Kontext at a megapixel. Prints a table, and writes it to
+Sizes are drawn, nothing is decoded: phones' photographs upright and across, cameras', screens', squares, free crops,
+and small pictures from the web, each as a pair for FLUX Kontext at a megapixel. Prints a table, and writes it to
 benchmarks/results/buckets.json.
 """
 

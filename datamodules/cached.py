@@ -240,6 +240,6 @@ class CachedDataModule(PairsDataModule):
 
     def describe(self) -> str:
         if self.shards is None:
-            return f"{super().describe()}, encoded in {self.folder}"
+            return super().describe() + (f", encoded in {self.folder}" if self.numbers else "")
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
         return f"{self.sample_count:,} samples of {self.folder}{held_out}"

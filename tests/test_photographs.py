@@ -1,0 +1,180 @@
+"""Photographs as people have them: of any size and proportions, with settings of their roots, in all ways to train."""
+
+import re
+
+import pytest
+from PIL import Image, ImageOps
+
+from tests.support.caches import encoded, only
+from tests.support.commands import lora_bytes, metrics, short
+from tests.support.pictures import photograph
+from tests.support.same_runs import assert_close, assert_close_losses, column
+from tests.support.several_runs import DDP
+
+ORIENTATION = 0x0112
+
+
+def album(root, sizes, captions=("invert the colors",), folders=("control_images", "training_images")):
+    """Pairs of JPEGs, every third turned by EXIF as a phone does."""
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+    for number, (width, height) in enumerate(sizes):
+        image = photograph(("astronaut", "coffee", "chelsea")[number % 3], width, height)
+        exif = Image.Exif()
+        exif[ORIENTATION] = 6 if number % 3 == 2 else 1
+        for folder, shown in zip(folders, (image, ImageOps.invert(image)), strict=True):
+            shown.save(root / folder / f"{number:02d}.jpg", quality=90, exif=exif)
+        (root / "training_images" / f"{number:02d}.txt").write_text("\n".join(captions))
+    return root
+
+
+@pytest.fixture(scope="module")
+def two_roots(tmp_path_factory):
+    """Seven pairs of mixed proportions with several captions, and three small ones."""
+    folder = tmp_path_factory.mktemp("albums")
+    mine = [(200, 150), (150, 200), (160, 120), (210, 140), (300, 100), (140, 140), (128, 100)]
+    album(folder / "mine", mine, ["invert it", "negative, please", "make a negative of this picture"])
+    album(folder / "others", [(70, 70), (100, 80), (64, 64)], ["invert the colors"])
+    return folder
+
+
+def of(two_roots, output, *more, steps=6, data="cached"):
+    """Overrides that combine resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions."""
+    roots = f"[{{path: {two_roots}/mine, repeats: 2, resolution: [64, 96]}}, {{path: {two_roots}/others, weight: 0.25, "
+    roots += "prefix: 'sks '}]"
+    left_out = ("data.root=", "data=", *(["data.cache_dir="] if data == "pairs" else []))
+    common = [one for one in more[0] if not one.startswith(left_out)]
+    settings = ["data.resolution=64", "data.buckets=aspect", "data.crop=random_cached", "data.crop_count=2"]
+    return [
+        *common,
+        f"data={data}",
+        f"data.root={roots}",
+        *settings,
+        "data.flip=true",
+        "model.max_sequence_length=32",
+        f"output_dir={output}",
+        f"trainer.max_steps={steps}",
+        *more[1:],
+    ]
+
+
+def test_photographs_train_without_a_setting(run, tiny, tmp_path):
+    """What is printed is what is in the cache: a megapixel each, in its own proportions."""
+    sizes = [(4000, 3000), (3000, 4000), (4000, 3000), (2400, 1600), (640, 480)]
+    root = album(tmp_path / "photographs", sizes)
+    model = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "model.max_sequence_length=16"]
+    data = [f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}", "trainer.accelerator=cpu"]
+    run_settings = [f"output_dir={tmp_path / 'run'}", "trainer.max_steps=1", "callbacks.sample_images=null"]
+    text = run("train", *model, *data, *run_settings).text
+    assert "4 pairs have more than 1024x1024 pixels and are shrunk to as many" in text
+    assert "1 pairs have fewer than 1024x1024 pixels and stay as small (data.upscale=true enlarges them)" in text
+    rows = {row["key"]: row["sizes"] for row in only(tmp_path / "cache").rows() if "key" in row}
+    exact = {"00": [1168, 880], "01": [880, 1168], "02": [880, 1168], "03": [1248, 832], "04": [640, 480]}
+    assert rows == {key: [size, size] for key, size in exact.items()}
+    assert "2 of 880x1168, 1 of 1168x880, 1 of 1248x832, 1 of 640x480" in text
+    # Several samples a batch: similar pictures meet.
+    again = ["predict", "task=cache", *model, *data, "data.batch_size=2"]
+    assert [encoded(run(*again)) for _ in range(2)] == [4, 0], "all but the small one"
+    bucketed = [row["sizes"] for row in only(tmp_path / "cache").rows() if "key" in row][5:]
+    assert [1280, 832] in [target for target, _ in bucketed]
+    assert all(target == control for target, control in bucketed)
+    assert (only(tmp_path / "cache").folder / "preview.png").is_file()
+
+
+def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_processes, tiny, two_roots, tmp_path):
+    """With resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions, all at once."""
+    common = short(tiny, "unused", tmp_path, 1)
+    here = lambda name, *more, **settings: of(two_roots, tmp_path / name, common, *more, **settings)  # noqa: E731
+    text = run("train", *here("cached")).text
+    assert "10 pairs in 68 views" in text
+    assert "7 pairs have several captions" in text
+    run("train", *here("again"))
+    assert lora_bytes(tmp_path / "cached") == lora_bytes(tmp_path / "again")
+    run("train", *here("streamed", data="pairs"))
+    assert_close_losses(tmp_path / "cached", tmp_path / "streamed")
+    assert_close(tmp_path / "cached", tmp_path / "streamed")
+    assert len(set(column(tmp_path / "cached", "loss"))) == 6
+
+    run(
+        "train",
+        *here(
+            "resumed",
+            steps=6,
+        ),
+        "debug=null",
+        "trainer.max_steps=3",
+        "scheduler.num_training_steps=6",
+    )
+    run("train", *here("resumed"), "ckpt_path=last")
+    assert lora_bytes(tmp_path / "resumed") == lora_bytes(tmp_path / "cached")
+
+    run("train", *here("four", "data.batch_size=4"))
+    status, text = in_two_processes([here("two", "data.batch_size=2", *DDP)])
+    assert status == 0, text
+    assert_close(tmp_path / "four", tmp_path / "two")
+    assert_close_losses(tmp_path / "four", tmp_path / "two")
+
+
+def test_shards_alone_train_on_the_same_views(run, tiny, two_roots, tmp_path):
+    common = short(tiny, "unused", tmp_path, 1)
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    run("train", *of(two_roots, tmp_path / "first", common, cache, steps=1))
+    folder = only(tmp_path / "cache").folder
+    alone = [one for one in common if not one.startswith("data.root=")]
+    settings = [f"data.shards={folder}", "model.max_sequence_length=32", f"output_dir={tmp_path / 'shards'}"]
+    views = len(only(tmp_path / "cache").sample_ids())
+    assert 30 < views < 68, "some crops are the same"
+    assert f"{views} samples of" in run("train", *alone, *settings).text
+    error = run("train", *alone, *settings, "data.flip=true", f"output_dir={tmp_path / 'no'}", ok=False).error
+    assert f"data.flip=True is about pictures, and data.shards={folder} holds what is encoded" in error
+
+
+def test_only_what_changes_is_encoded_again(run, tiny, two_roots, tmp_path):
+    def count(*settings):
+        command = ["task=cache", f"model.pretrained_model_name_or_path={tiny}", f"data.root={two_roots}/mine"]
+        more = [f"data.cache_dir={tmp_path}/cache", "trainer.accelerator=cpu", "data.num_workers=0"]
+        return encoded(run("predict", *command, *more, *settings))
+
+    assert count("data.resolution=64") == 7
+    assert count("data.resolution=[64,96]") == 7
+    assert count("data.resolution=96") == 0
+    assert count("data.resolution=96", "data.flip=true") == 7
+    assert count("data.resolution=96", "data.trigger_word=sks") == 7, "the captions are others"
+    captions = [row["captions"] for row in only(tmp_path / "cache").rows() if "key" in row]
+    assert ["sks, invert it", "sks, negative, please", "sks, make a negative of this picture"] in captions
+
+
+def test_weight_of_a_root_scales_its_losses(run, tiny, two_roots, tmp_path):
+    common = [one for one in short(tiny, "unused", tmp_path, 1) if not one.startswith("data.root=")]
+    losses = []
+    for name, weight, data in (("one", 1, "cached"), ("half", 0.5, "cached"), ("streamed", 0.5, "pairs")):
+        root = f"data.root=[{{path: {two_roots}/others, weight: {weight}}}]"
+        settings = [one for one in common if data == "cached" or not one.startswith("data.cache_dir=")]
+        run("train", *settings, f"data={data}", root, "data.resolution=64", f"output_dir={tmp_path / name}")
+        losses.append(float(metrics(tmp_path / name)[0]["loss"]))
+    assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-4)
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        ("{repeats: 2}", "say where it is, as {path: FOLDER, repeats: 2}"),
+        ("{path: x, repeat: 2}", "a root has no setting repeat; choose from path, repeats, weight, resolution"),
+        ("{path: x, repeats: 0}", "data.root=x: repeats=0: must be a whole number from 1 on"),
+        ("{path: x, weight: -1}", "data.root=x: weight=-1: must be a number from 0 on"),
+        ("{path: x, resolution: 8}", "data.root=x: resolution=[8]: must be whole numbers from 16 on"),
+        ("{path: x, resolution: abc}", "data.root=x: resolution="),
+    ],
+)
+def test_wrong_settings_of_a_root_are_one_line(run, tiny, tmp_path, root, message):
+    command = [one for one in short(tiny, "unused", tmp_path, 1) if not one.startswith("data.root=")]
+    assert message in run("train", *command, f"data.root=[{root}]", ok=False).error
+
+
+def test_dry_run_counts_batches_and_crops(run, tiny, two_roots, tmp_path):
+    command = [f"model.pretrained_model_name_or_path={tiny}", f"data.root={two_roots}/mine", "task=dry_run"]
+    text = run("train", *command, "data.resolution=64", "data.max_tokens_per_batch=1500").text
+    flat = re.sub(r"[\s│]+", " ", text)
+    assert re.search(r"\d+ batches of \d sizes, which use \d+ % of max_tokens_per_batch=1,500; \d\.\d % of the", flat)
+    assert "sizes have fewer pairs than a batch" in flat
