@@ -94,9 +94,9 @@ class Captioning:
         return [sample for sample in samples if self.overwrite or not self._has_caption(sample)]
 
     def _has_caption(self, sample: Sample) -> bool:
-        if sample.caption_file is not None:
-            return os.path.lexists(sample.caption_file)
-        return bool(sample.prompts) or self.proposals.of(sample) is not None
+        if sample.prompts or sample.caption_file is None:
+            return bool(sample.prompts) or self.proposals.of(sample) is not None
+        return os.path.lexists(sample.caption_file)  # somebody may have written one since
 
     def write(self, lacking: Sequence[Sample], samples: Sequence[Sample]) -> None:
         """Batch after batch; a signal ends it behind the present one."""
@@ -135,7 +135,7 @@ class Captioning:
         for (sample, _), answer in zip(loaded, self.captioner(inputs), strict=True):
             if not answer.text:
                 self.empty.append(sample.key)
-            elif self.overwrite or not self._has_caption(sample):  # somebody may have written one meanwhile
+            elif self.overwrite or not self._has_caption(sample):
                 file = None if sample.caption_file is None else str(sample.caption_file)
                 controls = [str(control) for control in sample.controls]
                 made.append(Proposal(sample.key, str(sample.target), controls, answer.text, file, answer.cut))
