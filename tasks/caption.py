@@ -43,7 +43,7 @@ def caption(cfg: DictConfig, output_dir: Path) -> None:
     if not lacking and not len(run.proposals):
         log.info(f"all {len(samples)} samples of {listing(data.paths)} have a caption: overwrite=true writes them anew")
         return
-    if packed := [sample.key for sample in lacking if not isinstance(sample.target, Path)]:
+    if packed := [s.key for s in lacking if not all(isinstance(one, Path) for one in (s.target, *s.controls))]:
         raise UserError(f"captions are written for pictures that are files; {listing(packed)} stand in larger ones")
     if lacking:
         log.info(f"{len(lacking)} of {len(samples)} samples {'get a new' if cfg.overwrite else 'lack a'} caption")
