@@ -7,10 +7,15 @@ import shutil
 import signal
 
 import pytest
+import torch
+from hydra.utils import instantiate
 from PIL import Image
+from transformers import Qwen3VLProcessor
 
 from lightning_modules.captioner import clean
-from tests.support.commands import ROOT, kill_when, wait_until
+from lightning_modules.quantization.linear import QuantizedLinear
+from tasks.caption import batches
+from tests.support.commands import ROOT, compose, kill_when, wait_until
 from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_captioners import build_captioner
 
@@ -96,6 +101,26 @@ def test_the_instruction_depends_on_the_picture_before(run, arguments, bare, tmp
     for root in (bare, other):
         run("predict", *arguments(root, f"output_dir={tmp_path / root.name / 'out'}"))
     assert captions(bare) != captions(other)
+
+
+def test_a_caption_that_comes_while_the_model_writes_is_kept(run, arguments, bare, tmp_path, monkeypatch):
+    def write_and_decode(*given, **more):
+        (bare / "training_images" / "00.txt").write_text("mine")
+        return decode(*given, **more)
+
+    decode = Qwen3VLProcessor.batch_decode
+    monkeypatch.setattr(Qwen3VLProcessor, "batch_decode", write_and_decode)
+    outcome = run("predict", *arguments(bare))
+    assert captions(bare)["00"] == "mine"
+    assert "done: 5 captions" in outcome.text
+    assert "00" not in {one["key"] for one in proposals(tmp_path / "out")}
+
+
+def test_batches_are_of_one_size_and_the_same_when_gone_on(arguments, bare):
+    cfg = compose("predict", *arguments(bare, "captioner.batch_size=2"))
+    captioner, data = (instantiate(node, _convert_="all") for node in (cfg.captioner, cfg.data))
+    found = [[one.key for one in batch] for batch in batches(data.sample_set.find_uncaptioned_too(), captioner)]
+    assert found == [["00", "01"], ["02"], ["03"], ["04", "05"], ["06"]]
 
 
 def test_a_caption_is_never_overwritten_unless_told_to(run, arguments, bare):
@@ -201,8 +226,6 @@ def test_pictures_alone_get_captions(run, arguments, tmp_path):
 
 
 def test_an_empty_answer_is_counted_and_leaves_nothing(run, arguments, bare, tmp_path, monkeypatch):
-    from transformers import Qwen3VLProcessor
-
     decode = Qwen3VLProcessor.batch_decode
     monkeypatch.setattr(Qwen3VLProcessor, "batch_decode", lambda *a, **k: [' "" ', *decode(*a, **k)[1:]])
     outcome = run("predict", *arguments(bare, "captioner.batch_size=8"))
@@ -250,11 +273,18 @@ def test_the_page_shows_pictures_and_text_as_text(run, arguments, bare, tmp_path
     assert [page.count(f"<figcaption>{name}<") for name in ("before", "before, 2", "after")] == [6, 1, 6]
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("format", ["nf4", "fp8"])
-def test_it_captions_with_quantized_layers(run, arguments, bare, format):
-    outcome = run("predict", *arguments(bare, f"captioner/quantization={format}", "captioner.dtype=bfloat16"))
+def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):
+    given = arguments(bare, f"captioner/quantization={format}", "captioner.dtype=bfloat16", name=name)
+    outcome = run("predict", *given)
     assert f"quantizing it to {format}" in outcome.text
     assert len(captions(bare)) == 7
+    captioner = instantiate(compose("predict", *given).captioner, _convert_="all")
+    captioner.load(lambda: torch.device("cpu"))
+    quantized = {name for name, module in captioner.model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert {name.partition("layers")[0] for name in quantized} == {"model.language_model."}
+    assert len(quantized) == 2 * 7
 
 
 @pytest.mark.parametrize(
