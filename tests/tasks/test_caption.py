@@ -140,23 +140,24 @@ def test_a_caption_is_never_overwritten_unless_told_to(run, arguments, bare):
 
 
 def test_killed_and_started_again_it_writes_what_it_would_have_written(run, start, arguments, tmp_path):
-    whole = write_pairs(tmp_path / "whole", [(64, 48)] * 24)
+    longer = "captioner.max_new_tokens=40"
+    whole = write_pairs(tmp_path / "whole", [(64, 48)] * 40)
     killed = shutil.copytree(whole, tmp_path / "killed")
-    run("predict", *arguments(whole, f"output_dir={tmp_path / 'undisturbed'}"))
+    run("predict", *arguments(whole, longer, f"output_dir={tmp_path / 'undisturbed'}"))
     for count in (1, 9):
-        kill_when(lambda n=count: len(captions(killed)) >= n, start("predict", *arguments(killed)))
+        kill_when(lambda n=count: len(captions(killed)) >= n, start("predict", *arguments(killed, longer)))
     part = captions(killed)
-    assert 9 <= len(part) < 24
+    assert 9 <= len(part) < 40
     assert not [path for path in (killed / "training_images").iterdir() if path.suffix not in (".txt", ".png", ".tmp")]
     with (tmp_path / "out" / "captions.jsonl").open("a") as file:
         file.write('{"key": "cut by the ki')
-    outcome = run("predict", *arguments(killed))
-    assert f"{24 - len(part)} of 24 samples lack a caption" in outcome.text
+    outcome = run("predict", *arguments(killed, longer))
+    assert f"{40 - len(part)} of 40 samples lack a caption" in outcome.text
     assert captions(killed) == captions(whole)
     assert {one["key"]: one["caption"] for one in proposals(tmp_path / "out")} == {
         key: text.strip() for key, text in captions(whole).items()
     }
-    assert "24 captions" in (tmp_path / "out" / "captions.html").read_text()
+    assert "40 captions" in (tmp_path / "out" / "captions.html").read_text()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
