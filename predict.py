@@ -21,6 +21,7 @@ TASKS = {
     "clean": "tasks.caches.clean",
     "quantize": "tasks.quantize.quantize",
     "compare_precision": "tasks.compare_precision.compare_precision",
+    "caption": "tasks.caption.caption",
 }
 # These write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")

@@ -183,6 +183,12 @@ PREDICTION: dict[str, Number | Switch] = {
     "batch_size": COUNT,
     "merge_lora": Switch(),
     "delete": Switch(),
+    "overwrite": Switch(),
+    "captioner.max_new_tokens": COUNT,
+    "captioner.max_area": Number(1024, whole=True),
+    "captioner.batch_size": COUNT,
+    "captioner.quantization.bnb_4bit_use_double_quant": Switch(),
+    "captioner.quantization.cache": Switch(),
 }
 
 

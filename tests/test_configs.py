@@ -20,8 +20,9 @@ def choice(file: Path) -> tuple[str, list[str]]:
     """The primary config and the override that bring a file in."""
     if len(file.parts) == 1:
         return file.stem, []
-    primary = "predict" if file == Path("trainer/predict.yaml") else "train"
-    return primary, [f"{file.parent}={file.stem}"]
+    primary = "predict" if file == Path("trainer/predict.yaml") or file.parts[0] == "captioner" else "train"
+    whose = ["captioner=qwen3_vl"] if file.parent == Path("captioner/quantization") else []
+    return primary, [*whose, f"{file.parent}={file.stem}"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
@@ -31,7 +32,7 @@ def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
     primary, overrides = choice(file)
     cfg = compose(primary, *overrides, f"output_dir={tmp_path}")
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    nodes = [cfg[key] for key in ("model", "data", "trainer") if key in cfg]
+    nodes = [cfg[key] for key in ("model", "data", "trainer", "captioner") if cfg.get(key) is not None]
     nodes += [node for group in ("callbacks", "logger") for node in cfg.get(group, {}).values()]
     for node in nodes:
         instantiate(node)

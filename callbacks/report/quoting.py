@@ -4,7 +4,15 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-TEXTS = {"prompt", "negative_prompt", "data.source.instance_prompt"}
+TEXTS = {
+    "prompt",
+    "negative_prompt",
+    "data.source.instance_prompt",
+    "captioner.pair.system",
+    "captioner.pair.user",
+    "captioner.single.system",
+    "captioner.single.user",
+}
 PATHS = {
     "image",
     "prompts_file",
@@ -16,6 +24,7 @@ PATHS = {
     "data.shards",
     "data.val_root",
     "adapter.init_from",
+    "captioner.pretrained_model_name_or_path",
     "model.pretrained_model_name_or_path",
     "model.transformer_name_or_path",
 }

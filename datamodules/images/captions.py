@@ -26,10 +26,13 @@ def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
     Raises:
         UserError: a root is no folder, holds no pictures, or is a set of pairs.
     """
-    return scan_roots(roots, lambda root: _scan(Path(root.path).expanduser(), instance_prompt or ""))
+    return scan_roots(
+        roots,
+        lambda root: _scan(Path(root.path).expanduser(), (instance_prompt or "",) if root.require_prompt else ()),
+    )
 
 
-def _scan(root: Path, instance_prompt: str) -> Found:
+def _scan(root: Path, instance_prompts: tuple[str, ...]) -> Found:
     if not root.is_dir():
         what = "data=captions reads folders" if root.exists() else f"no such folder (looked for {root.absolute()})"
         raise UserError(f"data.root={root}: {what}")
@@ -54,12 +57,12 @@ def _scan(root: Path, instance_prompt: str) -> Found:
                 continue
             caption = path.with_suffix(".txt")
             try:
-                prompt = read_text(caption).strip() if os.path.lexists(caption) else instance_prompt
+                prompts = (read_text(caption).strip(),) if os.path.lexists(caption) else instance_prompts
             except UserError as error:
                 unread.append(str(error))
                 continue
             key = str((folder / stem).relative_to(root))
-            samples.append(Sample(key, path, (), (prompt,), images.get(f"{stem}_mask")))
+            samples.append(Sample(key, path, (), prompts, images.get(f"{stem}_mask"), caption_file=caption))
         for stem, path in unread_files(folder).items():
             if stem not in images and path.with_suffix(".txt").is_file():
                 unread.append(f"{none_of_the_formats(path)}, but has a caption")

@@ -31,7 +31,7 @@ def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list
 
 def _as_root(name: str, value: str | Mapping[str, Any], settings: Mapping[str, Any]) -> Root:
     own = dict(value) if isinstance(value, Mapping) else {"path": value}
-    known = [one.name for one in fields(Root)]
+    known = [one.name for one in fields(Root) if one.name != "require_prompt"]
     if unknown := [key for key in own if key not in known]:
         raise UserError(f"data.{name}: a root has no setting {listing(unknown)}; choose from {', '.join(known)}")
     path = str(own.get("path") or "")

@@ -27,6 +27,7 @@ class Root:
         trigger_word: replaces [trigger] in its captions, and stands before those that have neither.
         columns: for tables, which of their columns is what.
         pair_suffixes: how the file names of the controls and the targets of one folder end.
+        require_prompt: whether a sample without caption is incomplete, or is one with no prompts; no setting.
     """
 
     path: str | Path
@@ -37,6 +38,7 @@ class Root:
     trigger_word: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     pair_suffixes: tuple[str, str] | None = None
+    require_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ class Sample:
         key: the target's path in its root without suffix; unique over all roots, in valid UTF-8.
         target: the picture to learn.
         controls: the condition images to start from.
-        prompts: instructions or captions, at least one; each time one of them is drawn.
+        prompts: instructions or captions, at least one where its root requires it; each time one of them is drawn.
         mask: the weight of each pixel in the loss.
         root: the number of its root.
+        caption_file: a text file of its own, where its prompts stand or would; None where they stand in a table.
     """
 
     key: str
@@ -58,6 +61,7 @@ class Sample:
     prompts: tuple[str, ...]
     mask: Picture | None = None
     root: int = 0
+    caption_file: Path | None = None
 
 
 @dataclass(frozen=True)

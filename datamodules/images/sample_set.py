@@ -115,13 +115,28 @@ class SampleSet:
         if self.val_roots:
             found = self._with_held_out(found)
         self.notes.clear()
-        if found.incomplete:
-            what = f"{len(found.incomplete)} incomplete: {listing(found.incomplete)}"
-            if self.on_missing == "error":
-                raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
-            self.notes.append(f"skipped {what}")
+        self._pass_over(found.incomplete)
         self._check_counts(found.samples)
         return found.samples
+
+    def find_uncaptioned_too(self) -> list[Sample]:
+        """The samples of data.root, some with no prompts, and the prompts as they stand there: for who writes captions.
+
+        Raises:
+            UserError: some lack more than a caption, unless on_missing is `skip`.
+        """
+        self.require_root()
+        found = self.source([replace(root, require_prompt=False) for root in self.roots])
+        self._pass_over(found.incomplete)
+        return found.samples
+
+    def _pass_over(self, incomplete: list[str]) -> None:
+        if not incomplete:
+            return
+        what = f"{len(incomplete)} incomplete: {listing(incomplete)}"
+        if self.on_missing == "error":
+            raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
+        self.notes.append(f"skipped {what}")
 
     def _with_held_out(self, found: Found) -> Found:
         """The samples of root and of val_root; a target of both is held out."""

@@ -34,10 +34,10 @@ def find_samples(roots: Iterable[Root]) -> Found:
     Raises:
         UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
     """
-    return scan_roots(roots, lambda root: _scan(Path(root.path).expanduser()))
+    return scan_roots(roots, lambda root: _scan(Path(root.path).expanduser(), root.require_prompt))
 
 
-def _scan(root: Path) -> Found:
+def _scan(root: Path, require_prompt: bool) -> Found:
     if not root.exists():
         raise UserError(f"data.root={root}: no such folder (looked for {root.absolute()})")
     if not root.is_dir() and root.suffix not in (".csv", ".jsonl"):
@@ -46,7 +46,7 @@ def _scan(root: Path) -> Found:
     if len(tables) > 1:
         raise UserError(f"data.root={root}: two tables, {' and '.join(TABLES)}: name one of them as data.root")
     if tables:
-        return _from_table(tables[0])
+        return _from_table(tables[0], require_prompt)
     targets = targets_folder(root)
     controls = controls_folder(root)
     if targets is None or controls is None:
@@ -59,13 +59,13 @@ def _scan(root: Path) -> Found:
             f"data.root={root}: no pairs found. Looked for {' or '.join(TABLES)}, or for a folder "
             f"{'/'.join(TARGET_FOLDERS)} (X.png and X.txt) beside a folder {'/'.join(CONTROL_FOLDERS)} (X.png)"
         )
-    found = _from_folders(targets, controls)
+    found = _from_folders(targets, controls, require_prompt)
     if not found.samples and not found.incomplete:
         raise UserError(f"data.root={root}: no images ({FORMATS}) in {targets} and {controls}")
     return found
 
 
-def _from_folders(target_folder: Path, control_folder: Path) -> Found:
+def _from_folders(target_folder: Path, control_folder: Path, require_prompt: bool) -> Found:
     targets, all_controls, controls = (
         primary_images(target_folder),
         folder_images(control_folder),
@@ -83,16 +83,17 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
         if stem not in controls:
             other = f": {none_of_the_formats(unread_controls[stem])}" if stem in unread_controls else ""
             incomplete.append(f"{target} has no control image {control_folder / stem}.*{other}")
-        elif not os.path.lexists(caption):
+        elif require_prompt and not os.path.lexists(caption):
             incomplete.append(f"{target} has no caption {caption}")
         else:
             try:
-                prompt = read_text(caption).strip()
+                prompts = (read_text(caption).strip(),) if os.path.lexists(caption) else ()
             except UserError as error:
                 incomplete.append(str(error))
                 continue
             more = further_controls(numbered.get(stem, {}), stem)
-            samples.append(Sample(stem, target, (controls[stem], *more), (prompt,), masks.get(f"{stem}_mask")))
+            mask = masks.get(f"{stem}_mask")
+            samples.append(Sample(stem, target, (controls[stem], *more), prompts, mask, caption_file=caption))
     for stem, path in unread.items():  # else a pair in such a format would be left out silently
         if stem not in targets and (stem in controls or path.with_suffix(".txt").is_file()):
             incomplete.append(f"target {none_of_the_formats(path)}")
@@ -100,7 +101,7 @@ def _from_folders(target_folder: Path, control_folder: Path) -> Found:
     return Found(samples, incomplete)
 
 
-def _from_table(table: Path) -> Found:
+def _from_table(table: Path, require_prompt: bool) -> Found:
     """The samples of a table, whose file names are relative to its folder.
 
     Columns: file_name, control_file_name (one name, or a JSON list), prompt, and optionally mask_file_name.
@@ -110,7 +111,8 @@ def _from_table(table: Path) -> Found:
         raise UserError(f"{table} has no rows")
     samples, incomplete = [], []
     for number, row in enumerate(rows, 1):
-        missing = [name for name in ("file_name", "control_file_name", "prompt") if row.get(name) is None]
+        needed = ("file_name", "control_file_name", *(["prompt"] if require_prompt else []))
+        missing = [name for name in needed if row.get(name) is None]
         if missing:
             raise UserError(
                 f"{table} row {number} has no {listing(missing)}; its columns are {', '.join(map(str, row))}"
@@ -120,7 +122,8 @@ def _from_table(table: Path) -> Found:
             raise UserError(f"{table} row {number}: {listing(strange)} must be text")
         try:
             paths = [table.parent / name for name in (row["file_name"], *_names(row["control_file_name"]))]
-            row["prompt"].encode()
+            prompt = (row.get("prompt") or "").strip()
+            prompt.encode()
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{table} row {number}: the prompt holds an incomplete character, {error.object[error.start]!r}"
@@ -134,7 +137,8 @@ def _from_table(table: Path) -> Found:
             incomplete.append(f"{table} row {number}: {why}")
         else:
             key = str(Path(row["file_name"]).with_suffix(""))
-            samples.append(Sample(key, paths[0], tuple(paths[1:]), (row["prompt"].strip(),), mask))
+            prompts = (prompt,) if prompt or require_prompt else ()
+            samples.append(Sample(key, paths[0], tuple(paths[1:]), prompts, mask))
     repeated = {sample.key for sample in samples}
     if len(repeated) < len(samples):  # one picture with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]

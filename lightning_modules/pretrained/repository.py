@@ -50,10 +50,10 @@ def resolve_device(name: str | None, key: str) -> torch.device | None:
     return device
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """`float32` or `bfloat16`."""
+def resolve_dtype(name: str, key: str = "model.dtype") -> torch.dtype:
+    """`float32` or `bfloat16`; `key` is the setting it came from."""
     if name not in DTYPES:
-        raise UserError(f"model.dtype={name}: choose {' or '.join(DTYPES)}")
+        raise UserError(f"{key}={name}: choose {' or '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -230,12 +230,12 @@ def load_model(
     revision: str | None,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device | None,
+    what: str = "transformer",
 ) -> Any:
-    """A diffusers or transformers model, frozen and straight to its dtype and device."""
-    log.info(f"loading {subfolder or 'transformer'}")
+    """A diffusers or transformers model, frozen and straight to its dtype and device; `what` names it in a line."""
+    log.info(f"loading {subfolder or what}")
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
-    # transformers 5 and diffusers 0.42 name the same argument differently.
-    dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"
+    dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"  # else transformers 5
     arguments = {dtype_name: dtype, "output_loading_info": True, **place}
     model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
     # Else they would be random numbers.

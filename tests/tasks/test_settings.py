@@ -27,6 +27,7 @@ COMPOSITIONS = [
         strict=True,
     ),
 ]
+PREDICTIONS = [[], ["captioner=qwen3_vl", "captioner/quantization=nf4"]]
 # torchmetrics looks at its own arguments; the other is a choice of words, of which true is one.
 ELSEWHERE = ("callbacks.validation.metrics.", "adapter.init_lora_weights")
 
@@ -49,7 +50,11 @@ def covered(cfg, rules):
     return {key for pattern in rules for key, _ in _select(cfg, pattern.split("."))}
 
 
-@pytest.mark.parametrize(("script", "overrides"), [("predict", []), *(("train", one) for one in COMPOSITIONS)], ids=str)
+@pytest.mark.parametrize(
+    ("script", "overrides"),
+    [*(("predict", one) for one in PREDICTIONS), *(("train", one) for one in COMPOSITIONS)],
+    ids=str,
+)
 def test_every_number_and_switch_has_a_rule_that_its_default_keeps(script, overrides):
     cfg = compose(script, *overrides, *(["model/quantization=fp8"] if len(overrides) > 1 else []))
     known = covered(cfg, RULES[script])

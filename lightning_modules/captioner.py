@@ -1,0 +1,198 @@
+"""A vision-language model that writes captions: pictures to text."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from PIL import Image
+
+from datamodules.errors import UserError, listing
+from datamodules.files import reading, reason
+from datamodules.images.transforms import fit_area
+from lightning_modules.pretrained.component_files import GET_AGAIN, check_component, read_json
+from lightning_modules.pretrained.repository import load_model, repository_file, resolve_device, resolve_dtype
+from lightning_modules.quantization.quantization import Quantization
+
+if TYPE_CHECKING:
+    from transformers import BatchFeature
+
+log = logging.getLogger("retouch")
+
+# Where a template's pictures stand.
+PLACE = re.compile(r"\{(\w+)\}")
+LABEL = re.compile(r"(the )?(edit(ing)? )?(instruction|caption|prompt|description|answer)\s*:\s*", re.IGNORECASE)
+QUOTES = {'"': '"', "'": "'", "“": "”", "\u2018": "\u2019", "«": "»", "`": "`", "*": "*", "_": "_"}
+
+
+class Answer(NamedTuple):
+    """A caption, and whether it was cut off at max_new_tokens."""
+
+    text: str
+    cut: bool
+
+
+def clean(answer: str) -> str:
+    """A model's answer as one line: without its reasoning, a label (`Instruction:`), and quotes or stars around it."""
+    text = " ".join(answer.rpartition("</think>")[2].split())
+    while True:
+        bare = LABEL.sub("", text, count=1) if LABEL.match(text) else text
+        end = QUOTES.get(bare[:1])
+        # 'Turn "A" into "B"' keeps its quotes, and so does '"A" becomes "B"'.
+        if end and len(bare) > 1 and bare.endswith(end) and not {bare[0], end} & set(bare[1:-1]):
+            bare = bare[1:-1]
+        elif bare.startswith("**") and bare.count("**") == 2:  # a label or the whole in bold
+            bare = bare.replace("**", "")
+        bare = bare.strip()
+        if bare == text:
+            return text
+        text = bare
+
+
+class Captioner:
+    """A vision-language model of transformers and what it is told. Nothing is loaded before `load`.
+
+    Answers are greedy: the same for the same pictures, whatever is beside them in a batch, to rounding.
+
+    Args:
+        pretrained_model_name_or_path: folder or hub id of an image-text-to-text model with its processor.
+        revision: of a hub repository.
+        dtype: of what is not quantized, `float32` or `bfloat16`.
+        device: where it computes; None for where the trainer does.
+        quantization: of its linear layers; None where all stay in `dtype`.
+        max_new_tokens: of an answer.
+        max_area: pixels that larger pictures are shrunk to.
+        batch_size: samples that are looked at together.
+        pair, single: the `system` and `user` texts, for pictures with condition images and without; the user's names
+            the places of pictures, `{controls}` and `{target}`.
+
+    Raises:
+        UserError: a text lacks a place, or has one that does not exist.
+    """
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        revision: str | None,
+        dtype: str,
+        device: str | None,
+        quantization: Quantization | None,
+        max_new_tokens: int,
+        max_area: int,
+        batch_size: int,
+        pair: Mapping[str, str],
+        single: Mapping[str, str],
+    ) -> None:
+        self.name = pretrained_model_name_or_path
+        self.revision = revision
+        self.dtype = resolve_dtype(dtype, "captioner.dtype")
+        self.device = resolve_device(device, "captioner.device")
+        self.quantization = quantization
+        self.max_new_tokens = max_new_tokens
+        self.max_area = max_area
+        self.batch_size = batch_size
+        self.pair, self.single = pair, single
+        for key, template, places in (("pair", pair, ["controls", "target"]), ("single", single, ["target"])):
+            if sorted(PLACE.findall(template["user"])) != places:
+                wanted = " and ".join(f"{{{place}}}" for place in places)
+                raise UserError(f"captioner.{key}.user must name the place of {wanted}, once, and no other in braces")
+
+    def check(self) -> None:
+        """Find what is wrong with the repository before any weights are read.
+
+        Raises:
+            UserError: it cannot be reached, lacks a file, or is no model that answers to pictures and text.
+        """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as KNOWN
+
+        path = repository_file(self.name, "config.json", self.revision)
+        if path is None:
+            raise UserError(f"{self.name} has no config.json: it holds no model of transformers")
+        kind = read_json(path).get("model_type")
+        if kind not in KNOWN:
+            raise UserError(
+                f"{self.name} holds a model of type {kind}, which does not answer to pictures: captioner=qwen3_vl and "
+                "qwen2_5_vl do"
+            )
+        if Path(self.name).is_dir():
+            for class_name in ("Model", "Processor"):
+                check_component(Path(self.name), class_name)
+
+    def load(self, device: Callable[[], torch.device]) -> None:
+        """Load processor and model; `device` says where, unless the settings do."""
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        with reading(f"the processor of {self.name}", GET_AGAIN):
+            self.processor = AutoProcessor.from_pretrained(self.name, revision=self.revision)
+        if not getattr(self.processor, "chat_template", None):
+            raise UserError(f"{self.name} has no chat template: choose a model that was made for instructions")
+        place, cls = self.device or device(), AutoModelForImageTextToText
+        try:
+            if self.quantization is None:
+                self.model = load_model(cls, self.name, None, self.revision, self.dtype, place, self.name)
+            else:
+                # In the files' own dtype, which leaves the weights in the files until each is quantized.
+                self.model = load_model(cls, self.name, None, self.revision, "auto", None, self.name)
+                log.info(f"quantizing it to {self.quantization}")
+                self.quantization.convert(self.model, place, self.dtype)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"no room for {self.name} on {place}: pass captioner/quantization=nf4") from error
+        self.model.generation_config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+
+    def shrunk(self, width: int, height: int) -> tuple[int, int]:
+        """The size that a picture is shown at."""
+        return fit_area(width, height, self.max_area)
+
+    def prepare(self, samples: Sequence[tuple[Sequence[Image.Image], Image.Image]]) -> "BatchFeature":
+        """Controls and target of each sample, all samples' of the same sizes, as the model takes them.
+
+        Raises:
+            UserError: the processor does not take such pictures.
+        """
+        conversations = [self._conversation(*sample) for sample in samples]
+        try:
+            return self.processor.apply_chat_template(
+                conversations,
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+                # Samples of one size are of one length, whose answers no padding can change.
+                processor_kwargs={"padding": True, "padding_side": "left"},
+            )
+        except ValueError as error:
+            sizes = [f"{one.width}x{one.height}" for one in (*samples[0][0], samples[0][1])]
+            raise UserError(f"{self.name} takes no pictures of {listing(sizes)}: {reason(error)}") from error
+
+    def _conversation(self, controls: Sequence[Image.Image], target: Image.Image) -> list[dict[str, Any]]:
+        template = self.pair if controls else self.single
+        pictures = {"controls": controls, "target": [target]}
+        content: list[dict[str, Any]] = []
+        for number, part in enumerate(PLACE.split(template["user"])):
+            if number % 2:
+                content += [{"type": "image", "image": picture} for picture in pictures[part]]
+            elif part.strip():
+                content.append({"type": "text", "text": part})
+        user = {"role": "user", "content": content}
+        if not template["system"]:  # some models know no such role
+            return [user]
+        return [{"role": "system", "content": [{"type": "text", "text": template["system"]}]}, user]
+
+    @torch.inference_mode()
+    def __call__(self, inputs: "BatchFeature") -> list[Answer]:
+        """The answers to what was prepared, cleaned."""
+        inputs = inputs.to(self.model.device, self.dtype)
+        try:
+            tokens = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                "out of GPU memory: lower captioner.batch_size or captioner.max_area, or pass "
+                "captioner/quantization=nf4"
+            ) from error
+        answers = tokens[:, inputs["input_ids"].shape[1] :]
+        ends = torch.tensor(self.model.generation_config.eos_token_id or [], device=answers.device)
+        ended = torch.isin(answers, ends).any(1).tolist()
+        texts = self.processor.batch_decode(answers, skip_special_tokens=True)
+        return [Answer(clean(text), not end) for text, end in zip(texts, ended, strict=True)]

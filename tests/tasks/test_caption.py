@@ -1,0 +1,348 @@
+"""task=caption: a vision-language model writes the captions that are missing."""
+
+import json
+import os
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from PIL import Image
+from transformers import Qwen3VLProcessor
+
+from lightning_modules.captioner import clean
+from lightning_modules.quantization.linear import QuantizedLinear
+from tasks.caption import batches
+from tests.support.commands import ROOT, compose, kill_when, wait_until
+from tests.support.pictures import make_pairs, photograph
+from tests.support.tiny_captioners import build_captioner
+
+NAMES = ("qwen3_vl", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def captioners(tmp_path_factory):
+    """For each captioner= a tiny model of its class."""
+    folder = tmp_path_factory.mktemp("captioners")
+    for name in NAMES:
+        build_captioner(folder / name, name)
+    return {name: folder / name for name in NAMES}
+
+
+@pytest.fixture
+def arguments(captioners, tmp_path):
+    def arguments(root, *more, name="qwen3_vl"):
+        return [
+            "task=caption",
+            f"captioner={name}",
+            f"captioner.pretrained_model_name_or_path={captioners[name]}",
+            "captioner.dtype=float32",
+            "captioner.max_new_tokens=12",
+            "trainer.accelerator=cpu",
+            f"data.root={root}",
+            f"output_dir={tmp_path / 'out'}",
+            *more,
+        ]
+
+    return arguments
+
+
+def write_pairs(root, sizes, with_caption=()):
+    make_pairs(root, sizes)
+    for number in range(len(sizes)):
+        if number not in with_caption:
+            (root / "training_images" / f"{number:02d}.txt").unlink()
+    return root
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Seven pairs of three sizes, one of two controls; only the second has a caption."""
+    root = write_pairs(tmp_path / "bare", [(64, 48)] * 4 + [(96, 96)] * 2 + [(48, 64)], with_caption=[1])
+    photograph("retina", 64, 48).save(root / "control_images" / "03_control_1.png")
+    return root
+
+
+def captions(root):
+    return {path.stem: path.read_text() for path in sorted(root.rglob("*.txt"))}
+
+
+def proposals(folder):
+    return [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_missing_caption_is_written_whatever_the_batch_size(run, arguments, bare, tmp_path, name):
+    copy = shutil.copytree(bare, tmp_path / "copy")
+    outcome = run("predict", *arguments(bare, "captioner.batch_size=1", name=name))
+    one = captions(bare)
+    assert one["01"] == "mirror picture 1"
+    written = [text for stem, text in one.items() if stem != "01"]
+    assert len(written) == 6
+    assert len(set(written)) > 3, "it looks at the pictures"
+    assert all(text == f"{clean(text)}\n" and len(text) > 1 for text in written)
+    assert "6 of 7 samples lack a caption" in outcome.text
+    assert "done: 6 captions written beside their targets" in outcome.text
+    assert f"python train.py model=flux_kontext 'data.root=\"{bare}\"'" in outcome.text
+    run("predict", *arguments(copy, "captioner.batch_size=3", f"output_dir={tmp_path / 'three'}", name=name))
+    assert captions(copy) == one
+    outcome = run("predict", *arguments(copy, f"output_dir={tmp_path / 'none'}", name=name))
+    assert "all 7 samples of" in outcome.text
+    assert "have a caption: overwrite=true writes them anew" in outcome.text
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_instruction_depends_on_the_picture_before(run, arguments, bare, tmp_path):
+    other = shutil.copytree(bare, tmp_path / "other")
+    for path in (other / "control_images").iterdir():
+        Image.open(path).transpose(Image.Transpose.ROTATE_180).save(path)
+    for root in (bare, other):
+        run("predict", *arguments(root, f"output_dir={tmp_path / root.name / 'out'}"))
+    assert captions(bare) != captions(other)
+
+
+def test_a_caption_that_comes_while_the_model_writes_is_kept(run, arguments, bare, tmp_path, monkeypatch):
+    def write_and_decode(*given, **more):
+        (bare / "training_images" / "00.txt").write_text("mine")
+        return decode(*given, **more)
+
+    decode = Qwen3VLProcessor.batch_decode
+    monkeypatch.setattr(Qwen3VLProcessor, "batch_decode", write_and_decode)
+    outcome = run("predict", *arguments(bare))
+    assert captions(bare)["00"] == "mine"
+    assert "done: 5 captions" in outcome.text
+    assert "00" not in {one["key"] for one in proposals(tmp_path / "out")}
+
+
+def test_batches_are_of_one_size_and_the_same_when_gone_on(arguments, bare):
+    cfg = compose("predict", *arguments(bare, "captioner.batch_size=2"))
+    captioner, data = (instantiate(node, _convert_="all") for node in (cfg.captioner, cfg.data))
+    found = [[one.key for one in batch] for batch in batches(data.sample_set.find_uncaptioned_too(), captioner)]
+    assert found == [["00", "01"], ["02"], ["03"], ["04", "05"], ["06"]]
+
+
+def test_a_caption_is_never_overwritten_unless_told_to(run, arguments, bare):
+    (bare / "training_images" / "02.txt").write_text("")  # an empty one is one
+    run("predict", *arguments(bare))
+    first = captions(bare)
+    assert (first["01"], first["02"]) == ("mirror picture 1", "")
+    (bare / "training_images" / "00.txt").write_text("mine\nand another")
+    outcome = run("predict", *arguments(bare, "overwrite=true"))
+    again = captions(bare)
+    assert {key: again[key] for key in first if key not in ("01", "02")} == {
+        key: first[key] for key in first if key not in ("01", "02")
+    }
+    assert again["01"] != "mirror picture 1"
+    assert again["02"]
+    assert "7 of 7 samples get a new caption" in outcome.text
+
+
+def test_killed_and_started_again_it_writes_what_it_would_have_written(run, start, arguments, tmp_path):
+    longer = "captioner.max_new_tokens=40"
+    whole = write_pairs(tmp_path / "whole", [(64, 48)] * 40)
+    killed = shutil.copytree(whole, tmp_path / "killed")
+    run("predict", *arguments(whole, longer, f"output_dir={tmp_path / 'undisturbed'}"))
+    for count in (1, 9):
+        kill_when(lambda n=count: len(captions(killed)) >= n, start("predict", *arguments(killed, longer)))
+    part = captions(killed)
+    assert 9 <= len(part) < 40
+    assert not [path for path in (killed / "training_images").iterdir() if path.suffix not in (".txt", ".png", ".tmp")]
+    with (tmp_path / "out" / "captions.jsonl").open("a") as file:
+        file.write('{"key": "cut by the ki')
+    outcome = run("predict", *arguments(killed, longer))
+    assert f"{40 - len(part)} of 40 samples lack a caption" in outcome.text
+    assert captions(killed) == captions(whole)
+    assert {one["key"]: one["caption"] for one in proposals(tmp_path / "out")} == {
+        key: text.strip() for key, text in captions(whole).items()
+    }
+    assert "40 captions" in (tmp_path / "out" / "captions.html").read_text()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_behind_the_batch_and_keeps_what_is_done(start, arguments, tmp_path, number, status):
+    root = write_pairs(tmp_path / "many", [(64, 48)] * 40)
+    process = start("predict", *arguments(root, "captioner.batch_size=1", "captioner.max_new_tokens=200"))
+    wait_until(lambda: len(captions(root)) >= 2, process)
+    os.kill(process.pid, number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == status, text
+    done = len(captions(root))
+    assert 2 <= done < 40
+    assert f"stopped by {number.name}; {done} captions are written; the same command goes on" in text
+    assert len(proposals(tmp_path / "out")) == done
+    assert f"{done} captions" in (tmp_path / "out" / "captions.html").read_text()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_of_a_table_a_new_one_is_written_to_train_on(run, arguments, bare, tmp_path, suffix):
+    table = tmp_path / f"metadata.{suffix}"
+    control = json.dumps([f"bare/control_images/03{end}.png" for end in ("", "_control_1")])
+    names = ["bare/training_images/00.png", "bare/training_images/01.png", "bare/training_images/03.png"]
+    rows = [(names[0], "bare/control_images/00.png", ""), (names[1], "bare/control_images/01.png", "mine, as it was")]
+    rows += [(names[2], control, " ")]
+    if suffix == "csv":
+        lines = ['{},"{}","{}"'.format(one, two.replace('"', '""'), three) for one, two, three in rows]
+        table.write_text("\n".join(["file_name,control_file_name,prompt", *lines]) + "\n")
+    else:
+        dicts = [{"file_name": one, "control_file_name": two, "prompt": three} for one, two, three in rows]
+        dicts[0].pop("prompt")
+        dicts[2] |= {"control_file_name": json.loads(control), "prompt": None}
+        table.write_text("".join(json.dumps(row) + "\n" for row in dicts))
+    before = table.read_bytes()
+    outcome = run("predict", *arguments(table))
+    assert table.read_bytes() == before
+    assert list(captions(bare)) == ["01"]
+    new = tmp_path / "out" / "metadata.jsonl"
+    made = [json.loads(line) for line in new.read_text().splitlines()]
+    assert [row["file_name"] for row in made] == [str(tmp_path / name) for name in names]
+    assert len(made[2]["control_file_name"]) == 2
+    assert made[1]["prompt"] == "mine, as it was"
+    assert made[0]["prompt"] != made[2]["prompt"]
+    assert f"done: 2 captions written to {new}" in outcome.text
+    assert f"python train.py model=flux_kontext data.root={new}" in outcome.text
+    run("predict", "task=preview", f"data.root={new}", f"output_dir={tmp_path / 'preview'}")
+    # What is in output_dir is not asked for again.
+    new.unlink()
+    outcome = run("predict", *arguments(table))
+    assert "loading" not in outcome.text
+    assert [json.loads(line) for line in new.read_text().splitlines()] == made
+
+
+def test_pictures_alone_get_captions(run, arguments, tmp_path):
+    root = tmp_path / "alone"
+    (root / "below").mkdir(parents=True)
+    for name in ("astronaut", "coffee", "below/rocket"):
+        photograph(name.split("/")[-1], 64, 48).save(root / f"{name}.png")
+    (root / "coffee.txt").write_text("a cup")
+    extra = ["data=captions", "data.source.instance_prompt=a photo"]
+    outcome = run("predict", *arguments(root, *extra))
+    made = captions(root)
+    assert set(made) == {"astronaut", "coffee", "rocket"}
+    assert made["coffee"] == "a cup"
+    assert "a photo" not in "".join(made.values())
+    assert (root / "below" / "rocket.txt").is_file()
+    assert re.search("python train.py model=flux_dev .*data=captions", outcome.text)
+
+
+def test_an_empty_answer_is_counted_and_leaves_nothing(run, arguments, bare, tmp_path, monkeypatch):
+    decode = Qwen3VLProcessor.batch_decode
+    monkeypatch.setattr(Qwen3VLProcessor, "batch_decode", lambda *a, **k: [' "" ', *decode(*a, **k)[1:]])
+    outcome = run("predict", *arguments(bare, "captioner.batch_size=8"))
+    assert "note: the model said nothing of 4, and nothing is written: 00, 03, 04 and 1 more" in outcome.text
+    assert "done: 2 captions" in outcome.text
+    assert set(captions(bare)) == {"01", "02", "05"}
+    assert len(proposals(tmp_path / "out")) == 2
+
+
+def test_bad_pictures_are_named_and_skipped_or_an_error(run, arguments, bare):
+    (bare / "training_images" / "00.png").write_bytes(b"no picture")
+    broken = bare / "control_images" / "02.png"
+    broken.write_bytes(broken.read_bytes()[:-300])
+    line = run("predict", *arguments(bare), ok=False).error
+    assert "2 unusable: cannot read the image" in line
+    assert list(captions(bare)) == ["01"]
+    outcome = run("predict", *arguments(bare, "data.on_bad_image=skip"))
+    assert "note: skipped 2 unusable" in outcome.text
+    assert set(captions(bare)) == {"01", "03", "04", "05", "06"}
+
+
+def test_what_lacks_more_than_a_caption_is_incomplete_as_in_training(run, arguments, bare):
+    (bare / "control_images" / "00.png").unlink()
+    assert "1 incomplete: " in run("predict", *arguments(bare), ok=False).error
+    outcome = run("predict", *arguments(bare, "data.on_missing=skip"))
+    assert "note: skipped 1 incomplete" in outcome.text
+    assert set(captions(bare)) == {"01", "02", "03", "04", "05", "06"}
+
+
+def test_the_page_shows_pictures_and_text_as_text(run, arguments, bare, tmp_path):
+    hostile = "<script>alert(1)</script>"
+    root = bare.rename(bare.with_name("<b>bare & co"))
+    run("predict", *arguments(root))
+    path = tmp_path / "out" / "captions.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"caption": hostile}), *lines[1:]]) + "\n")
+    (root / "training_images" / "02.txt").unlink()
+    run("predict", *arguments(root))
+    page = (tmp_path / "out" / "captions.html").read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "&lt;b&gt;bare &amp; co/training_images/00.txt" in page
+    assert len(re.findall(r'src="data:image/(png|webp);base64,[\w+/=]+"', page)) == 6 * 2 + 1
+    assert [page.count(f"<figcaption>{name}<") for name in ("before", "before, 2", "after")] == [6, 1, 6]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", ["nf4", "fp8"])
+def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):
+    given = arguments(bare, f"captioner/quantization={format}", "captioner.dtype=bfloat16", name=name)
+    outcome = run("predict", *given)
+    assert f"quantizing it to {format}" in outcome.text
+    assert len(captions(bare)) == 7
+    captioner = instantiate(compose("predict", *given).captioner, _convert_="all")
+    captioner.load(lambda: torch.device("cpu"))
+    quantized = {name for name, module in captioner.model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert {name.partition("layers")[0] for name in quantized} == {"model.language_model."}
+    assert len(quantized) == 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "task=caption needs the model that writes: captioner=qwen3_vl or captioner=qwen2_5_vl"),
+        (["captioner.pretrained_model_name_or_path=nobody/nothing"], "huggingface.co cannot be reached"),
+        ([f"captioner.pretrained_model_name_or_path={ROOT / 'assets/shapes/text_encoder'}"], "holds a model of type"),
+        (["captioner.pair.user=Describe {target}, please"], "must name the place of {controls} and {target}"),
+        (["captioner.single.user=Describe {picture}"], "must name the place of {target}"),
+        (["captioner.dtype=half"], "captioner.dtype=half: choose"),
+        (["captioner.device=cuda"], "captioner.device=cuda: this machine has cpu"),
+        (["captioner.batch_size=0"], "captioner.batch_size=0: must be"),
+        (["data.cache_dir=null"], "task=caption is about data.root"),
+    ],
+)
+def test_mistakes_are_one_line(run, arguments, bare, tmp_path, overrides, line):
+    given = [one for one in arguments(bare) if overrides or not one.startswith("captioner")]
+    assert line in run("predict", *given, *overrides, ok=False).error
+    assert list(captions(bare)) == ["01"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_incomplete_model_is_one_line(run, arguments, bare, captioners, tmp_path):
+    copy = shutil.copytree(captioners["qwen3_vl"], tmp_path / "copy")
+    choose = f"captioner.pretrained_model_name_or_path={copy}"
+    (copy / "chat_template.jinja").unlink()
+    assert "has no chat template" in run("predict", *arguments(bare, choose), ok=False).error
+    for name in ("tokenizer.json", "processor_config.json", "model.safetensors", "config.json"):
+        (copy / name).unlink()
+        assert re.search("lacks|has no config.json", run("predict", *arguments(bare, choose), ok=False).error), name
+
+
+@pytest.mark.parametrize(
+    ("answer", "caption"),
+    [
+        ("Make it snow.", "Make it snow."),
+        (" Make it\nsnow.\r\n\n And\u2028rain. ", "Make it snow. And rain."),
+        ('"Make it snow."', "Make it snow."),
+        ("Instruction: Make it snow.", "Make it snow."),
+        ("**Instruction:** Make it snow.", "Make it snow."),
+        ("**Make it snow.**", "Make it snow."),
+        ('The editing instruction: "Make it snow."', "Make it snow."),
+        ("“Caption: Make it snow.”", "Make it snow."),
+        ("<think>\nIt was dry.\n</think>\n\nMake it snow.", "Make it snow."),
+        ('Change the text to "OPEN"', 'Change the text to "OPEN"'),
+        ('"A" becomes "B"', '"A" becomes "B"'),
+        ("'Tis snow, said the cats'", "'Tis snow, said the cats'"),
+        ("Write the caption: SALE", "Write the caption: SALE"),
+        ('""', ""),
+        ('"', '"'),
+        ("  \n", ""),
+        ("Instruction:", ""),
+    ],
+)
+def test_answers_become_one_bare_line(answer, caption):
+    if answer.startswith("'Tis"):
+        caption = caption[1:-1]
+    assert clean(answer) == caption
+    assert clean(caption) == caption
