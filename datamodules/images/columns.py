@@ -50,6 +50,7 @@ WORDS = {
         "webp",
     ),
     "prompt": (
+        "txt",
         "edit_prompt",
         "edit_instruction",
         "editing_instruction",
@@ -62,8 +63,6 @@ WORDS = {
         "caption",
         "text",
         "description",
-        "txt",
-        "json",
     ),
     "mask": ("mask",),
 }
@@ -175,9 +174,9 @@ def _ambiguous(place: str, role: str, found: Sequence[str], there: Sequence[str]
 
 
 def _plain(name: str) -> str:
-    """In small letters, without a picture's suffix (`source.jpg`, as in tars)."""
+    """In small letters, without a file's suffix (`source.jpg`, `prompt.txt`, as in tars)."""
     name = name.lower()
-    for suffix in IMAGE_SUFFIXES:
+    for suffix in (*IMAGE_SUFFIXES, ".txt", ".json"):
         name = name.removesuffix(suffix)
     return re.sub(r"[\s.-]+", "_", name)
 

@@ -153,6 +153,6 @@ def _one_line(place: str, remedy: str) -> Iterator[None]:
 
     try:
         yield
-    except (DatasetsError, OSError, ValueError, RuntimeError, TypeError, KeyError, NotImplementedError) as error:
+    except (DatasetsError, OSError, ValueError, RuntimeError, TypeError, LookupError) as error:
         cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
         raise UserError(f"{place}: {without_credentials(reason(cause)).rstrip('.')}; {remedy}") from error

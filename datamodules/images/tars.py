@@ -14,7 +14,7 @@ from braceexpand import braceexpand
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, reason, require_file
 from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
-from datamodules.images.prompts import is_text, lines_of
+from datamodules.images.prompts import is_text, json_prompts, lines_of
 from datamodules.images.rows import Table
 
 SUFFIX = ".tar"
@@ -23,6 +23,8 @@ COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.z
 _MEMBER = re.compile(r"((?:.*/)?[^/.]+)[.]([^/]+)")
 # The column of a picture whose name has nothing but its suffix.
 PICTURE = "image"
+# That of X.txt.
+CAPTIONS = "txt"
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def named_tars(root: str) -> list[Path]:
 def tar_table(place: str, tars: Sequence[Path]) -> tuple[Table, int]:
     """The samples of tars as a table, and how many members were passed over.
 
-    Its columns: `source` for X.source.jpg, `image` for X.jpg, `txt` for X.txt, and those of the object in X.json.
+    Its columns: `source` for X.source.jpg, `image` for X.jpg, `txt` for the captions of X.txt or else X.json,
+    and those of the object in X.json.
 
     Raises:
         UserError: a tar is compressed or none, or there are no pictures.
@@ -209,22 +212,23 @@ def _add(path: Path, tar: tarfile.TarFile, info: tarfile.TarInfo, prefix: str, f
         found.pictures[column] = None
     elif suffix in (".txt", ".json"):
         try:
-            texts = _texts(tar, info, column or match[2])
-        except ValueError as error:
+            _add_texts(tar, info, match[2], found.samples.setdefault(key, {}))
+        except (ValueError, UserError) as error:
             found.incomplete.append(f"{path}:{name} cannot be read: {reason(error)}")
-            return
-        found.samples[key] = {**texts, **found.samples.get(key, {})}
     else:
         found.unread.setdefault(key, f"{path}:{name}")
 
 
-def _texts(tar: tarfile.TarFile, info: tarfile.TarInfo, column: str) -> dict[str, Any]:
-    """The texts of a member by column; raises ValueError where it holds none."""
+def _add_texts(tar: tarfile.TarFile, info: tarfile.TarInfo, column: str, sample: dict[str, Any]) -> None:
+    """Add the captions of X.txt, or else of X.json, and the other texts of that; raises where it holds none."""
     member = tar.extractfile(info)
     content = "" if member is None else member.read().decode("utf-8-sig")
-    if not info.name.lower().endswith(".json"):
-        return {column: list(lines_of(content))}
+    if not column.lower().endswith("json"):
+        sample[column] = list(lines_of(content))
+        return
+    if prompts := json_prompts(content, info.name):
+        sample.setdefault(CAPTIONS if column == "json" else column, list(prompts))
     value = json.loads(content)
-    if isinstance(value, dict):
-        return {key: one for key, one in value.items() if is_text(one)}
-    return {column: value} if is_text(value) else {}
+    for key, one in value.items() if isinstance(value, dict) else ():
+        if is_text(one):
+            sample.setdefault(key, one)
