@@ -67,3 +67,16 @@ def test_settings_of_a_root_name_its_columns_and_its_split(run, tiny, tmp_path):
     assert "1 pair of" in run("train", *arguments, roots).text
     text = run("train", *short(tiny, f"{root}#test", tmp_path / "other", 1)).text
     assert "1 pair of" in text
+
+
+def test_settings_reach_the_source_as_hydra_gives_them(run, tiny, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name, number in (("a-raw", 0), ("a-graded", 1)):
+        (tmp_path / "mine" / f"{name}.png").write_bytes(picture(number))
+    (tmp_path / "mine" / "a.txt").write_text("one\ntwo")
+    arguments = short(tiny, tmp_path / "mine", tmp_path / "run", 1)
+    assert "1 pair of" in run("train", *arguments, "data.pair_suffixes=[-raw,-graded]").text
+    members = {"0.a.png": picture(0), "0.b.png": picture(1), "0.c.png": picture(2), "0.txt": b"x"}
+    tar = write_tar(tmp_path / "x.tar", members)
+    arguments = short(tiny, tar, tmp_path / "other", 1)
+    assert "1 pair of" in run("train", *arguments, "data.columns={control: [a, b], target: c}").text
