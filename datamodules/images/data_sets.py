@@ -51,7 +51,7 @@ def hub_table(root: str) -> Table:
         raise UserError(
             f"data.root={root}: a data set of the hub is hf://owner/name, or hf://owner/name@revision/config#split"
         )
-    return _table(root, _of_the_hub(root, *match.group("name", "config", "revision", "split")), None)
+    return _table(f"data.root={root}", _of_the_hub(root, *match.group("name", "config", "revision", "split")), None)
 
 
 def local_table(path: Path, split: str | None) -> Table:
@@ -90,10 +90,11 @@ class _Opened:
 @cache
 def _of_the_hub(root: str, name: str, config: str | None, revision: str | None, split: str | None) -> _Opened:
     """In each process it is asked for once: a run's data does not change while it is being prepared."""
-    datasets = _library(f"data.root={root}")
+    place = f"data.root={root}"
+    datasets = _library(place)
     log.info(f"reading {root}")
-    with _one_line(f"data.root={root}", "see https://huggingface.co/datasets/" + name):
-        return _Opened.of(_split(root, datasets.load_dataset(name, config, revision=revision), split))
+    with _one_line(place, f"see https://huggingface.co/datasets/{name}"):
+        return _Opened.of(_split(place, datasets.load_dataset(name, config, revision=revision), split))
 
 
 def _split(place: str, found: Any, split: str | None) -> "Dataset":
@@ -122,7 +123,8 @@ def _table(place: str, opened: _Opened, folder: Path | None) -> Table:
 
     def values(name: str) -> list[Any]:
         files = zip(opened.files, first, strict=True)
-        return [value for file, start in files for value in cells(file, start, name, place, folder)]
+        shown = place.removeprefix("data.root=")
+        return [value for file, start in files for value in cells(file, start, name, shown, folder)]
 
     return Table(
         place=place,

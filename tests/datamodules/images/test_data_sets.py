@@ -36,7 +36,7 @@ def test_plain_tables_of_bytes(tmp_path, kind):
     [sample] = find_samples([Root(root)]).samples
     assert sample.target.read() == picture(1)
     assert sample.controls[0].read() == picture(0)
-    assert str(sample.target) == f"data.root={root} row 0 after"
+    assert str(sample.target) == f"{root} row 0 after"
 
 
 def test_paths_are_files_beside_the_table(tmp_path):

@@ -226,8 +226,9 @@ def test_picture_of_a_telephone_is_a_line(tmp_path):
 
 
 def test_giant_picture_of_few_bytes_is_a_line(tmp_path):
-    head = struct.pack(">I4s", 13, b"IHDR") + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + struct.pack(">I", zlib.crc32(head[4:])))
+    head = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunks = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, b"IDATx")]
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
     for read in (image_size, verify_image, open_image):
         with pytest.raises(UserError, match="30000x30000 are more than 179 megapixels"):
             read(tmp_path / "x.png")
