@@ -60,7 +60,7 @@ def local_table(path: Path, split: str | None) -> Table:
     Raises:
         UserError: it cannot be read, or it has several splits and none of this name.
     """
-    place = f"data.root={path}"
+    place, path = f"data.root={path}", path.absolute()  # a cell is known by its file, wherever a process stands
     datasets = _library(place)
     folder = path if path.is_dir() else path.parent
     with _one_line(place, "repair it, or copy it again"):
@@ -71,7 +71,7 @@ def local_table(path: Path, split: str | None) -> Table:
         elif any((path / name).is_file() for name in (SAVED, SAVED_SPLITS)):
             found = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset(str(path.absolute()))
+            found = datasets.load_dataset(str(path))
         return _table(place, _Opened.of(_split(place, found, split)), folder)
 
 

@@ -25,15 +25,16 @@ def named_table(root: str) -> tuple[Table, int] | None:
             f"data.root={without_credentials(root)}: pictures are read from this machine: copy them here first "
             "(data.shards streams what is already encoded)"
         )
-    path, split = Path(root).expanduser(), None
+    path = Path(root).expanduser()
+    split: str | None = None
     if is_tar(root) and not path.is_dir():
         return tar_table(root, named_tars(root))
-    if not path.exists() and "#" in path.name:
-        name, _, split = str(path).rpartition("#")
-        path = Path(name)
+    name, _, of_folder = str(path).rpartition("#")
+    if name and not path.exists() and Path(name).is_dir():
+        path, split = Path(name), of_folder
     if path.is_file() and path.suffix in (".csv", ".jsonl"):
         return file_table(path), 0
-    if path.suffix in SUFFIXES if path.is_file() else split is not None and path.is_dir():
+    if split is not None or (path.is_file() and path.suffix in SUFFIXES):
         return local_table(path, split), 0
     if not path.exists():
         raise UserError(f"data.root={path}: no such folder (looked for {path.absolute()})")

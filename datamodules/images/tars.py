@@ -71,6 +71,7 @@ class _Scan:
         pictures: the columns of pictures.
         unread: by key, a member that may be a picture in another format.
         incomplete: a line about each tar that ends early, and each member that is in doubt.
+        in_doubt: the keys of samples with such a member.
         passed_over: how many members are no pictures of anybody.
     """
 
@@ -78,6 +79,7 @@ class _Scan:
     pictures: dict[str, None] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     incomplete: list[str] = field(default_factory=list)
+    in_doubt: set[str] = field(default_factory=set)
     passed_over: int = 0
 
 
@@ -128,7 +130,7 @@ def tar_table(place: str, tars: Sequence[Path]) -> tuple[Table, int]:
     samples = {
         key: values
         for key, values in found.samples.items()
-        if any(isinstance(value, Member) for value in values.values())
+        if key not in found.in_doubt and any(isinstance(value, Member) for value in values.values())
     }
     lost = [
         f"{found.unread[key]} is none of {FORMATS}" for key in found.unread if key in found.samples.keys() - samples
@@ -175,12 +177,11 @@ def _add_members(path: Path, tar: tarfile.TarFile, size: int, prefix: str, found
         for info in tar:
             blocks = -(-info.size // tarfile.BLOCKSIZE) if info.isreg() else 0
             end = info.offset_data + blocks * tarfile.BLOCKSIZE
-            if end > size:
+            if end > size or info.size < 0:
                 break
-            if info.name in seen:
-                found.incomplete.append(f"{path} holds {info.name} twice: keep one")
-            elif not info.isdir():
-                _add(path, tar, info, prefix, found)
+            tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+            if not info.isdir():
+                _add(path, tar, info, prefix, found, twice=info.name in seen)
             seen.add(info.name)
             last = info.name
     except tarfile.ReadError:
@@ -193,18 +194,20 @@ def _add_members(path: Path, tar: tarfile.TarFile, size: int, prefix: str, found
             )
 
 
-def _add(path: Path, tar: tarfile.TarFile, info: tarfile.TarInfo, prefix: str, found: _Scan) -> None:
-    """Add a member to its sample."""
+def _add(path: Path, tar: tarfile.TarFile, info: tarfile.TarInfo, prefix: str, found: _Scan, twice: bool) -> None:
+    """Add a member to its sample; `twice`: whether there was one of that name before."""
     name = info.name.removeprefix("./")
     if any(is_clutter(part) for part in name.split("/")):
         found.passed_over += 1
         return
     if (match := _MEMBER.fullmatch(name)) is None:
         return
-    if not info.isreg() or info.sparse is not None:
-        found.incomplete.append(f"{path}:{name} is a link or a sparse file: repack it with tar --hard-dereference")
-        return
     key, (column, _, suffix) = prefix + match[1], match[2].rpartition(".")
+    if twice or not info.isreg() or info.sparse is not None:
+        link = "is a link or a sparse file: repack it with tar --hard-dereference"
+        found.incomplete.append(f"{path}:{name} {'is there twice: keep one' if twice else link}")
+        found.in_doubt.add(key)
+        return
     suffix = f".{suffix.lower()}"
     if suffix in IMAGE_SUFFIXES:
         column = column or PICTURE
@@ -215,6 +218,7 @@ def _add(path: Path, tar: tarfile.TarFile, info: tarfile.TarInfo, prefix: str, f
             _add_texts(tar, info, match[2], found.samples.setdefault(key, {}))
         except (ValueError, UserError) as error:
             found.incomplete.append(f"{path}:{name} cannot be read: {reason(error)}")
+            found.in_doubt.add(key)
     else:
         found.unread.setdefault(key, f"{path}:{name}")
 

@@ -83,7 +83,7 @@ def main() -> None:
     for root in sys.argv[1:]:
         try:
             samples = find_samples([Root(root)]).samples
-            print(len(samples), samples[0].prompts[0], len(samples[0].target.read()))
+            print(len(samples), samples[0].prompts[0], len(samples[0].target.open("rb").read()))
         except UserError as error:
             print(error)
 

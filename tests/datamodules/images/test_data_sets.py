@@ -1,5 +1,7 @@
 """Data sets of Hugging Face: what their columns may hold, and what is wrong with them in one line."""
 
+from pathlib import Path
+
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -126,6 +128,15 @@ def test_split_is_train_or_the_one_behind_the_hash(tmp_path):
     with pytest.raises(UserError, match=r"which split\?; its splits are a, b: name one behind a #"):
         find_samples([Root(tmp_path / "splits")])
     assert len(find_samples([Root(f"{tmp_path}/splits#b")]).samples) == 2
+
+
+def test_path_may_be_relative(tmp_path, monkeypatch):
+    as_arrow(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    targets = [find_samples([Root(root)]).samples[0].target for root in ("mine", next(Path("mine").glob("*.arrow")))]
+    monkeypatch.chdir("/")
+    assert [target.read() for target in targets] == [picture(10)] * 2
+    assert all(target.signature()[0].startswith(str(tmp_path)) for target in targets)
 
 
 def test_arrow_files_of_several_shards(tmp_path):
