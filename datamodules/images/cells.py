@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+# The last bytes of a stream of Arrow batches.
+END = b"\xff\xff\xff\xff\0\0\0\0"
+
+
 @dataclass(frozen=True)
 class Cell(Packed):
     """A picture in a cell.
@@ -76,10 +80,14 @@ def _mapped(file: str, size: int, modified: int) -> "pa.Table":
     options = pa.ipc.IpcReadOptions(use_threads=False)  # data workers are forks
     source = pa.memory_map(file)
     try:
-        return pa.ipc.open_stream(source, options=options).read_all()
+        table = pa.ipc.open_stream(source, options=options).read_all()
     except pa.ArrowInvalid:
         source.seek(0)
         return pa.ipc.open_file(source, options=options).read_all()
+    source.seek(max(0, size - len(END)))
+    if source.read() != END:  # cut between two batches it would be a shorter table
+        raise ValueError("it ends early")
+    return table
 
 
 def holds_pictures(kind: "pa.DataType") -> bool:

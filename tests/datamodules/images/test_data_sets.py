@@ -166,6 +166,20 @@ def test_damaged_file_is_a_line(tmp_path, name, damage):
     assert "\n" not in str(error.value)
 
 
+def test_arrow_file_that_is_cut_anywhere_is_no_shorter_data_set(tmp_path):
+    table = pa.table({"source": [picture(0)] * 4, "target": [picture(1)] * 4, "prompt": list("abcd")})
+    with pa.ipc.new_stream(tmp_path / "x.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=1)
+    content = (tmp_path / "x.arrow").read_bytes()
+    assert len(find_samples([Root(tmp_path / "x.arrow")]).samples) == 4
+    ends = [number for number in range(8, len(content), 8) if content[number : number + 4] == b"\xff" * 4]
+    assert len(ends) >= 5
+    for end in {*ends, *range(0, len(content), 1001)}:
+        (tmp_path / "x.arrow").write_bytes(content[:end])
+        with pytest.raises(UserError, match="repair it, or copy it again"):
+            find_samples([Root(tmp_path / "x.arrow")])
+
+
 def test_folder_of_a_truncated_parquet_is_a_line(tmp_path):
     root = as_snapshot(tmp_path / "mine")
     for path in (root / "data").iterdir():

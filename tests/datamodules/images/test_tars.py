@@ -88,6 +88,24 @@ def test_samples_up_to_a_cut_are_used_and_the_cut_is_said(tmp_path, cut):
         assert "sample 0003: " in found.incomplete[1]
 
 
+def test_tar_that_is_cut_anywhere_gives_what_is_before_and_a_line(tmp_path):
+    tar = write_tar(tmp_path / "x.tar", tar_members(range(3)))
+    whole = find_samples([Root(tar)]).samples
+    content = tar.read_bytes()
+    with tarfile.open(tar) as file:
+        members = file.getmembers()
+    last = members[-1].offset_data + 512
+    for end in {*range(0, last, 701), *(member.offset for member in members), *(one.offset + 512 for one in members)}:
+        tar.write_bytes(content[:end])
+        try:
+            found = find_samples([Root(tar)])
+        except UserError:
+            assert end < members[3].offset, "not even one sample is left"
+            continue
+        assert [one.key for one in found.samples] == [one.key for one in whole[: len(found.samples)]]
+        assert "ends early" in found.incomplete[0]
+
+
 def test_zeroed_header_in_the_middle_is_said(tmp_path):
     tar = write_tar(tmp_path / "x.tar", tar_members(range(3)))
     content = bytearray(tar.read_bytes())
