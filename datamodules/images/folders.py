@@ -1,5 +1,6 @@
 """Naming rules for folders of images: which files are pictures, further control images and masks."""
 
+import os
 import re
 from collections.abc import Container
 from pathlib import Path
@@ -10,6 +11,8 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
 FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
+# What systems and programs leave beside pictures.
+CLUTTER = {"thumbs.db", "desktop.ini", "__macosx"}
 FURTHER_CONTROL = re.compile(r"(?P<stem>.+)_control_(?P<number>\d+)$")
 
 
@@ -23,6 +26,12 @@ def controls_folder(root: Path) -> Path | None:
     return _first_folder(root, CONTROL_FOLDERS)
 
 
+def folders_of_pairs(root: Path) -> tuple[Path, Path] | None:
+    """Both: of the targets, of the condition images."""
+    targets, controls = targets_folder(root), controls_folder(root)
+    return None if targets is None or controls is None else (targets, controls)
+
+
 def _first_folder(root: Path, names: tuple[str, ...]) -> Path | None:
     return next((root / name for name in names if (root / name).is_dir()), None)
 
@@ -31,17 +40,28 @@ def folder_images(folder: Path) -> dict[str, Path]:
     """The folder's images by stem; raises UserError for two of one stem, which would make a pair ambiguous."""
     images: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."):
+        if path.suffix.lower() in IMAGE_SUFFIXES and not is_clutter(path.name):
             if path.stem in images:
                 raise UserError(f"{images[path.stem]} and {path}: two images of one name, keep one")
             images[path.stem] = path
     return images
 
 
+def is_clutter(name: str) -> bool:
+    """Whether a file or folder is nobody's picture: hidden (`._x` of macOS, too), or left by a system."""
+    return name.startswith(".") or name.lower() in CLUTTER
+
+
+def count_clutter(folder: Path) -> int:
+    """How many files and folders in it are nobody's pictures."""
+    return sum(is_clutter(name) for name in os.listdir(folder))
+
+
 def unread_files(folder: Path) -> dict[str, Path]:
     """By stem, files that are neither images nor captions, but may be pictures in another format."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() not in {*IMAGE_SUFFIXES, ".txt"})
-    return {path.stem: path for path in paths if not path.name.startswith(".") and not path.is_dir()}
+    known = {*IMAGE_SUFFIXES, ".txt", ".json"}
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() not in known)
+    return {path.stem: path for path in paths if not is_clutter(path.name) and not path.is_dir()}
 
 
 def none_of_the_formats(path: Path) -> str:

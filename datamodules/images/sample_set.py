@@ -25,8 +25,8 @@ class SampleSet:
     """The samples of data.root and data.val_root.
 
     Args:
-        root, val_root: a folder or a metadata table, or a list of them, or of mappings with `path` and settings of
-            `Root`; val_root's samples are held out.
+        root, val_root: where samples are (docs/data.md), or a list of that, or of mappings with `path` and settings
+            of `Root`; val_root's samples are held out.
         source: finds the samples of some roots; see `datamodules.images.sources` and `datamodules.images.captions`.
         on_missing: what to do about a target without control or caption, or a control without target.
         on_bad_image: what to do about an image that cannot be read or is smaller than 16 pixels.
@@ -116,6 +116,8 @@ class SampleSet:
             found = self._with_held_out(found)
         self.notes.clear()
         self._pass_over(found.incomplete)
+        if found.passed_over:
+            self.notes.append(f"passed over {found.passed_over} files of the system (hidden, Thumbs.db, __MACOSX)")
         self._check_counts(found.samples)
         return found.samples
 

@@ -16,7 +16,8 @@ from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
 from datamodules.images.sample import Found, Root
 from datamodules.images.scenes import COLORS, KINDS, Scene, Shape, draw, random_scene
-from datamodules.images.sources import TABLES, find_samples
+from datamodules.images.sources import find_samples
+from datamodules.images.tables import TABLES
 
 # The value of data.root.
 DRAWN = "drawn shapes"

@@ -11,6 +11,34 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import read_text
+from datamodules.images.rows import Table
+
+# What a folder's table is called.
+TABLES = ("metadata.jsonl", "metadata.csv")
+# What the columns of a table of ours are called; others are guessed.
+NOUNS = {"target": "file_name", "control": "control_file_name", "prompt": "prompt"}
+
+
+def file_table(path: Path) -> Table:
+    """A table whose file names are relative to its folder.
+
+    Columns: file_name, control_file_name (one name, or a JSON list), prompt (a text, in JSON lines also a list), and
+    optionally mask_file_name; or such as `choose_columns` guesses.
+
+    Raises:
+        UserError: as `read_table`, or it has no rows.
+    """
+    rows = read_table(path)
+    if not rows:
+        raise UserError(f"{path} has no rows")
+    return Table(
+        place=str(path),
+        rows=[f"row {number}" for number in range(1, len(rows) + 1)],
+        columns=list(dict.fromkeys(name for row in rows for name in row)),
+        values=lambda name: [row.get(name) for row in rows],
+        folder=path.parent,
+        nouns=NOUNS,
+    )
 
 
 def read_table(table: Path) -> list[dict[str, Any]]:

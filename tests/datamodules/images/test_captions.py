@@ -88,7 +88,7 @@ def test_what_is_no_caption_folder_is_refused(tmp_path, kind):
     message = {
         "nowhere": "no such folder",
         "empty": r"no pictures \(.bmp",
-        "file": "data=captions reads folders",
+        "file": "neither a folder nor",
         "pairs": "is a set of pairs",
     }
     with pytest.raises(UserError, match=message[kind]):

@@ -208,3 +208,39 @@ def test_giant_picture_is_decoded_in_part_and_without_a_warning(tmp_path, recwar
     Image.new("RGB", (10_000, 10_000)).save(tmp_path / "x.jpg")
     assert open_image(tmp_path / "x.jpg", 2**19).size == (2500, 2500)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "GIF", "WEBP", "AVIF"])
+def test_what_a_picture_is_stands_in_its_bytes_not_in_its_name(image, tmp_path, kind):
+    image.save(tmp_path / "x.png", kind)
+    verify_image(tmp_path / "x.png")
+    assert image_size(tmp_path / "x.png") == SIZE
+    assert np.array_equal(open_image(tmp_path / "x.png"), Image.open(tmp_path / "x.png").convert("RGB"))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_frame_is_read(image, tmp_path, kind):
+    image.save(tmp_path / "x.png", kind, save_all=True, append_images=[Image.new("RGB", SIZE, "blue")], lossless=True)
+    own = np.asarray(open_image(tmp_path / "x.png")).astype(float)
+    assert np.abs(own - np.asarray(image)).mean() < (12 if kind == "GIF" else 1)
+
+
+def test_picture_of_a_telephone_is_a_line(tmp_path):
+    (tmp_path / "x.jpg").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
+    with pytest.raises(UserError, match=r"x\.jpg: it is empty or no picture"):
+        image_size(tmp_path / "x.jpg")
+
+
+def test_giant_picture_of_few_bytes_is_a_line(tmp_path):
+    head = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunks = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, b"IDATx")]
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    for read in (image_size, verify_image, open_image):
+        with pytest.raises(UserError, match="30000x30000 are more than 179 megapixels"):
+            read(tmp_path / "x.png")
+
+
+def test_strip_is_read_whole(tmp_path):
+    Image.new("RGB", (16, 20_000)).save(tmp_path / "x.png")
+    assert image_size(tmp_path / "x.png") == (16, 20_000)
+    assert load_image(tmp_path / "x.png").shape == (3, 20_000, 16)

@@ -1,0 +1,190 @@
+"""Which column of a table holds the control, the target, the prompt and the mask: as named, or guessed by its name."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datamodules.errors import UserError, listing
+from datamodules.images.folders import IMAGE_SUFFIXES
+
+# What the columns of a role are called, the likeliest first. "source", "source_image", "source_file_name" and
+# "Source Images" are one word.
+WORDS = {
+    "control": (
+        "control",
+        "source",
+        "src",
+        "input",
+        "original",
+        "before",
+        "conditioning",
+        "condition",
+        "cond",
+        "reference",
+        "references",
+        "ref",
+        "refs",
+        "start",
+    ),
+    "target": (
+        "target",
+        "tgt",
+        "edited",
+        "output",
+        "after",
+        "result",
+        "end",
+        "image",
+        "images",
+        "img",
+        "picture",
+        "photo",
+        "file_name",
+        "file",
+        "filename",
+        "path",
+        "jpg",
+        "jpeg",
+        "png",
+        "webp",
+    ),
+    "prompt": (
+        "txt",
+        "edit_prompt",
+        "edit_instruction",
+        "editing_instruction",
+        "instruction",
+        "instructions",
+        "edit",
+        "prompt",
+        "prompts",
+        "captions",
+        "caption",
+        "text",
+        "description",
+    ),
+    "mask": ("mask",),
+}
+# What messages call the column that is missing.
+NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}
+_FILE = re.compile(r"_?(file_?names?|files?|paths?)$")
+_PICTURE = re.compile(r"_?(images?|imgs?|pictures?|photos?)$")
+_NUMBER = re.compile(r"_?(\d+)$")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of a table's columns; `controls` is empty and `prompt` may be None for text to image."""
+
+    target: str
+    controls: tuple[str, ...]
+    prompt: str | None
+    mask: str | None
+
+
+def choose_columns(
+    place: str,
+    there: Sequence[str],
+    pictures: Sequence[str],
+    given: Mapping[str, Any],
+    wanted: Sequence[str],
+    nouns: Mapping[str, str] = NOUNS,
+) -> Columns:
+    """The columns of each role.
+
+    Args:
+        place: what messages call the table.
+        there: all of its columns.
+        pictures: those that may hold pictures, by their kind.
+        given: data.columns: for a role its column, for control one or a list.
+        wanted: the roles that must have a column; without control, pictures with captions are wanted.
+        nouns: what messages call a column that is missing, by role.
+
+    Raises:
+        UserError: a column is missing, or two are as likely; names those that there are.
+    """
+    if unknown := [role for role in given if role not in WORDS]:
+        raise UserError(f"data.columns: there is no {listing(unknown)}; choose from {', '.join(WORDS)}")
+    named = {role: _named(place, there, role, value) for role, value in given.items() if value}
+    controls = named.get("control") or _guess_controls(place, there, pictures)
+    target = named.get("target") or _guess(place, "target", [one for one in pictures if one not in controls], there)
+    prompt = named.get("prompt") or _guess(place, "prompt", there, there)
+    mask = named.get("mask") or _guess(place, "mask", pictures, there)
+    found = {"target": target, "control": controls, "prompt": prompt}
+    if missing := [role for role, columns in found.items() if role in wanted and not columns]:
+        raise UserError(
+            f"{place} has no {listing([nouns[role] for role in missing])}; its columns are {', '.join(there)}: say "
+            f"which it is, as data.columns={{{missing[0]}: NAME}}"
+        )
+    edits = "control" in wanted
+    if not edits and controls and "target" not in named:
+        raise UserError(
+            f"{place} is a set of pairs, for data=cached and a model that edits; data=captions takes pictures alone: "
+            f"say which, as data.columns={{target: {target[0]}}}"
+        )
+    return Columns(target[0], tuple(controls) if edits else (), next(iter(prompt), None), next(iter(mask), None))
+
+
+def _named(place: str, there: Sequence[str], role: str, value: Any) -> list[str]:
+    """The columns that the user names for a role."""
+    names = [value] if isinstance(value, str) else list(value)
+    if len(names) > 1 and role != "control":
+        raise UserError(f"data.columns.{role}={listing(names)}: one column, only control may have several")
+    if absent := [name for name in names if name not in there]:
+        raise UserError(
+            f"{place} has no column {listing(absent)}, which data.columns names for {role}; its columns are "
+            f"{', '.join(there)}"
+        )
+    return names
+
+
+def _guess(place: str, role: str, among: Sequence[str], there: Sequence[str]) -> list[str]:
+    """The only column of the likeliest word; none if there is no such word."""
+    for word in WORDS[role]:
+        found = [name for name in among if _word(name, role) == word]
+        exact = [name for name in found if name == word]
+        if len(exact or found) == 1:
+            return exact or found
+        if found:
+            raise _ambiguous(place, role, found, there)
+    return []
+
+
+def _guess_controls(place: str, there: Sequence[str], among: Sequence[str]) -> list[str]:
+    """All columns of the likeliest word, by their numbers: source, source_2, source_3."""
+    for word in WORDS["control"]:
+        found: dict[int, str] = {}
+        for name in among:
+            number = _NUMBER.search(_plain(name))
+            if _word(_NUMBER.sub("", _plain(name)), "control") == word:
+                place_in_row = int(number[1]) if number else -1
+                if place_in_row in found:
+                    raise _ambiguous(place, "control", [found[place_in_row], name], there)
+                found[place_in_row] = name
+        if found:
+            return [found[number] for number in sorted(found)]
+    return []
+
+
+def _ambiguous(place: str, role: str, found: Sequence[str], there: Sequence[str]) -> UserError:
+    return UserError(
+        f"{place}: {' and '.join(found)} may both be the {role}; its columns are {', '.join(there)}: say which, as "
+        f"data.columns={{{role}: {found[0]}}}"
+    )
+
+
+def _plain(name: str) -> str:
+    """In small letters, without a file's suffix (`source.jpg`, `prompt.txt`, as in tars)."""
+    name = name.lower()
+    for suffix in (*IMAGE_SUFFIXES, ".txt", ".json"):
+        name = name.removesuffix(suffix)
+    return re.sub(r"[\s.-]+", "_", name)
+
+
+def _word(name: str, role: str) -> str:
+    """A column's name without what it says of files and pictures, if something is left."""
+    name = _plain(name)
+    for ending in (_FILE, _PICTURE) if role != "prompt" else ():
+        name = ending.sub("", name) or name
+    return name

@@ -1,0 +1,60 @@
+"""Pairs in two folders: targets with their captions, and controls of the same names."""
+
+from pathlib import Path
+
+from datamodules.errors import UserError
+from datamodules.images.folders import (
+    FURTHER_CONTROL,
+    count_clutter,
+    folder_images,
+    further_controls,
+    none_of_the_formats,
+    primary_images,
+    unread_files,
+)
+from datamodules.images.prompts import has_prompts, read_prompts
+from datamodules.images.sample import Found, Sample
+
+
+def pairs_of_folders(target_folder: Path, control_folder: Path, require_prompt: bool) -> Found:
+    """The pairs of two folders, by name.
+
+    Args:
+        require_prompt: whether a pair without caption is incomplete.
+
+    Raises:
+        UserError: two pictures have one name.
+    """
+    targets, all_controls, controls = (
+        primary_images(target_folder),
+        folder_images(control_folder),
+        primary_images(control_folder),
+    )
+    masks = {**folder_images(target_folder), **all_controls}
+    numbered: dict[str, dict[str, Path]] = {}
+    for name, path in all_controls.items():
+        if match := FURTHER_CONTROL.match(name):
+            numbered.setdefault(match["stem"], {})[name] = path
+    unread, unread_controls = unread_files(target_folder), unread_files(control_folder)
+    samples, incomplete = [], []
+    for stem, target in targets.items():
+        if stem not in controls:
+            other = f": {none_of_the_formats(unread_controls[stem])}" if stem in unread_controls else ""
+            incomplete.append(f"{target} has no control image {control_folder / stem}.*{other}")
+            continue
+        try:
+            prompts = read_prompts(target)
+        except UserError as error:
+            incomplete.append(str(error))
+            continue
+        if not prompts and require_prompt:
+            incomplete.append(f"{target} has no caption {target.with_suffix('.txt')}")
+            continue
+        more = further_controls(numbered.get(stem, {}), stem)
+        mask, caption_file = masks.get(f"{stem}_mask"), target.with_suffix(".txt")
+        samples.append(Sample(stem, target, (controls[stem], *more), prompts, mask, caption_file=caption_file))
+    for stem, path in unread.items():  # else a pair in such a format would be left out silently
+        if stem not in targets and (stem in controls or has_prompts(path)):
+            incomplete.append(f"target {none_of_the_formats(path)}")
+    incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in {*targets, *unread}]
+    return Found(samples, incomplete, sum(map(count_clutter, {target_folder, control_folder})))

@@ -1,0 +1,159 @@
+"""Samples of a table, whatever it is stored as: each row a sample, each column what it is called."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import UserError
+from datamodules.files import Packed, reason, require_file
+from datamodules.images.columns import NOUNS, Columns, choose_columns
+from datamodules.images.prompts import as_prompts, is_text
+from datamodules.images.sample import Found, Picture, Root, Sample
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table to make samples of.
+
+    Attributes:
+        place: what messages call it.
+        rows: what they call its rows.
+        columns: the names of its columns.
+        values: of a column, one for each row. Pictures are Packed, or texts, which name files below `folder`; control
+            images may be lists of them. None where there is nothing.
+        pictures: columns that hold pictures, to be preferred to those of texts.
+        folder: of the files that texts name; None where texts name none.
+        keys: of the samples; None for those of the targets' names.
+        nouns: what messages call a column that is missing, by role.
+        incomplete: a line about each row that could not be read.
+    """
+
+    place: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Callable[[str], Sequence[Any]]
+    pictures: Sequence[str] = ()
+    folder: Path | None = None
+    keys: Sequence[str] | None = None
+    nouns: Mapping[str, str] | None = None
+    incomplete: tuple[str, ...] = ()
+
+
+class _Incomplete(Exception):
+    """What a row lacks."""
+
+
+def samples_of(table: Table, root: Root, instance_prompts: tuple[str, ...] = (), edits: bool = True) -> Found:
+    """The samples of a table, in its order.
+
+    Args:
+        instance_prompts: of pictures that have none; where it is empty, these are incomplete if the root requires one.
+        edits: whether pairs are wanted, else pictures with captions.
+
+    Raises:
+        UserError: a column is missing, or holds what it cannot be.
+    """
+    columns = _columns(table, root, edits)
+    names = (columns.target, columns.prompt, columns.mask, *columns.controls)
+    values = [table.values(name) if name is not None else [None] * len(table.rows) for name in names]
+    samples, incomplete = [], list(table.incomplete)
+    for number, (row, target, prompt, mask, *controls) in enumerate(zip(table.rows, *values, strict=True)):
+        where = f"{table.place} {row}"
+        try:
+            sample = Sample(
+                key="" if table.keys is None else table.keys[number],
+                target=_picture(table, where, columns.target, target),
+                controls=_controls(table, where, columns.controls, controls),
+                prompts=_prompts(where, columns.prompt, prompt, root.require_prompt, instance_prompts),
+                mask=None if mask in (None, "") else _picture(table, where, str(columns.mask), mask),
+            )
+        except _Incomplete as error:
+            incomplete.append(f"{where}: {error}")
+        else:
+            samples.append(replace(sample, key=sample.key or str(Path(target).with_suffix(""))))
+    if len({sample.key for sample in samples}) < len(samples):  # one picture with several instructions
+        samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
+    return Found(samples, incomplete)
+
+
+def _columns(table: Table, root: Root, edits: bool) -> Columns:
+    """Columns that hold pictures are preferred to those whose texts may name files."""
+    place = table.place if table.nouns is None else f"{table.place} {table.rows[0]}"
+    wanted = ["target", *(["control"] if edits else []), *(["prompt"] if edits and root.require_prompt else [])]
+    choose = partial(
+        choose_columns, place, table.columns, given=root.columns, wanted=wanted, nouns=table.nouns or NOUNS
+    )
+    if table.folder is None:
+        return choose(table.pictures)
+    try:
+        return choose(table.pictures)
+    except UserError:
+        return choose(table.columns)
+
+
+def _controls(table: Table, where: str, names: Sequence[str], values: Sequence[Any]) -> tuple[Picture, ...]:
+    """Of all columns; only the first must have one, as samples may have different numbers of references."""
+    found: list[Picture] = []
+    for name, value in zip(names, values, strict=True):
+        value = _listed(where, name, value)
+        if not value and name == names[0]:
+            raise _Incomplete(f"{name} is empty")
+        found += [_picture(table, where, name, one) for one in value]
+    return tuple(found)
+
+
+def _listed(where: str, name: str, value: Any) -> list[Any]:
+    """One picture, or several as a list (in CSV: a JSON list)."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f'{where}: {name}={value}: several are written as ["a.png", "b.png"]') from error
+    value = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(one is None or isinstance(one, str | Packed) for one in value):
+        raise UserError(f"{where}: {name}={value}: must be a picture or a list of them")
+    return [one for one in value if one != ""]
+
+
+def _picture(table: Table, where: str, name: str, value: Any) -> Picture:
+    if value is None or value == "":
+        raise _Incomplete(f"{name} is empty")
+    if isinstance(value, Packed):
+        return value
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {name} must be text, the name of a file")
+    path = (table.folder or Path()) / value
+    if not os.path.isfile(path):
+        raise _Incomplete(_why_absent(path))
+    return path
+
+
+def _why_absent(path: Path) -> str:
+    try:
+        require_file(path)
+    except FileNotFoundError as error:
+        return f"{path} does not exist" if not path.is_symlink() else f"{path}: {error.strerror}"
+    except (OSError, ValueError) as error:
+        return f"{path}: {reason(error)}"
+    return f"{path} does not exist"
+
+
+def _prompts(
+    where: str, name: str | None, value: Any, required: bool, instance_prompts: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Of a row; missing ones are the instance prompts, where there are such things."""
+    if value is None or value == [] or (value == "" and not required):
+        if required and not instance_prompts:
+            raise _Incomplete(f"{name} is empty")
+        return instance_prompts
+    if not is_text(value):
+        raise UserError(f"{where}: {name} must be text, or a list of texts")
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {name} holds an incomplete character, {error.object[error.start]!r}") from error
+    return as_prompts(value)

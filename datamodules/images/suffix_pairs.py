@@ -1,0 +1,117 @@
+"""Pairs in one folder, told apart by how their names end: `X_start.png` and `X_end.png`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from datamodules.errors import UserError
+from datamodules.images.folders import (
+    IMAGE_SUFFIXES,
+    count_clutter,
+    folder_images,
+    further_controls,
+    is_clutter,
+    none_of_the_formats,
+    unread_files,
+)
+from datamodules.images.prompts import has_prompts, read_prompts
+from datamodules.images.sample import Found, Sample
+
+# How the names of controls and targets end.
+USUAL = (
+    ("_start", "_end"),
+    ("_control", "_target"),
+    ("_before", "_after"),
+    ("_source", "_target"),
+    ("_input", "_output"),
+)
+
+
+def suffixes_of(folder: Path, given: tuple[str, str] | None) -> tuple[str, str] | None:
+    """How the names of a folder's pairs end; None if there are no such pairs.
+
+    Args:
+        given: instead of the usual ones.
+
+    Raises:
+        UserError: its names end in more than one of the usual ways.
+    """
+    stems = {Path(name).stem for name in _pictures(folder)}
+    found = [ends for ends in ([given] if given else USUAL) if any(_roots(stems, *ends))]
+    if len(found) > 1:
+        ways = " and ".join(f"X{control}, X{target}" for control, target in found)
+        raise UserError(f"data.root={folder}: pairs named {ways}: say which, as data.pair_suffixes={list(found[0])}")
+    return found[0] if found else None
+
+
+def _pictures(folder: Path) -> list[str]:
+    return [
+        path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES and not is_clutter(path.name)
+    ]
+
+
+def _roots(stems: set[str], control: str, target: str) -> Iterable[str]:
+    """The names that pairs have in common."""
+    roots = (stem.removesuffix(control) for stem in stems if stem.endswith(control))
+    return (root for root in roots if root + target in stems)
+
+
+def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: bool) -> Found:
+    """The pairs of a folder: `X{control}.*`, `X{target}.*`, a caption of X or of the target.
+
+    Optionally further controls `X_control_1.*`, `X_control_2.*`, ..., and a mask, `X_mask.*`.
+
+    Args:
+        control, target: the endings.
+        require_prompt: whether a pair without caption is incomplete.
+
+    Raises:
+        UserError: two pictures have one name.
+    """
+    images, unread = folder_images(folder), unread_files(folder)
+    roots = sorted({stem.removesuffix(end) for end in (control, target) for stem in images if stem.endswith(end)})
+    numbered: dict[str, dict[str, Path]] = {}
+    for stem, path in images.items():
+        numbered.setdefault(stem.rpartition("_control_")[0], {})[stem] = path
+    used: set[Path] = set()
+    samples: list[Sample] = []
+    incomplete: list[str] = []
+    for root in roots:
+        ends = {end: images.get(root + end) for end in (control, target)}
+        used.update(path for path in ends.values() if path is not None)
+        source, result = ends[control], ends[target]
+        more = further_controls(numbered.get(root, {}), root)
+        mask = images.get(f"{root}_mask")
+        used.update([*more, *([mask] if mask else [])])
+        if source is None or result is None:
+            lost = root + (control if source is None else target)
+            other = f": {none_of_the_formats(unread[lost])}" if lost in unread else ""
+            incomplete.append(f"{source or result} has no {folder / lost}.*{other}")
+            continue
+        try:
+            prompts, caption_file = _prompts(folder / root, result)
+        except UserError as error:
+            incomplete.append(str(error))
+            continue
+        if prompts or not require_prompt:
+            samples.append(Sample(root, result, (source, *more), prompts, mask, caption_file=caption_file))
+        else:
+            incomplete.append(f"{result} has no caption {caption_file}")
+    incomplete += [
+        f"{path} is neither X{control} nor X{target} of a pair" for path in images.values() if path not in used
+    ]
+    incomplete += [
+        none_of_the_formats(path)
+        for stem, path in unread.items()
+        if stem.endswith((control, target)) and not {stem.removesuffix(control), stem.removesuffix(target)} & {*roots}
+    ]
+    return Found(samples, incomplete, count_clutter(folder))
+
+
+def _prompts(root: Path, target: Path) -> tuple[tuple[str, ...], Path]:
+    """The captions of a pair, and where they stand or would; raises UserError where there are two files of them."""
+    of_root = root.with_name(f"{root.name}.png")  # whose suffix is replaced, whatever the name
+    places = [place for place in (of_root, target) if has_prompts(place)]
+    if len(places) > 1:
+        raise UserError(f"{target} has a caption of its own and one of {root}: keep one")
+    place = places[0] if places else of_root
+    return read_prompts(place), place.with_suffix(".txt")

@@ -1,0 +1,244 @@
+"""Data sets of Hugging Face: what their columns may hold, and what is wrong with them in one line."""
+
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Features, Image, List, Value
+
+from datamodules.errors import UserError
+from datamodules.images.captions import find_captioned
+from datamodules.images.sample import Root
+from datamodules.images.sources import find_samples
+from tests.support.stored import as_arrow, as_parquet, as_snapshot, data_set, picture, prompt
+
+
+@pytest.fixture(autouse=True)
+def _own_data_set_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def parquet(folder, **columns):
+    """A plain table, without what `datasets` says of its columns."""
+    pq.write_table(pa.table(columns), folder / "x.parquet")
+    return folder / "x.parquet"
+
+
+def stored(number):
+    return {"bytes": picture(number), "path": None}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "structs", "large bytes"])
+def test_plain_tables_of_bytes(tmp_path, kind):
+    cell = stored if kind == "structs" else picture
+    columns = [pa.array([cell(number)], pa.large_binary() if kind == "large bytes" else None) for number in (0, 1)]
+    root = parquet(tmp_path, before=columns[0], after=columns[1], caption=["x"])
+    [sample] = find_samples([Root(root)]).samples
+    assert sample.target.read() == picture(1)
+    assert sample.controls[0].read() == picture(0)
+    assert str(sample.target) == f"{root} row 0 after"
+
+
+def test_paths_are_files_beside_the_table(tmp_path):
+    for number in (0, 1):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    root = parquet(tmp_path, source=["0.png", "0.png"], target=["1.png", "9.png"], text=["x", "y"])
+    found = find_samples([Root(root)])
+    assert [(one.controls, one.target) for one in found.samples] == [((tmp_path / "0.png",), tmp_path / "1.png")]
+    assert found.incomplete == [f"data.root={root} row 1: {tmp_path}/9.png does not exist"]
+
+
+def test_pictures_that_stand_outside_of_their_cells(tmp_path):
+    (tmp_path / "0.png").write_bytes(picture(0))
+    cells = [{"bytes": None, "path": "0.png"}]
+    root = parquet(
+        tmp_path,
+        source=pa.array(cells, pa.struct({"bytes": pa.binary(), "path": pa.string()})),
+        target=[stored(1)],
+        text=["x"],
+    )
+    [sample] = find_samples([Root(root)]).samples
+    assert sample.controls == (tmp_path / "0.png",)
+
+
+def test_lists_are_several_references_and_several_captions(tmp_path):
+    features = Features({"refs": List(Image()), "image": Image(), "captions": List(Value("string"))})
+    rows = {
+        "refs": [[stored(0), stored(1)], [stored(2)], [], None, [stored(3), None]],
+        "image": [stored(10 + number) for number in range(5)],
+        "captions": [["a", "b "], ["c"], ["d"], ["e"], ["f"]],
+    }
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    found = find_samples([Root(tmp_path / "saved")])
+    assert [one.prompts for one in found.samples] == [("a", "b"), ("c",)]
+    assert [[ref.read() for ref in one.controls] for one in found.samples] == [[picture(0), picture(1)], [picture(2)]]
+    where = f"data.root={tmp_path}/saved row"
+    assert found.incomplete == [f"{where} {row}: refs is empty" for row in (2, 3, 4)]
+    assert str(found.samples[0].controls[1]).endswith("row 0 refs[1]")
+
+
+def test_numbered_columns_may_be_empty_but_for_the_first(tmp_path):
+    root = parquet(
+        tmp_path,
+        input_image=[picture(0), picture(1), None],
+        input_image_2=[picture(2), None, picture(3)],
+        output_image=[picture(number + 10) for number in range(3)],
+        prompt=list("abc"),
+    )
+    found = find_samples([Root(root)])
+    assert [[ref.read() for ref in one.controls] for one in found.samples] == [[picture(0), picture(2)], [picture(1)]]
+    assert found.incomplete == [f"data.root={root} row 2: input_image is empty"]
+
+
+def test_rows_with_nothing_in_them_are_incomplete(tmp_path):
+    root = parquet(
+        tmp_path,
+        source=[stored(0), None, stored(0), stored(0)],
+        target=[stored(1), stored(1), {"bytes": None, "path": None}, stored(1)],
+        prompt=["x", "x", "x", None],
+    )
+    found = find_samples([Root(root)])
+    assert [one.key for one in found.samples] == ["000000"]
+    assert [line.removeprefix(f"data.root={root} ") for line in found.incomplete] == [
+        "row 1: source is empty",
+        "row 2: target is empty",
+        "row 3: prompt is empty",
+    ]
+
+
+def test_pictures_with_captions(tmp_path):
+    root = parquet(tmp_path, image=[picture(0), picture(1)], text=["a cup", None])
+    found = find_captioned([Root(root)], "a photo of sks cup")
+    assert [one.prompts for one in found.samples] == [("a cup",), ("a photo of sks cup",)]
+    assert [one.controls for one in found.samples] == [(), ()]
+    with pytest.raises(UserError, match="is a set of pairs"):
+        find_captioned([Root(as_parquet(tmp_path / "pairs"))], None)
+
+
+def test_split_is_train_or_the_one_behind_the_hash(tmp_path):
+    root = as_snapshot(tmp_path / "mine")
+    assert len(find_samples([Root(root)]).samples) == 4
+    assert len(find_samples([Root(f"{root}#test")]).samples) == 1
+    with pytest.raises(UserError, match="no split dev; its splits are train, test"):
+        find_samples([Root(f"{root}#dev")])
+    splits = datasets.DatasetDict({"a": data_set(1), "b": data_set(2)})
+    splits.save_to_disk(tmp_path / "splits")
+    with pytest.raises(UserError, match=r"which split\?; its splits are a, b: name one behind a #"):
+        find_samples([Root(tmp_path / "splits")])
+    assert len(find_samples([Root(f"{tmp_path}/splits#b")]).samples) == 2
+
+
+def test_path_may_be_relative(tmp_path, monkeypatch):
+    as_arrow(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    targets = [find_samples([Root(root)]).samples[0].target for root in ("mine", next(Path("mine").glob("*.arrow")))]
+    monkeypatch.chdir("/")
+    assert [target.read() for target in targets] == [picture(10)] * 2
+    assert all(target.signature()[0].startswith(str(tmp_path)) for target in targets)
+
+
+def test_arrow_files_of_several_shards(tmp_path):
+    data_set(5).save_to_disk(tmp_path / "saved", num_shards=3)
+    found = find_samples([Root(tmp_path / "saved")])
+    assert [one.key for one in found.samples] == [f"{row:06d}" for row in range(5)]
+    assert [one.target.read() for one in found.samples] == [picture(10 + row) for row in range(5)]
+    assert str(found.samples[4].target).endswith("row 4 edited_image")
+    assert found.samples[4].target.stem == "000004"
+
+
+def test_arrow_file_with_an_index_at_its_end(tmp_path):
+    table = pa.table({"source": [picture(0)], "target": [picture(1)], "prompt": [prompt(0)]})
+    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as file:
+        file.write_table(table)
+    assert find_samples([Root(tmp_path / "x.arrow")]).samples[0].target.read() == picture(1)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
+def test_damaged_file_is_a_line(tmp_path, name, damage):
+    source = (as_parquet if name == "x.parquet" else as_arrow)(tmp_path / "mine")
+    content = source.read_bytes()
+    (tmp_path / name).write_bytes({"truncated": content[:-300], "empty": b"", "text": b"no table\n" * 99}[damage])
+    with pytest.raises(UserError, match=rf"data.root={tmp_path}/{name}: .*; repair it, or copy it again") as error:
+        find_samples([Root(tmp_path / name)])
+    assert "\n" not in str(error.value)
+
+
+def test_arrow_file_that_is_cut_anywhere_is_no_shorter_data_set(tmp_path):
+    table = pa.table({"source": [picture(0)] * 4, "target": [picture(1)] * 4, "prompt": list("abcd")})
+    with pa.ipc.new_stream(tmp_path / "x.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=1)
+    content = (tmp_path / "x.arrow").read_bytes()
+    assert len(find_samples([Root(tmp_path / "x.arrow")]).samples) == 4
+    ends = [number for number in range(8, len(content), 8) if content[number : number + 4] == b"\xff" * 4]
+    assert len(ends) >= 5
+    for end in {*ends, *range(0, len(content), 1001)}:
+        (tmp_path / "x.arrow").write_bytes(content[:end])
+        with pytest.raises(UserError, match="repair it, or copy it again"):
+            find_samples([Root(tmp_path / "x.arrow")])
+
+
+def test_folder_of_a_truncated_parquet_is_a_line(tmp_path):
+    root = as_snapshot(tmp_path / "mine")
+    for path in (root / "data").iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=f"data.root={root}: .*; repair it"):
+        find_samples([Root(root)])
+
+
+def test_table_without_pictures_names_its_columns(tmp_path):
+    root = parquet(tmp_path, url=["http://x"], caption=["x"])
+    message = "no column of targets, column of condition images; its columns are url, caption"
+    with pytest.raises(UserError, match=message):
+        find_samples([Root(root)])
+    with pytest.raises(UserError, match="no column of targets; its columns are url, caption"):
+        find_captioned([Root(root)], None)
+
+
+def test_wrong_column_is_answered_with_those_that_there_are(tmp_path):
+    root = as_parquet(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"no column src, .* its columns are source_image, edited_image, edit_prompt"):
+        find_samples([Root(root, columns={"control": "src"})])
+    columns = {"control": "edited_image", "target": "source_image", "prompt": "edit_prompt"}
+    assert find_samples([Root(root, columns=columns)]).samples[0].target.read() == picture(0)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_empty_table_is_a_line(tmp_path, saved):
+    root = tmp_path / "saved" if saved else parquet(tmp_path, source=pa.array([], pa.binary()))
+    if saved:
+        data_set(0).save_to_disk(root)
+    with pytest.raises(UserError, match=f"data.root={root}: .*; repair it"):
+        find_samples([Root(root)])
+
+
+def test_code_of_a_repository_is_not_run(tmp_path):
+    root = as_snapshot(tmp_path / "mine")
+    for path in (root / "data").iterdir():
+        path.rename(root / path.name)
+    (root / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match="Dataset scripts are no longer supported"):
+        find_samples([Root(root)])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        ("hf://owner", "is hf://owner/name, or hf://owner/name@revision/config#split"),
+        ("hf://owner/name#train[:10%]", "is hf://owner/name, or"),
+        (
+            "hf://owner/name",
+            "data.root=hf://owner/name: Couldn't reach .*; see https://huggingface.co/datasets/owner/name",
+        ),
+        (
+            "hf://datasets/owner/name@v1.0/config#test",
+            "Couldn't reach .* see https://huggingface.co/datasets/owner/name$",
+        ),
+    ],
+)
+def test_data_set_of_the_hub_that_cannot_be_had_is_a_line(root, message):
+    with pytest.raises(UserError, match=message):
+        find_samples([Root(root)])

@@ -1,0 +1,75 @@
+"""Data sets of the hub, from a server that answers as it does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.commands import ROOT
+from tests.support.hub_server import REVISION, hub
+from tests.support.stored import FORMS, as_snapshot, picture
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return as_snapshot(tmp_path / "served")
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """The lines that a process of its own prints of roots, as it reads the server's address while it imports."""
+
+    def ask(address, *roots):
+        environment = {"HF_ENDPOINT": address or "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "home")}
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.hub_server", *roots],
+            env={**os.environ, **environment, "HF_HUB_OFFLINE": "0" if address else "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "Traceback" not in done.stderr
+        assert "%|" not in done.stderr, "no progress bars"
+        return done.stdout.splitlines()
+
+    return ask
+
+
+def test_splits_revisions_and_configurations(folder, ask):
+    roots = ["", "#test", "@main", f"@{REVISION}/default#test"]
+    with hub(folder) as address:
+        lines = ask(address, *(f"hf://owner/name{root}" for root in roots), "hf://datasets/owner/name")
+    found = f"make it number 0 {len(picture(10))}"
+    assert lines == [f"{count} {found}" for count in (4, 1, 4, 1, 4)]
+
+
+@pytest.mark.parametrize("form", ["image folder", "tars"])
+def test_files_of_pictures_on_the_hub(form, tmp_path, ask):
+    FORMS[form](tmp_path / "served")
+    with hub(tmp_path / "served") as address:
+        assert ask(address, "hf://owner/name") == [f"4 make it number 0 {len(picture(10))}"]
+
+
+def test_downloaded_once_it_is_read_without_a_network(folder, ask):
+    with hub(folder) as address:
+        first = ask(address, "hf://owner/name")
+    assert ask(None, "hf://owner/name") == first
+
+
+def test_what_is_not_there_is_a_line(folder, ask):
+    with hub(folder) as address:
+        none, config, split = ask(address, "hf://owner/none", "hf://owner/name/other", "hf://owner/name#dev")
+    assert none.startswith("data.root=hf://owner/none: Dataset 'owner/none' doesn't exist on the Hub")
+    assert none.endswith("see https://huggingface.co/datasets/owner/none")
+    assert "'other' not found. Available: ['default']" in config
+    assert split == "data.root=hf://owner/name#dev: no split dev; its splits are train, test: name one behind a #"
+
+
+def test_code_of_a_repository_is_not_run(folder, ask, tmp_path):
+    (folder / "name.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with hub(folder) as address:
+        [line] = ask(address, "hf://owner/name")
+    assert "Dataset scripts are no longer supported, but found name.py" in line
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,83 @@
+"""Pairs in one folder, by how their names end."""
+
+import pytest
+
+from datamodules.errors import UserError
+from datamodules.images.sample import Root
+from datamodules.images.sources import find_samples
+from datamodules.images.suffix_pairs import USUAL
+from tests.support.stored import picture
+
+
+def make(folder, *names):
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(picture(0) if not name.endswith((".txt", ".json")) else b"make it snow")
+    return folder
+
+
+@pytest.mark.parametrize("ends", USUAL)
+@pytest.mark.parametrize("caption", ["a b{}.txt", "a b.txt"])
+def test_usual_endings(tmp_path, ends, caption):
+    control, target = ends
+    root = make(tmp_path / "x", f"a b{control}.jpg", f"a b{target}.png", caption.format(target))
+    [sample] = find_samples([Root(root)]).samples
+    assert sample.key == "a b"
+    assert sample.controls == (root / f"a b{control}.jpg",)
+    assert sample.target == root / f"a b{target}.png"
+    assert sample.prompts == ("make it snow",)
+
+
+def test_endings_of_ones_own(tmp_path):
+    root = make(tmp_path / "x", "a-raw.png", "a-done.png", "a.txt", "b_start.png", "b_end.png")
+    [sample] = find_samples([Root(root, pair_suffixes=("-raw", "-done"))]).samples
+    assert (sample.controls[0].name, sample.target.name) == ("a-raw.png", "a-done.png")
+    with pytest.raises(UserError, match="no pairs named X-in and X-out among its pictures"):
+        find_samples([Root(root, pair_suffixes=("-in", "-out"))])
+    for wrong in (("_a",), ("_a", "_a"), "_a", (1, 2)):
+        with pytest.raises(UserError, match="two different endings"):
+            find_samples([Root(root, pair_suffixes=wrong)])
+
+
+def test_endings_in_doubt_are_not_guessed(tmp_path):
+    root = make(tmp_path / "x", "a_start.png", "a_end.png", "a.txt", "b_before.png", "b_after.png", "b.txt")
+    with pytest.raises(UserError, match="X_start, X_end and X_before, X_after: say which, as data") as error:
+        find_samples([Root(root)])
+    assert "\n" not in str(error.value)
+    root = make(tmp_path / "y", "a_source.png", "a_control.png", "a_target.png", "a.txt")
+    with pytest.raises(UserError, match="X_control, X_target and X_source, X_target"):
+        find_samples([Root(root)])
+
+
+def test_masks_and_different_numbers_of_references(tmp_path):
+    names = ["a_control.png", "a_target.png", "a.txt", "a_control_2.jpg", "a_control_1.png", "a_mask.png"]
+    root = make(tmp_path / "x", *names, "a_b_control.png", "a_b_target.png", "a_b.txt")
+    found = find_samples([Root(root)])
+    assert found.incomplete == []
+    one, two = sorted(found.samples, key=lambda sample: sample.key)
+    assert [path.name for path in one.controls] == ["a_control.png", "a_control_1.png", "a_control_2.jpg"]
+    assert one.mask == root / "a_mask.png"
+    assert (len(two.controls), two.mask) == (1, None)
+
+
+def test_what_is_no_whole_pair_is_incomplete(tmp_path):
+    names = ["a_start.png", "a_end.png", "a.txt", "b_start.png", "b.txt", "c_end.png", "d_start.png", "d_end.png"]
+    names += ["e_start.png", "e_end.png", "e.txt", "e_end.txt", "other.png", "f_start.png", "f_end.heic", "g_end.gif"]
+    root = make(tmp_path / "x", *names, "Thumbs.db", "._a_start.png")
+    found = find_samples([Root(root)])
+    assert [sample.key for sample in found.samples] == ["a"]
+    assert found.passed_over == 2
+    assert [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in found.incomplete] == [
+        "b_start.png has no b_end.*",
+        "c_end.png has no c_start.*",
+        "d_end.png has no caption d.txt",
+        "e_end.png has a caption of its own and one of e: keep one",
+        "f_start.png has no f_end.*: f_end.heic",
+        "other.png is neither X_start nor X_end of a pair",
+        "g_end.gif",
+    ]
+
+
+def test_pictures_that_are_no_pairs_are_as_before(tmp_path):
+    with pytest.raises(UserError, match="pictures, but no condition images"):
+        find_samples([Root(make(tmp_path / "x", "weekend.png", "kick_start.png", "a.png", "a.txt"))])

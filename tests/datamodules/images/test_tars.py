@@ -1,0 +1,183 @@
+"""Tars of pictures: what their members are, and what is wrong with them."""
+
+import gzip
+import io
+import json
+import tarfile
+
+import pytest
+
+from datamodules.errors import UserError
+from datamodules.images.captions import find_captioned
+from datamodules.images.sample import Root
+from datamodules.images.sources import find_samples
+from tests.support.stored import picture, prompt, tar_members, write_tar
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("source", "target"), ("input", "output"), ("before", "after"), ("control", "edited"), ("src", "image")],
+)
+def test_members_are_named_as_columns_are(tmp_path, source, target):
+    tar = write_tar(tmp_path / "x.tar", tar_members(range(2), source, target))
+    found = find_samples([Root(tar)])
+    assert [(one.key, one.prompts) for one in found.samples] == [("0000", (prompt(0),)), ("0001", (prompt(1),))]
+    assert found.samples[1].target.read() == picture(11)
+    assert str(found.samples[1].controls[0]) == f"{tar}:0001.{source}.png"
+    assert found.samples[1].target.stem == "0001"
+
+
+def test_masks_references_and_captions(tmp_path):
+    members = tar_members([0])
+    del members["0000.txt"]
+    members |= {"0000.source_2.jpg": picture(1, "JPEG"), "0000.mask.png": picture(2)}
+    members["0000.json"] = json.dumps({"caption": ["a", "b"], "url": "http://x", "source": "there", "n": 3}).encode()
+    members |= {name.replace("0000", "0001"): content for name, content in tar_members([0]).items()}
+    members["0001.txt"] = b"one\n\ntwo\n"
+    one, two = find_samples([Root(write_tar(tmp_path / "x.tar", members))]).samples
+    assert one.prompts == ("a", "b")
+    assert [picture.name for picture in one.controls] == ["0000.source.png", "0000.source_2.jpg"]
+    assert one.mask.read() == picture(2)
+    assert (len(two.controls), two.mask) == (1, None)
+
+
+def test_columns_are_named_by_what_stands_before_the_suffix(tmp_path):
+    tar = write_tar(tmp_path / "x.tar", tar_members([0], "a", "b"))
+    with pytest.raises(UserError, match="no column of targets, column of condition images; its columns are a, b, txt"):
+        find_samples([Root(tar)])
+    [sample] = find_samples([Root(tar, columns={"control": "b", "target": "a"})]).samples
+    assert sample.target.read() == picture(0)
+
+
+def test_pictures_with_captions(tmp_path):
+    members = {"a/1.jpg": picture(0, "JPEG"), "a/1.txt": b"a cup", "b/1.JPG": picture(1, "JPEG")}
+    members |= {"b/1.json": b'{"caption": "a cat", "image": "x.jpg"}', "c.png": picture(2)}
+    found = find_captioned([Root(write_tar(tmp_path / "x.tar", members))], "sks")
+    assert [(one.key, one.prompts) for one in found.samples] == [
+        ("a/1", ("a cup",)),
+        ("b/1", ("a cat",)),
+        ("c", ("sks",)),
+    ]
+
+
+def test_folder_of_tars_and_one_key_in_two(tmp_path):
+    for name in ("000", "001"):
+        write_tar(tmp_path / f"{name}.tar", tar_members([7]))
+    (tmp_path / "000.parquet").write_bytes(b"what img2dataset knows of its pictures")
+    assert [one.key for one in find_samples([Root(tmp_path)]).samples] == ["000/0007", "001/0007"]
+
+
+def test_tar_of_the_braces_that_is_missing_is_named(tmp_path):
+    write_tar(tmp_path / "000.tar", tar_members([0]))
+    with pytest.raises(UserError, match=r"no such file: .*001\.tar, .*002\.tar"):
+        find_samples([Root(f"{tmp_path}/{{000..002}}.tar")])
+    with pytest.raises(UserError, match="a brace is left open"):
+        find_samples([Root(f"{tmp_path}/{{000..002.tar")])
+
+
+@pytest.mark.parametrize("cut", [-10240 - 700, -10240 - 1536 - 100, -10240])
+def test_samples_up_to_a_cut_are_used_and_the_cut_is_said(tmp_path, cut):
+    tar = write_tar(tmp_path / "x.tar", tar_members(range(4)))
+    with tarfile.open(tar) as whole:
+        end = whole.getmembers()[-1].offset_data + 512
+    tar.write_bytes(tar.read_bytes()[: end + (cut + 10240)])
+    found = find_samples([Root(tar)])
+    assert len(found.samples) == (4 if cut == -10240 else 3)
+    assert f"{tar} ends early, or is damaged behind 0003." in found.incomplete[0]
+    if cut != -10240:
+        assert "sample 0003: " in found.incomplete[1]
+
+
+def test_tar_that_is_cut_anywhere_gives_what_is_before_and_a_line(tmp_path):
+    tar = write_tar(tmp_path / "x.tar", tar_members(range(3)))
+    whole = find_samples([Root(tar)]).samples
+    content = tar.read_bytes()
+    with tarfile.open(tar) as file:
+        members = file.getmembers()
+    last = members[-1].offset_data + 512
+    for end in {*range(0, last, 701), *(member.offset for member in members), *(one.offset + 512 for one in members)}:
+        tar.write_bytes(content[:end])
+        try:
+            found = find_samples([Root(tar)])
+        except UserError:
+            assert end < members[3].offset, "not even one sample is left"
+            continue
+        assert [one.key for one in found.samples] == [one.key for one in whole[: len(found.samples)]]
+        assert "ends early" in found.incomplete[0]
+
+
+def test_zeroed_header_in_the_middle_is_said(tmp_path):
+    tar = write_tar(tmp_path / "x.tar", tar_members(range(3)))
+    content = bytearray(tar.read_bytes())
+    with tarfile.open(tar) as whole:
+        start = whole.getmembers()[3].offset
+    content[start : start + 512] = b"x" * 512
+    tar.write_bytes(content)
+    found = find_samples([Root(tar)])
+    assert [one.key for one in found.samples] == ["0000"]
+    assert "damaged behind 0000.txt" in found.incomplete[0]
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "gzip", "gzip named tar", "no members", "no pictures", "folder"])
+def test_unusable_tar_is_a_line(tmp_path, kind):
+    path = tmp_path / ("x.tar.gz" if kind == "gzip" else "x.tar")
+    messages = {
+        "empty": "is empty or no tar",
+        "text": "is empty or no tar",
+        "gzip": r"is compressed, .* repack it as a plain \.tar",
+        "gzip named tar": r"is compressed, .* repack it as a plain \.tar",
+        "no members": "no pictures",
+        "no pictures": "no pictures",
+        "folder": "no pairs found",
+    }
+    if kind in ("no members", "no pictures"):
+        write_tar(path, {"a.txt": b"x"} if kind == "no pictures" else {})
+    elif kind == "folder":
+        path.mkdir()
+    elif kind.startswith("gzip"):
+        path.write_bytes(gzip.compress(write_tar(tmp_path / "plain.tar", tar_members([0])).read_bytes()))
+    else:
+        path.write_bytes(b"" if kind == "empty" else b"nothing " * 999)
+    with pytest.raises(UserError, match=messages[kind]) as error:
+        find_samples([Root(path)])
+    assert "\n" not in str(error.value)
+
+
+def test_members_in_doubt_are_incomplete(tmp_path):
+    members = tar_members([0, 1, 3, 4])
+    members |= {"0002.source.heic": b"x", "0002.txt": b"x", "README.txt": b"about", "0001.json": b"{broken"}
+    tar = write_tar(tmp_path / "x.tar", members)
+    with tarfile.open(tar, "a") as file:
+        again = tarfile.TarInfo("0000.source.png")
+        again.size = 1
+        file.addfile(again, io.BytesIO(b"x"))
+        link = tarfile.TarInfo("0003.mask.png")
+        link.type, link.linkname = tarfile.LNKTYPE, "0000.source.png"
+        file.addfile(link)
+    found = find_samples([Root(tar)])
+    assert [one.key for one in found.samples] == ["0004"]
+    for message in (
+        "0001.json cannot be read",
+        "0000.source.png is there twice",
+        "0003.mask.png is a link",
+        "heic is none of",
+    ):
+        assert any(message in line for line in found.incomplete)
+    assert len(found.incomplete) == 4
+
+
+def test_what_systems_leave_is_passed_over(tmp_path):
+    members = {"./" + name: content for name, content in tar_members([0]).items()}
+    members |= {"./._0000.source.png": b"x", "__MACOSX/0000.source.png": b"x", "./Thumbs.db": b"x"}
+    found = find_samples([Root(write_tar(tmp_path / "x.tar", members))])
+    assert (len(found.samples), found.incomplete, found.passed_over) == (1, [], 3)
+
+
+def test_tar_that_shrinks_later_is_an_unreadable_picture(tmp_path):
+    from datamodules.images.transforms import verify_image
+
+    tar = write_tar(tmp_path / "x.tar", tar_members([0]))
+    [sample] = find_samples([Root(tar)]).samples
+    tar.write_bytes(tar.read_bytes()[:600])
+    with pytest.raises(UserError, match=f"cannot read the image {tar}:0000.target.png: {tar} ends early"):
+        verify_image(sample.target)

@@ -1,0 +1,82 @@
+"""Training from each form in which people have data sets, by the real command line."""
+
+import pytest
+
+from tests.support.commands import short
+from tests.support.stored import FORMS, as_parquet, as_tars, picture, prompt, write_tar
+
+
+@pytest.fixture(autouse=True)
+def _own_data_set_cache(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("form", ["parquet", "image folder", "tars", "suffixes", "save_to_disk"])
+def test_trains_from(form, run, tiny, tmp_path):
+    """Alike pictures are encoded once: the second form on finds them in the cache."""
+    root = FORMS[form](tmp_path / "mine")
+    settings = ["data.num_workers=1", "data.val_count=1", "callbacks.validation.metrics={}"]
+    text = run("train", *short(tiny, root, tmp_path / "run", 2), *settings).text
+    assert "3 pairs" in text
+    assert (tmp_path / "run" / "lora" / "last").is_dir()
+    assert "Warning" not in text
+
+
+def test_trains_from_packed_pictures_without_a_cache(run, tiny, tmp_path):
+    """Workers open the files themselves."""
+    root = as_parquet(tmp_path / "mine")
+    run("train", *short(tiny, root, tmp_path / "run", 2, "pairs"), "data.num_workers=2")
+    root = as_tars(tmp_path / "tars")
+    run("train", *short(tiny, root, tmp_path / "other", 2, "pairs"), "data.num_workers=2")
+    first, second = (tmp_path / name / "lora/last/pytorch_lora_weights.safetensors" for name in ("run", "other"))
+    assert first.stat().st_size == second.stat().st_size
+
+
+def test_trains_text_to_image_from_tars(run, repositories, tmp_path):
+    members = {f"{number}.png": picture(number) for number in range(2)}
+    members |= {f"{number}.txt": prompt(number).encode() for number in range(2)}
+    tar = write_tar(tmp_path / "x.tar", members)
+    arguments = short(repositories["flux_dev"], tar, tmp_path / "run", 1, "captions")
+    assert "2 pictures" in run("train", "model=flux_dev", "model.dtype=float32", *arguments).text
+
+
+def test_wrong_columns_are_answered_with_those_that_there_are(fails, tmp_path):
+    root = as_parquet(tmp_path / "mine")
+    line = fails("data.columns={control: source, target: edited_image}", root=root)
+    assert "has no column source, which data.columns names for control" in line
+    assert "its columns are source_image, edited_image, edit_prompt" in line
+
+
+def test_rows_without_pictures_are_skipped_if_asked(fails, run, tiny, tmp_path):
+    members = {"0.source.png": picture(0), "0.target.png": picture(1), "0.txt": b"x", "1.source.png": picture(2)}
+    tar = write_tar(tmp_path / "x.tar", {**members, "1.txt": b"y"})
+    line = fails(root=tar)
+    assert "1 incomplete: " in line
+    assert "sample 1: target is empty" in line
+    text = run("train", *short(tiny, tar, tmp_path / "run", 1), "data.on_missing=skip").text
+    assert "1 pair of" in text
+
+
+def test_settings_of_a_root_name_its_columns_and_its_split(run, tiny, tmp_path):
+    root = FORMS["snapshot"](tmp_path / "mine")
+    columns = "{control: edited_image, target: source_image}"
+    arguments = [a for a in short(tiny, root, tmp_path / "run", 1) if not a.startswith("data.root=")]
+    roots = f'data.root=[{{path: "{root}#test", columns: {columns}}}]'
+    assert "1 pair of" in run("train", *arguments, roots).text
+    text = run("train", *short(tiny, f"{root}#test", tmp_path / "other", 1)).text
+    assert "1 pair of" in text
+
+
+def test_settings_reach_the_source_as_hydra_gives_them(run, tiny, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name, number in (("a-raw", 0), ("a-graded", 1)):
+        (tmp_path / "mine" / f"{name}.png").write_bytes(picture(number))
+    (tmp_path / "mine" / "a.txt").write_text("one\ntwo")
+    arguments = short(tiny, tmp_path / "mine", tmp_path / "run", 1)
+    assert "1 pair of" in run("train", *arguments, "data.pair_suffixes=[-raw,-graded]").text
+    members = {"0.a.png": picture(0), "0.b.png": picture(1), "0.c.png": picture(2), "0.txt": b"x"}
+    tar = write_tar(tmp_path / "x.tar", members)
+    arguments = short(tiny, tar, tmp_path / "other", 1)
+    assert "1 pair of" in run("train", *arguments, "data.columns={control: [a, b], target: c}").text
