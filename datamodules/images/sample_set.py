@@ -39,6 +39,7 @@ class SampleSet:
 
     Attributes:
         held_out: the samples of val_root, once `find` has been called.
+        incomplete: a line about each sample that is not complete, once `find` has been called.
         notes: what was skipped, each in one line.
     """
 
@@ -62,6 +63,7 @@ class SampleSet:
         self.model = ""
         self.condition_images = ConditionImages()
         self.held_out: set[Sample] = set()
+        self.incomplete: list[str] = []
         self.notes: list[str] = []
 
     def configure_for(self, model: Model) -> None:
@@ -104,6 +106,7 @@ class SampleSet:
         if self.val_roots:
             found = self._with_held_out(found)
         self.notes.clear()
+        self.incomplete = found.incomplete
         if found.incomplete:
             what = f"{len(found.incomplete)} incomplete: {listing(found.incomplete)}"
             if self.on_missing == "error":
