@@ -27,6 +27,7 @@ from datamodules.images.inspection import Inspected, inspect_sample, look
 from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.wording import caption_findings, long_captions
+from datamodules.pairs import PairsDataModule
 from tasks.encode import cached_data
 from tasks.findings_sheet import write_findings_sheet
 from tasks.placement import frozen_model
@@ -35,6 +36,8 @@ from tasks.terminal import log
 # In the terminal, and on the sheet of pictures.
 ROWS, SHOWN = 40, 24
 SECONDS_BETWEEN_LINES = 10
+# Samples of which a preview asks: half a minute for pairs of 12 megapixels, a few seconds for those of one.
+QUICK = 200
 # Pictures of samples that stand beside each other, as the control of several edits, are read once.
 REMEMBERED = 32
 
@@ -46,7 +49,7 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
     data, module = cached_data(cfg), frozen_model(cfg)
     data.configure_for(module)
     samples = data.sample_set.find()
-    held = _held_out(samples, data.sample_set, cfg.data.val_count)
+    held = _held_out(samples, data.sample_set, data.val_count)
     incomplete = [Finding(Kind.INCOMPLETE, *_divided(line)) for line in data.sample_set.incomplete]
     found = worst_first([*incomplete, *find_faults(samples, held, data.sample_set), *_long_captions(samples, module)])
     what = (
@@ -74,6 +77,15 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
     found = [finding for one in seen for finding in one.findings]
     found += repeated(samples, [one.target for one in seen], [one.control for one in seen], held)
     return [*found, *caption_findings(samples)]
+
+
+def faults_of(data: PairsDataModule) -> list[Finding]:
+    """`find_faults` of samples that were scanned; none where there are so many that it would take long."""
+    held_out = data.validation.samples if isinstance(data.validation, PairsDataModule) else []
+    samples = [*data.samples, *held_out]
+    if len(samples) > QUICK:
+        return []
+    return worst_first(find_faults(samples, set(range(len(data.samples), len(samples))), data.sample_set))
 
 
 def counted(found: Sequence[Finding]) -> str:

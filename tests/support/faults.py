@@ -114,3 +114,91 @@ def save_edits(root: Path) -> Path:
     for name, photo in zip(EDITS, PHOTOGRAPHS, strict=True):
         save_pair(root, name, *EDITS[name](picture(photo)), f"{name.replace('_', ' ')} the {photo}")
     return root
+
+
+def save_faults(root: Path, held_out: Path) -> set[tuple[str, str]]:
+    """Each fault once beside the pairs without one; returns the keys and what is wrong with them.
+
+    Args:
+        held_out: another root, of which one sample is learned too.
+    """
+    save_edits(root)
+    targets, controls = root / "training_images", root / "control_images"
+
+    def turned(photo: str) -> Image.Image:
+        return picture(photo).rotate(180)
+
+    def save(name: str, control: Image.Image, target: Image.Image, caption: str | None = None) -> None:
+        save_pair(root, name, control, target, f"a pair about {name}" if caption is None else caption)
+
+    def edited(name: str, photo: str, caption: str | None = None) -> Image.Image:
+        image = turned(photo)
+        save(name, image, ImageOps.invert(image), caption)
+        return image
+
+    save("proportion", turned("astronaut").crop((0, 0, 300, 384)), ImageOps.invert(turned("astronaut")))
+    control, target = moved(turned("chelsea"), 9, -6)
+    save("shifted", control, ImageOps.invert(target))
+    save("scaled", *moved(turned("coffee"), 0, 0, 1.04))
+    save("equal", turned("retina"), turned("retina"))
+    save("nearly_equal", turned("camera"), recompressed(turned("camera"), 85))
+    save("blank_target", turned("clock"), Image.new("RGB", SIZE, "white"))
+    save("blank_control", Image.new("RGB", SIZE, (3, 3, 3)), turned("clock"))
+    for name, photo, mask in (
+        ("mask_white", "brick", Image.new("L", SIZE, 255)),
+        ("mask_black", "grass", Image.new("L", SIZE, 0)),
+        ("mask_proportion", "moon", picture("clock").resize((300, 384))),
+        ("mask_good", "coins", picture("clock").resize((256, 192))),
+    ):
+        edited(name, photo)
+        mask.save(controls / f"{name}_mask.png")
+    again = edited("twice_0", "hubble_deep_field")
+    save("twice_1", ImageOps.mirror(again), recompressed(ImageOps.invert(again).resize((480, 360)), 80))
+    # One control, two edits.
+    edited("shared_0", "immunohistochemistry")
+    save("shared_1", turned("immunohistochemistry"), with_a_small_change(turned("immunohistochemistry")))
+    small = picture("page").transpose(Image.Transpose.ROTATE_90).resize((240, 320))
+    save("small", small, ImageOps.invert(small))
+    compressed = picture("astronaut").transpose(Image.Transpose.ROTATE_90)
+    save("compressed", compressed, compressed)
+    (targets / "compressed.png").unlink()
+    ImageOps.invert(compressed).save(targets / "compressed.jpg", quality=25)
+    edited("unreadable", "text")
+    (targets / "unreadable.png").write_bytes((targets / "unreadable.png").read_bytes()[:5000])
+    picture("text").save(controls / "incomplete.png")
+    sideways = [
+        picture(photo).transpose(Image.Transpose.ROTATE_90) for photo in ("chelsea", "coffee", "rocket", "moon")
+    ]
+    for name, image, caption in zip(
+        ("no_caption", "long_caption", "caption_0", "caption_1"),
+        sideways,
+        ("", "very " * 300, "a red barn beside a frozen lake", "a red barn beside a frozen lake"),
+        strict=True,
+    ):
+        save(name, image, ImageOps.invert(image), caption)
+    gravel = picture("gravel").transpose(Image.Transpose.ROTATE_90)
+    save("learned", gravel, ImageOps.invert(gravel))
+    save_pair(held_out, "leak", ImageOps.mirror(gravel), recompressed(ImageOps.invert(gravel), 90), "gravel once more")
+    rocket = turned("rocket").transpose(Image.Transpose.ROTATE_90)
+    save_pair(held_out, "held", rocket, ImageOps.invert(rocket), "a picture of its own")
+    return {
+        ("leak", "leak"),
+        ("unreadable", "unreadable"),
+        (str(controls / "incomplete.png"), "incomplete"),
+        ("equal", "equal"),
+        ("proportion", "proportion"),
+        ("shifted", "shifted"),
+        ("scaled", "scaled"),
+        ("nearly_equal", "nearly equal"),
+        ("blank_target", "blank"),
+        ("blank_control", "blank"),
+        ("mask_white", "mask"),
+        ("mask_black", "mask"),
+        ("mask_proportion", "mask"),
+        ("twice_1", "duplicate"),
+        ("small", "low resolution"),
+        ("compressed", "compressed"),
+        ("no_caption", "empty caption"),
+        ("long_caption", "long caption"),
+        ("caption_1", "repeated caption"),
+    }
