@@ -11,6 +11,7 @@ from PIL import Image, ImageChops, ImageOps
 
 from datamodules.errors import UserError
 from datamodules.files import replacing
+from datamodules.images.alignment import edges
 from datamodules.images.findings import Finding, Kind
 from datamodules.images.sample import Picture, Sample
 from datamodules.images.transforms import open_image, resize
@@ -18,10 +19,14 @@ from datamodules.images.transforms import open_image, resize
 COLUMNS, PANELS = 2, 3
 # In pixels: the box of a picture, and what is between two.
 BOX, GAP = (400, 300), 10
+# That the name above a narrow picture has room.
+LEAST = 110
 # How much stronger a difference is shown than it is.
 STRONGER = 8
 # Pixels of a target's side that are shown as they are.
 DETAIL = 128
+# Parts a side of a picture: of the outer ones that with the most edges shows a shift or a scale.
+PARTS = 4
 # Letters in a line above a row of pictures.
 LETTERS = 92
 
@@ -69,9 +74,10 @@ def _sheet(samples: Sequence[list[Finding]]) -> Figure:
         above = {"transform": axis.transAxes, "ha": "left", "va": "bottom"}
         axis.text(0, 1.21, _line(_end(sample.key)), fontsize=9, **above)
         axis.text(0, 1.10, _line(faults), fontsize=10, fontweight="bold", color="firebrick", **above)
-        for number, (name, _) in enumerate(panels):
-            left = number * (BOX[0] + GAP) / _width(PANELS)
-            axis.text(left, 1.01, name, fontsize=8, color="dimgray", **above)
+        left = 0
+        for name, image in panels:
+            axis.text(left / _width(PANELS), 1.01, name, fontsize=8, color="dimgray", **above)
+            left += max(image.width, LEAST) + GAP
         caption = _line(sample.prompts[0] or "(no caption)")
         axis.text(0, -0.03, caption, fontsize=9, transform=axis.transAxes, ha="left", va="top")
     return figure
@@ -97,7 +103,7 @@ def _panels(sample: Sample, finding: Finding) -> list[Panel]:
         control = resize(images[sample.controls[0]], target.size)
         panels.insert(0, ("control", images[sample.controls[0]]))
         if finding.kind in (Kind.SHIFTED, Kind.SCALED):
-            panels.append(("control red, target cyan", _overlay(control, target)))
+            panels.append(("edges: control red, target cyan", _overlay(sample, target.size)))
         if finding.kind in (Kind.EQUAL, Kind.NEARLY_EQUAL):
             change = ImageChops.difference(control, target)
             panels.append((f"difference x {STRONGER}", change.point(lambda level: min(255, STRONGER * level))))
@@ -107,7 +113,7 @@ def _panels(sample: Sample, finding: Finding) -> list[Panel]:
         panels.append(("mask", _open(sample.mask)))
     if finding.kind in (Kind.SMALL, Kind.COMPRESSED):
         panels.append((f"{DETAIL} pixels of the target", _detail(sample.target)))
-    return panels[:PANELS]
+    return [(name, ImageOps.expand(image, 1, "silver")) for name, image in panels[:PANELS]]
 
 
 def _other(figure: str, other: Sample) -> Panel:
@@ -123,10 +129,27 @@ def _open(path: Picture) -> Image.Image:
         return Image.new("RGB", BOX, "lightgray")
 
 
-def _overlay(control: Image.Image, target: Image.Image) -> Image.Image:
-    """What is in both is grey; what stands elsewhere has red and cyan borders."""
-    red, cyan = (image.convert("L") for image in (control, target))
+def _overlay(sample: Sample, size: tuple[int, int]) -> Image.Image:
+    """The edges of both in a part of the picture, enlarged to `size`: white where they stand in one place."""
+    target = open_image(sample.target, (PARTS * BOX[0]) ** 2)
+    control = resize(open_image(sample.controls[0], (PARTS * BOX[0]) ** 2), target.size)
+    strengths = [_strength(image) for image in (control, target)]
+    high, wide = (max(1, side // PARTS) for side in strengths[1].shape)
+    outer = [
+        (slice(high * row, high * (row + 1)), slice(wide * column, wide * (column + 1)))
+        for row in range(PARTS)
+        for column in range(PARTS)
+        if row in (0, PARTS - 1) or column in (0, PARTS - 1)
+    ]
+    part = max(outer, key=lambda place: float(strengths[1][place].mean() * strengths[0][place].mean()))
+    red, cyan = (Image.fromarray(strength[part]).resize(size, Image.Resampling.BICUBIC) for strength in strengths)
     return Image.merge("RGB", (red, cyan, cyan))
+
+
+def _strength(image: Image.Image) -> np.ndarray:
+    """Of edges, in 8 bits."""
+    found = edges(np.asarray(image.convert("L"), np.float32))
+    return (255 * (found / max(float(np.percentile(found, 99)), 1.0)).clip(0, 1)).astype(np.uint8)
 
 
 def _detail(path: Picture) -> Image.Image:
@@ -138,12 +161,14 @@ def _detail(path: Picture) -> Image.Image:
 
 
 def _width(count: int) -> int:
-    return count * BOX[0] + (count - 1) * GAP
+    return count * (BOX[0] + 2) + (count - 1) * GAP
 
 
 def _strip(images: Sequence[Image.Image]) -> np.ndarray:
-    """The pictures in boxes of one size, side by side."""
-    strip = Image.new("RGB", (_width(PANELS), BOX[1]), "white")
-    for number, image in enumerate(images):
-        strip.paste(image, (number * (BOX[0] + GAP), (BOX[1] - image.height) // 2))
+    """The pictures side by side, on white."""
+    strip = Image.new("RGB", (_width(PANELS), BOX[1] + 2), "white")
+    left = 0
+    for image in images:
+        strip.paste(image, (left, 0))
+        left += max(image.width, LEAST) + GAP
     return np.asarray(strip)

@@ -39,7 +39,6 @@ class Finding(NamedTuple):
         figure: how much, in a few words.
         sample: None for an incomplete one.
         other: the sample that it repeats.
-        offset: of the target against its control, (x, y) as shares of its sides.
     """
 
     kind: Kind
@@ -47,7 +46,6 @@ class Finding(NamedTuple):
     figure: str
     sample: Sample | None = None
     other: Sample | None = None
-    offset: tuple[float, float] | None = None
 
 
 def worst_first(findings: list[Finding]) -> list[Finding]:

@@ -97,7 +97,7 @@ def same_proportion(one: tuple[int, int], other: tuple[int, int]) -> bool:
 def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
     """Whether two pictures of one size differ by no more than compression makes.
 
-    JPEG of quality 75 changes pixels by up to 5 levels of 255 on average, but the means of blocks by less than 7, that
+    JPEG of quality 75 changes pixels by up to 5 levels of 255 on average, but the means of blocks by less than 8, that
     of the picture by less than 0.3, and it adds hardly any edges. An edit changes one of these, however small it is: a
     dot of a fiftieth of the width the mean of a block, a little more light that of the picture, blurring and noise the
     edges.
@@ -106,7 +106,7 @@ def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
     change = other - one
     height, width = (side // 8 * 8 for side in change.shape[:2])
     blocks = change[:height, :width].reshape(height // 8, 8, width // 8, 8, 3).mean((1, 3))
-    if np.abs(change).mean() > 5 or np.abs(change.mean((0, 1))).max() > 0.35 or np.abs(blocks).max(initial=0) > 7:
+    if np.abs(change).mean() > 5 or np.abs(change.mean((0, 1))).max() > 0.35 or np.abs(blocks).max(initial=0) > 8:
         return False
     before, after = (float((edges(image.mean(2)) ** 2).sum()) for image in (one, other))
     return 0.85 * before <= after <= 1.05 * before
@@ -144,10 +144,8 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Pictur
     return Inspected(findings, prints[0], prints[1] if len(prints) > 1 else None)
 
 
-def _finding(
-    sample: Sample, kind: Kind, figure: str, offset: tuple[float, float] | None = None, other: Sample | None = None
-) -> Finding:
-    return Finding(kind, sample.key, figure, sample, other, offset)
+def _finding(sample: Sample, kind: Kind, figure: str) -> Finding:
+    return Finding(kind, sample.key, figure, sample)
 
 
 def _name(path: Picture) -> str:
@@ -212,7 +210,11 @@ def _of_alignment(sample: Sample, target: Look, control: Look) -> Iterator[Findi
     right, down = (offset * target.size[0] / width for offset in (found.x, found.y))
     if np.hypot(found.x, found.y) >= SHIFT:
         share = 100 * np.hypot(found.x, found.y) / max(width, height)
-        figure = f"{right:+.0f}, {down:+.0f} px ({share:.1f} %)"
-        yield _finding(sample, Kind.SHIFTED, figure, (found.x / width, found.y / height))
+        figure = f"{_way(right, 'right', 'left')}, {_way(down, 'down', 'up')} ({share:.1f} %)"
+        yield _finding(sample, Kind.SHIFTED, figure)
     if abs(found.scale - 1) * max(width, height) / 2 >= 2 * SHIFT:
-        yield _finding(sample, Kind.SCALED, f"x {found.scale:.3f}", (found.x / width, found.y / height))
+        yield _finding(sample, Kind.SCALED, f"x {found.scale:.3f}")
+
+
+def _way(pixels: float, there: str, back: str) -> str:
+    return f"{abs(pixels):.0f} px {there if pixels >= 0 else back}"

@@ -1,0 +1,161 @@
+"""What is measured on pictures to find faults in pairs of them."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+
+from datamodules.images.alignment import align
+from datamodules.images.duplicates import Prints, repeated
+from datamodules.images.findings import Kind
+from datamodules.images.inspection import Print, inspect_sample, jpeg_quality, look, nearly_equal, print_of
+from datamodules.images.sample import Sample
+from datamodules.images.wording import caption_findings
+from tests.support.faults import EDITS, PHOTOGRAPHS, moved, noisy, picture, recompressed, with_a_small_change
+
+BESIDE = {
+    "as it is": lambda image: image,
+    "inverted": ImageOps.invert,
+    "darker": lambda image: ImageEnhance.Brightness(image).enhance(0.5),
+    "other colours": lambda image: Image.merge("RGB", image.split()[::-1]),
+    "compressed": lambda image: recompressed(image, 60),
+}
+
+
+def gray(image):
+    return np.asarray(image.convert("L"), np.float32)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "moon")),
+    st.sampled_from(sorted(BESIDE)),
+    st.integers(-45, 45),
+    st.integers(-45, 45),
+)
+def test_a_shift_is_found_whatever_else_an_edit_does(photo, edit, x, y):
+    control, target = moved(picture(photo), x, y)
+    found = align(gray(control), gray(BESIDE[edit](target)))
+    assert found is not None
+    assert (found.x, found.y) == (pytest.approx(x, abs=0.5), pytest.approx(y, abs=0.5))
+    assert found.scale == pytest.approx(1, abs=0.003)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(("astronaut", "chelsea", "coffee", "camera", "moon")),
+    st.floats(-6, 6),
+    st.floats(-6, 6),
+    st.floats(0.975, 1.025),
+)
+def test_a_fraction_of_a_pixel_and_a_scale_are_found(photo, x, y, scale):
+    found = align(*map(gray, moved(picture(photo), x, y, scale)))
+    assert found is not None
+    # It is measured from the middle of what is left of the picture, as it is moved.
+    assert (found.x, found.y) == (pytest.approx(x, abs=0.4), pytest.approx(y, abs=0.4))
+    assert found.scale == pytest.approx(scale, abs=0.003)
+
+
+@pytest.mark.parametrize("photo", ["astronaut", "chelsea", "brick", "retina", "page"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_is_no_fault(photo, edit, tmp_path):
+    for name, image in zip(("control", "target"), EDITS[edit](picture(photo)), strict=True):
+        image.save(tmp_path / f"{name}.png")
+    sample = Sample("one", tmp_path / "target.png", (tmp_path / "control.png",), ("edit it",))
+    assert inspect_sample(sample, (512,)).findings == []
+
+
+@pytest.mark.parametrize("photo", ["astronaut", "chelsea", "coffee", "camera", "moon", "page", "retina", "rocket"])
+def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
+    image = picture(photo)
+    assert nearly_equal(image, image)
+    assert nearly_equal(image, recompressed(image, 90))
+    assert nearly_equal(image, recompressed(image, 80))
+    assert not nearly_equal(image, with_a_small_change(image))
+    assert not nearly_equal(image, recompressed(with_a_small_change(image), 90))
+    assert not nearly_equal(image, ImageEnhance.Brightness(image).enhance(1.1))
+    assert not nearly_equal(image.filter(ImageFilter.GaussianBlur(1)), image)
+
+
+def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
+    """On the small copies a sharp picture of 2400 pixels is as the blurred one."""
+    large = noisy(picture("gravel").resize((2400, 1800), Image.Resampling.BICUBIC))
+    large.save(tmp_path / "target.png")
+    large.filter(ImageFilter.GaussianBlur(1)).save(tmp_path / "blurred.png")
+    recompressed(large, 90).save(tmp_path / "compressed.png")
+    sample = Sample("one", tmp_path / "target.png", (tmp_path / "blurred.png",), ("sharpen it",))
+    assert nearly_equal(look(sample.controls[0]).small, look(sample.target).small)
+    assert inspect_sample(sample, ()).findings == []
+    compressed = Sample("one", tmp_path / "target.png", (tmp_path / "compressed.png",), ("sharpen it",))
+    assert [finding.kind for finding in inspect_sample(compressed, ()).findings] == [Kind.NEARLY_EQUAL]
+
+
+@pytest.mark.parametrize("quality", [15, 30, 49, 50, 75, 90, 98])
+def test_the_quality_of_a_jpeg_is_read_from_its_tables(quality):
+    file = io.BytesIO()
+    picture("coffee").save(file, "JPEG", quality=quality)
+    assert jpeg_quality(Image.open(file)) == pytest.approx(quality, abs=2)
+    assert jpeg_quality(picture("coffee")) is None
+
+
+def test_copies_are_near_and_other_pictures_are_not():
+    originals = [picture(photo) for photo in PHOTOGRAPHS]
+    prints = Prints([print_of(image) for image in originals])
+    assert list(prints.near(prints)) == []
+    copies = Prints([print_of(recompressed(image, 60).resize((300, 225))) for image in originals])
+    assert [(one, other) for one, other, _ in copies.near(prints)] == [(n, n) for n in range(len(originals))]
+    recoloured = Prints([print_of(ImageOps.invert(image)) for image in originals])
+    assert list(recoloured.near(prints)) == []
+
+
+def test_near_prints_are_found_among_very_many(monkeypatch):
+    """As comparing each with each finds them, in blocks of any size."""
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 2**64, 3000, dtype=np.uint64)
+    for one in range(0, 3000, 100):
+        hashes[one + 7] = hashes[one] ^ np.uint64(0b1011 << 20)
+    flat = np.full((8, 8, 3), 128, np.uint8)
+    prints = Prints([None, *(Print(int(one), flat) for one in hashes)])
+    expected = {(one + 8, one + 1) for one in range(0, 3000, 100)}
+    assert {(one, other) for one, other, _ in prints.near(prints)} == expected
+    monkeypatch.setattr("datamodules.images.duplicates.AT_ONCE", 7001)
+    assert {(one, other) for one, other, _ in prints.near(prints)} == expected
+
+
+def test_a_held_out_control_that_is_learned_is_a_leak(tmp_path):
+    """Another file of the same picture; one file with several edits is how such sets are made."""
+    controls = [print_of(picture("coffee")), print_of(recompressed(picture("coffee"), 90))]
+    targets = [print_of(picture("rocket")), print_of(picture("astronaut"))]
+    one = Sample("one", tmp_path / "1.png", (tmp_path / "a.png",), ("fly",))
+    two = Sample("two", tmp_path / "2.png", (tmp_path / "b.png",), ("smile",))
+    [leak] = repeated([one, two], targets, controls, held={1})
+    assert (leak.kind, leak.key, leak.figure) == (Kind.LEAK, "two", "control as one")
+    assert repeated([one, two], targets, controls, held=set()) == []
+    same_file = Sample("two", tmp_path / "2.png", one.controls, ("smile",))
+    assert repeated([one, same_file], targets, controls, held={1}) == []
+
+
+def samples_with(captions, folder):
+    return [
+        Sample(f"{number:02d}", folder / f"{number}.png", (folder / "control.png",), prompts)
+        for number, prompts in enumerate(captions)
+    ]
+
+
+def test_captions_are_faults_where_they_are_mistakes(tmp_path):
+    varied = [(f"a description of picture number {number}",) for number in range(20)]
+    description = "a red barn beside a frozen lake"
+
+    def found(captions):
+        return [(one.kind, one.key) for one in caption_findings(samples_with(captions, tmp_path))]
+
+    assert found(varied) == []
+    assert found([("one instruction for all of the pictures",)] * 20) == []
+    assert found([*varied, ("make it snow",), ("make it snow",)]) == []
+    assert found([*varied, (description,), (description,)]) == [(Kind.REPEATED_CAPTION, "21")]
+    assert found([*varied, (description, "a barn"), ("the lake", description)]) == [(Kind.REPEATED_CAPTION, "21")]
+    assert found([*varied, (" ",)]) == [(Kind.NO_CAPTION, "20")]
+    assert found([("",)] * 20) == [(Kind.NO_CAPTION, "all 20")]
