@@ -36,8 +36,8 @@ from tasks.terminal import log
 # In the terminal, and on the sheet of pictures.
 ROWS, SHOWN = 40, 24
 SECONDS_BETWEEN_LINES = 10
-# Samples of which a preview asks: half a minute for pairs of 12 megapixels, a few seconds for those of one.
-QUICK = 200
+# Samples up to which a preview asks, too: a minute at most, for pairs of 12 megapixels on two cores.
+QUICK = 500
 # Pictures of samples that stand beside each other, as the control of several edits, are read once.
 REMEMBERED = 32
 
