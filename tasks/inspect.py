@@ -55,15 +55,17 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
     what = (
         f"{len(samples)} samples" if any(len(sample.controls) != 1 for sample in samples) else f"{len(samples)} pairs"
     )
+    report, pictures = output_dir / "inspect.csv", output_dir / "inspect.png"
+    for path in (report, pictures):  # of another time
+        path.unlink(missing_ok=True)
     if not found:
         log.info(f"nothing found in {what} of {', '.join(data.roots)}")
         return
-    report = output_dir / "inspect.csv"
     _write(found, report)
     Console(stderr=True).print(_table(found, what))
     if any(finding.sample is not None for finding in found):
-        write_findings_sheet(found, SHOWN, output_dir / "inspect.png")
-        log.info(f"pictures of the worst: {output_dir / 'inspect.png'}")
+        write_findings_sheet(found, SHOWN, pictures)
+        log.info(f"pictures of the worst: {pictures}")
     log.info(f"done: {len(found)} findings in {what}: {counted(found)}; all of them: {report}")
 
 

@@ -1,6 +1,7 @@
 """What may be wrong with one sample, measured on small copies of its pictures."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,15 @@ from datamodules.errors import UserError, printable
 from datamodules.images.alignment import align, edges
 from datamodules.images.findings import Finding, Kind
 from datamodules.images.sample import Picture, Sample
-from datamodules.images.transforms import image_size, open_image, picture, resize
+from datamodules.images.transforms import (
+    MOST_PIXELS,
+    ONE_LARGE,
+    SIDE_MULTIPLE,
+    image_size,
+    open_image,
+    picture,
+    resize,
+)
 
 # The longer side of the small copies; a JPEG is decoded at a fraction of its size.
 SIDE, DECODED_AREA = 512, 256**2
@@ -63,9 +72,11 @@ def look(path: Picture) -> Look:
     size = image_size(path)
     with picture(path) as image:
         quality = jpeg_quality(image)
-    small = open_image(path, DECODED_AREA)
+    with ONE_LARGE if size[0] * size[1] > MOST_PIXELS else nullcontext():
+        image = open_image(path, DECODED_AREA)
     scale = min(1.0, SIDE / max(size))
-    return Look(size, resize(small, (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))), quality)
+    width, height = (max(SIDE_MULTIPLE, round(side * scale)) for side in size)
+    return Look(size, resize(image, (width, height)), quality)
 
 
 def jpeg_quality(image: Image.Image) -> int | None:
@@ -138,10 +149,12 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Pictur
         findings += _of_mask(sample, seen[sample.mask], target)
     if target is not None and len(controls) == len(sample.controls) > 0:
         findings += _of_pair(sample, target, controls, sides)
-    prints = [
-        None if one is None or is_one_colour(one.small) else print_of(one.small) for one in (target, *controls[:1])
-    ]
-    return Inspected(findings, prints[0], prints[1] if len(prints) > 1 else None)
+    first = seen.get(sample.controls[0]) if sample.controls else None
+    return Inspected(findings, *(_print(one) for one in (target, first)))
+
+
+def _print(seen: Look | None) -> Print | None:
+    return None if seen is None or is_one_colour(seen.small) else print_of(seen.small)
 
 
 def _finding(sample: Sample, kind: Kind, figure: str) -> Finding:
@@ -194,7 +207,7 @@ def _of_pair(sample: Sample, target: Look, controls: list[Look], sides: tuple[in
 
 def _equal_in_training(sample: Sample, number: int, sides: tuple[int, ...]) -> bool:
     """Whether they are also nearly equal at the size of training, where fine detail shows: a blurred control, noise."""
-    area = max(sides) ** 2 if sides else None
+    area = max(sides) ** 2 if sides else MOST_PIXELS
     target, control = (open_image(path, area) for path in (sample.target, sample.controls[number]))
     if max(target.size) <= SIDE:
         return True

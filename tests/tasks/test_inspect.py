@@ -86,6 +86,21 @@ def test_captions_are_not_counted_without_a_tokenizer(inspect, tmp_path):
     assert "1 long caption" in inspect(root)[0]
 
 
+def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path):
+    root, output = tmp_path / "pictures", tmp_path / "output"
+    root.mkdir()
+    for name, photo in (("one", "coffee"), ("again", "coffee"), ("other", "rocket")):
+        picture(photo).save(root / f"{name}.png")
+        (root / f"{name}.txt").write_text(f"a picture called {name}")
+    model = ["model=flux_dev", f"model.pretrained_model_name_or_path={repositories['flux_dev']}", "data=captions"]
+    settings = [*model, f"data.root={root}", "data.resolution=512", f"output_dir={output}"]
+    assert "1 findings in 3 samples: 1 duplicate" in run("predict", "task=inspect", *settings).text
+    (root / "again.png").unlink()
+    (root / "again.txt").unlink()
+    assert "nothing found in 2 samples" in run("predict", "task=inspect", *settings).text
+    assert not output.exists(), "what was found before is not left there"
+
+
 def test_preview_says_what_inspect_would_find(inspect, tmp_path):
     root = tmp_path / "data"
     save_edits(root)

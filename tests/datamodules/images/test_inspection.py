@@ -82,7 +82,7 @@ def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
 
 def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
     """On the small copies a sharp picture of 3200 pixels is as the blurred one."""
-    large = noisy(picture("gravel").resize((3200, 2400), Image.Resampling.BICUBIC))
+    large = noisy(picture("gravel").resize((3200, 2400), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
     large.save(tmp_path / "target.png")
     large.filter(ImageFilter.GaussianBlur(0.8)).save(tmp_path / "blurred.png")
     recompressed(large, 90).save(tmp_path / "compressed.png")
@@ -91,6 +91,39 @@ def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
     assert inspect_sample(sample, ()).findings == []
     compressed = Sample("one", tmp_path / "target.png", (tmp_path / "compressed.png",), ("sharpen it",))
     assert [finding.kind for finding in inspect_sample(compressed, ()).findings] == [Kind.NEARLY_EQUAL]
+
+
+def test_a_picture_may_be_of_any_size(tmp_path):
+    for name, size in (("long", (4000, 16)), ("least", (16, 16)), ("high", (17, 900))):
+        picture("coffee").resize(size).save(tmp_path / "target.png")
+        ImageOps.mirror(picture("coffee").resize(size)).save(tmp_path / "control.png")
+        sample = Sample(name, tmp_path / "target.png", (tmp_path / "control.png",), ("mirror it",))
+        assert inspect_sample(sample, ()).findings == []
+        same = Sample(name, tmp_path / "target.png", (tmp_path / "target.png",), ("leave it",))
+        assert [finding.kind for finding in inspect_sample(same, ()).findings] == [Kind.EQUAL]
+
+
+def test_several_controls_are_looked_at_each_for_what_it_is(tmp_path):
+    """A style of another proportion before the picture that is edited; a control that is the target; a lost one."""
+    image = picture("coffee")
+    for name, one in (("style", picture("rocket").resize((300, 400))), ("control", image), ("target", image)):
+        one.save(tmp_path / f"{name}.png")
+    moved(image, 8, 0)[0].save(tmp_path / "still.png")
+    moved(image, 8, 0)[1].save(tmp_path / "moved.png")
+    (tmp_path / "lost.png").write_bytes(b"nothing")
+
+    def found(target, *controls):
+        paths = tuple(tmp_path / f"{name}.png" for name in controls)
+        sample = Sample("one", tmp_path / f"{target}.png", paths, ("edit it",))
+        return [(finding.kind, finding.figure) for finding in inspect_sample(sample, ()).findings]
+
+    assert found("target") == []
+    assert found("moved", "style", "still") == [(Kind.SHIFTED, "8 px right, 0 px down (1.6 %)")]
+    assert found("target", "style", "control") == [(Kind.EQUAL, "control 2")]
+    assert found("target", "style") == [(Kind.PROPORTION, "control 300x400, target 512x384")]
+    assert found("target", "lost", "style") == [
+        (Kind.UNREADABLE, "cannot read the image lost.png: it is empty or no picture")
+    ]
 
 
 @pytest.mark.parametrize("quality", [15, 30, 49, 50, 75, 90, 98])
