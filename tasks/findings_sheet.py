@@ -72,7 +72,7 @@ def _sheet(samples: Sequence[list[Finding]]) -> Figure:
         axis.imshow(_strip([image for _, image in panels]))
         faults = ";  ".join(f"{one.kind.label}: {one.figure}" for one in findings)
         above = {"transform": axis.transAxes, "ha": "left", "va": "bottom"}
-        axis.text(0, 1.21, _line(_end(sample.key)), fontsize=9, **above)
+        axis.text(0, 1.21, _line(end_of(sample.key, LETTERS)), fontsize=9, **above)
         axis.text(0, 1.10, _line(faults), fontsize=10, fontweight="bold", color="firebrick", **above)
         left = 0
         for name, image in panels:
@@ -83,9 +83,9 @@ def _sheet(samples: Sequence[list[Finding]]) -> Figure:
     return figure
 
 
-def _end(key: str) -> str:
+def end_of(key: str, letters: int) -> str:
     """A long name's end tells more than its beginning."""
-    return key if len(key) <= LETTERS else f"...{key[3 - LETTERS :]}"
+    return key if len(key) <= letters else f"...{key[3 - letters :]}"
 
 
 def _line(text: str) -> str:
@@ -119,7 +119,7 @@ def _panels(sample: Sample, finding: Finding) -> list[Panel]:
 def _other(figure: str, other: Sample) -> Panel:
     """The picture that a sample repeats."""
     what, path = ("control", other.controls[0]) if figure.startswith("control") else ("target", other.target)
-    return f"{what} of {textwrap.shorten(other.key[-24:], 24, placeholder='')}", _open(path)
+    return f"{what} of {end_of(other.key, 24)}", _open(path)
 
 
 def _open(path: Picture) -> Image.Image:

@@ -29,10 +29,12 @@ from datamodules.images.sample_set import SampleSet
 from datamodules.images.wording import caption_findings, long_captions
 from datamodules.pairs import PairsDataModule
 from tasks.encode import cached_data
-from tasks.findings_sheet import write_findings_sheet
+from tasks.findings_sheet import end_of, write_findings_sheet
 from tasks.placement import frozen_model
 from tasks.terminal import log
 
+# Of a sample's name in the terminal; inspect.csv has all of it.
+LETTERS = 36
 # In the terminal, and on the sheet of pictures.
 ROWS, SHOWN = 40, 24
 SECONDS_BETWEEN_LINES = 10
@@ -158,11 +160,13 @@ def _write(found: Sequence[Finding], path: Path) -> None:
 
 def _table(found: Sequence[Finding], what: str) -> Table:
     table = Table(title=f"{len(found)} findings in {what}", title_justify="left")
-    table.add_column("sample", overflow="fold", max_width=44)
+    table.add_column("sample", overflow="fold")
     for column in ("finding", "figure", "what to do"):
         table.add_column(column)
     for finding in found[:ROWS]:
-        table.add_row(escape(finding.key), finding.kind.label, escape(finding.figure), finding.kind.remedy)
+        table.add_row(
+            escape(end_of(finding.key, LETTERS)), finding.kind.label, escape(finding.figure), finding.kind.remedy
+        )
     if len(found) > ROWS:
         table.caption = f"and {len(found) - ROWS} more: {counted(found[ROWS:])}"
     return table

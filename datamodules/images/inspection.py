@@ -223,11 +223,12 @@ def _of_alignment(sample: Sample, target: Look, control: Look) -> Iterator[Findi
     right, down = (offset * target.size[0] / width for offset in (found.x, found.y))
     if np.hypot(found.x, found.y) >= SHIFT:
         share = 100 * np.hypot(found.x, found.y) / max(width, height)
-        figure = f"{_way(right, 'right', 'left')}, {_way(down, 'down', 'up')} ({share:.1f} %)"
+        ways = [way for way in (_way(right, "right", "left"), _way(down, "down", "up")) if way]
+        figure = f"{', '.join(ways)} ({share:.1f} %)"
         yield _finding(sample, Kind.SHIFTED, figure)
     if abs(found.scale - 1) * max(width, height) / 2 >= 2 * SHIFT:
         yield _finding(sample, Kind.SCALED, f"x {found.scale:.3f}")
 
 
 def _way(pixels: float, there: str, back: str) -> str:
-    return f"{abs(pixels):.0f} px {there if pixels >= 0 else back}"
+    return f"{abs(pixels):.0f} px {there if pixels > 0 else back}" if round(pixels) else ""
