@@ -20,6 +20,7 @@ TASKS = {
     "preview": "tasks.caches.preview",
     "clean": "tasks.caches.clean",
     "quantize": "tasks.quantize.quantize",
+    "inspect": "tasks.inspect.inspect",
     "compare_precision": "tasks.compare_precision.compare_precision",
     "caption": "tasks.caption.caption",
 }

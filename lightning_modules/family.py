@@ -134,6 +134,13 @@ class Family(ABC):
             images: (width, height) at which the autoencoder sees the condition images.
         """
 
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
+        """How many tokens each prompt has, and how many the text encoder reads; None where it reads them all.
+
+        Asks for tokenizers alone, which have no weights.
+        """
+        return None
+
     @abstractmethod
     def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) in [-1, 1], in the autoencoder's dtype -> mean and std (B, C, h, w), before shift and scale."""

@@ -16,6 +16,7 @@ from datamodules.shards.cache import Cache
 from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
+from tasks.inspect import counted, faults_of
 from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
 
@@ -31,9 +32,13 @@ def cache(cfg: DictConfig, _: Path) -> None:
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
     log.info(f"done: {folder} holds {manifest['samples']} samples, {decimal(manifest['bytes'])}")
+    log.info(f"train on it: {' '.join(['python train.py', *_same_data_and_model()])}")
+
+
+def _same_data_and_model() -> list[str]:
+    """These of the command's settings, for another command."""
     overrides = HydraConfig.get().overrides.task
-    same = [shlex.quote(override) for override in overrides if re.match(r"(data|model)[.=]", override)]
-    log.info(f"train on it: {' '.join(['python train.py', *same])}")
+    return [shlex.quote(override) for override in overrides if re.match(r"(data|model)[.=]", override)]
 
 
 def preview(cfg: DictConfig, output_dir: Path) -> None:
@@ -44,6 +49,9 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
     write_contact_sheet(data, output_dir / "preview.png")
     for note in data.notes:
         log.info(f"note: {note}")
+    if found := faults_of(data):
+        command = " ".join(["python predict.py task=inspect", *_same_data_and_model()])
+        log.info(f"note: inspect: {counted(found)}; this shows them: {command}")
     log.info(f"done: {output_dir / 'preview.png'}")
 
 

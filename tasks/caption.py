@@ -21,7 +21,7 @@ from datamodules.errors import UserError, listing, printable
 from datamodules.files import replacing
 from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.transforms import Window, image_size, open_image
+from datamodules.images.transforms import image_size, open_image, resize
 from lightning_modules.captioner import Captioner
 from lightning_modules.timing import SECONDS_BETWEEN_LINES
 from tasks.encode import cached_data
@@ -148,7 +148,7 @@ class Captioning:
 
     def _load(self, sample: Sample) -> tuple[list[Image.Image], Image.Image]:
         *controls, target = [
-            Window.whole(self.captioner.shrunk(*image_size(path))).of(open_image(path, self.captioner.max_area))
+            resize(open_image(path, self.captioner.max_area), self.captioner.shrunk(*image_size(path)))
             for path in (*sample.controls, sample.target)
         ]
         return controls, target

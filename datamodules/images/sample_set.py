@@ -35,6 +35,7 @@ class SampleSet:
 
     Attributes:
         held_out: the samples of val_root, once `find` has been called.
+        incomplete: a line about each sample that is not complete, once `find` has been called.
         notes: what was skipped, each in one line.
     """
 
@@ -60,6 +61,7 @@ class SampleSet:
         self.framing = framing
         self.condition_images = ConditionImages()
         self.held_out: set[Sample] = set()
+        self.incomplete: list[str] = []
         self.notes: list[str] = []
 
     def configure_for(self, model: Model) -> None:
@@ -115,6 +117,7 @@ class SampleSet:
         if self.val_roots:
             found = self._with_held_out(found)
         self.notes.clear()
+        self.incomplete = found.incomplete
         self._pass_over(found.incomplete)
         if found.passed_over:
             self.notes.append(f"passed over {found.passed_over} files of the system (hidden, Thumbs.db, __MACOSX)")

@@ -165,6 +165,11 @@ def to_tensor(image: Image.Image) -> Tensor:
     return pixels.float().div_(255).mul_(2).sub_(1)
 
 
+def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The image resized to (width, height)."""
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+
+
 class Window(NamedTuple):
     """Which part of a picture is seen, and at what size.
 
@@ -206,9 +211,10 @@ class Window(NamedTuple):
         left, top, right, bottom = self.box
         box = (left * across, top * down, right * across, bottom * down)
         size = size or self.size
-        if image.size != size or self.cropped:
-            method = Image.Resampling.BILINEAR if mask else Image.Resampling.LANCZOS
-            image = image.resize(size, method, box=box if self.cropped else None)
+        if mask or self.cropped:
+            image = image.resize(size, Image.Resampling.BILINEAR if mask else Image.Resampling.LANCZOS, box=box)
+        else:
+            image = resize(image, size)
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if self.flipped else image
 
 

@@ -83,6 +83,10 @@ class FluxKontext(EditModule):
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+        """T5's; CLIP gives one vector, of the first 77."""
+        return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self.max_sequence_length
+
     # Images
 
     def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:

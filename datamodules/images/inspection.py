@@ -1,0 +1,234 @@
+"""What may be wrong with one sample, measured on small copies of its pictures."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import imagehash
+import numpy as np
+from PIL import Image
+
+from datamodules.errors import UserError, printable
+from datamodules.images.alignment import align, edges
+from datamodules.images.findings import Finding, Kind
+from datamodules.images.sample import Picture, Sample
+from datamodules.images.transforms import (
+    MOST_PIXELS,
+    ONE_LARGE,
+    SIDE_MULTIPLE,
+    image_size,
+    open_image,
+    picture,
+    resize,
+)
+
+# The longer side of the small copies; a JPEG is decoded at a fraction of its size.
+SIDE, DECODED_AREA = 512, 256**2
+# Of the ratio of the sides.
+PROPORTION = 0.02
+# Pixels of the small copies: two at a megapixel. Blocks agree to a tenth of one.
+SHIFT = 1.0
+# Sums of the tables of quality 50 (ITU T.81, annex K.1), from which libjpeg scales the others.
+LUMA_AT_50 = 3688
+LEAST_QUALITY = 50
+# Levels of 255 between the darkest and the brightest pixel of each colour.
+ONE_COLOUR = 8
+# Cells a side of what is kept of colours.
+CELLS = 8
+
+
+@dataclass(frozen=True)
+class Print:
+    """What is kept of a picture, to find it again: a perceptual hash of 64 bits, and colours (CELLS, CELLS, 3)."""
+
+    hash: int
+    colours: np.ndarray
+
+
+@dataclass(frozen=True)
+class Look:
+    """A picture's (width, height), a copy of at most `SIDE` pixels, and the quality that it was saved with as JPEG."""
+
+    size: tuple[int, int]
+    small: Image.Image
+    quality: int | None
+
+
+class Inspected(NamedTuple):
+    """What was found in a sample, and the prints of its target and its control; None for one colour and unreadable."""
+
+    findings: list[Finding]
+    target: Print | None
+    control: Print | None
+
+
+def look(path: Picture) -> Look:
+    """Read a picture once.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    size = image_size(path)
+    with picture(path) as image:
+        quality = jpeg_quality(image)
+    with ONE_LARGE if size[0] * size[1] > MOST_PIXELS else nullcontext():
+        image = open_image(path, DECODED_AREA)
+    scale = min(1.0, SIDE / max(size))
+    width, height = (max(SIDE_MULTIPLE, round(side * scale)) for side in size)
+    return Look(size, resize(image, (width, height)), quality)
+
+
+def jpeg_quality(image: Image.Image) -> int | None:
+    """About what libjpeg would call it, from the quantization table; None for other formats."""
+    tables = getattr(image, "quantization", None)
+    if image.format not in ("JPEG", "MPO") or not tables:
+        return None
+    scale = 100 * sum(tables[min(tables)]) / LUMA_AT_50
+    return round(max(1.0, min(100.0, 5000 / scale if scale > 100 else (200 - scale) / 2)))
+
+
+def is_one_colour(image: Image.Image) -> bool:
+    """Whether nothing is to be seen."""
+    pixels = np.asarray(image)
+    return bool(np.ptp(pixels, axis=(0, 1)).max() <= ONE_COLOUR)
+
+
+def print_of(image: Image.Image) -> Print:
+    """What a picture can be found again by."""
+    bits = np.packbits(imagehash.phash(image).hash.flatten())
+    return Print(int.from_bytes(bits.tobytes()), np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX)))
+
+
+def same_proportion(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether the ratios of the sides are alike."""
+    return abs(one[0] * other[1] / (one[1] * other[0]) - 1) <= PROPORTION
+
+
+def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
+    """Whether two pictures of one size differ by no more than compression makes.
+
+    JPEG of quality 75 changes pixels by up to 5 levels of 255 on average, but the means of blocks by less than 9, that
+    of the picture by less than 0.3, and it adds hardly any edges. An edit changes one of these, however small it is: a
+    dot of a fiftieth of the width the mean of a block, a little more light that of the picture, blurring and noise the
+    edges.
+    """
+    one, other = (np.asarray(image, np.float32) for image in (control, target))
+    change = other - one
+    height, width = (side // 8 * 8 for side in change.shape[:2])
+    blocks = change[:height, :width].reshape(height // 8, 8, width // 8, 8, 3).mean((1, 3))
+    if np.abs(change).mean() > 5 or np.abs(change.mean((0, 1))).max() > 0.35 or np.abs(blocks).max(initial=0) > 9:
+        return False
+    before, after = (float((edges(image.mean(2)) ** 2).sum()) for image in (one, other))
+    return 0.85 * before <= after <= 1.05 * before
+
+
+def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Picture], Look] = look) -> Inspected:
+    """What is wrong with a sample's pictures.
+
+    Args:
+        sides: of the squares of whose area it is trained; empty for its own size.
+        see: `look`, or one that remembers.
+    """
+    seen: dict[Picture, Look] = {}
+    findings: list[Finding] = []
+    for path in (sample.target, *sample.controls, *([sample.mask] if sample.mask else [])):
+        try:
+            seen[path] = see(path)
+        except UserError as error:
+            findings.append(_finding(sample, Kind.UNREADABLE, printable(str(error).replace(str(path), _name(path)))))
+    target, controls = seen.get(sample.target), [seen[path] for path in sample.controls if path in seen]
+    if target is not None:
+        findings += _of_target(sample, target, sides)
+    findings += [
+        _finding(sample, Kind.BLANK, f"control {number}" if len(controls) > 1 else "control")
+        for number, control in enumerate(controls, 1)
+        if is_one_colour(control.small)
+    ]
+    if target is not None and sample.mask in seen:
+        findings += _of_mask(sample, seen[sample.mask], target)
+    if target is not None and len(controls) == len(sample.controls) > 0:
+        findings += _of_pair(sample, target, controls, sides)
+    first = seen.get(sample.controls[0]) if sample.controls else None
+    return Inspected(findings, *(_print(one) for one in (target, first)))
+
+
+def _print(seen: Look | None) -> Print | None:
+    return None if seen is None or is_one_colour(seen.small) else print_of(seen.small)
+
+
+def _finding(sample: Sample, kind: Kind, figure: str) -> Finding:
+    return Finding(kind, sample.key, figure, sample)
+
+
+def _name(path: Picture) -> str:
+    return str(path).rpartition("/")[2]
+
+
+def _of_target(sample: Sample, target: Look, sides: tuple[int, ...]) -> Iterator[Finding]:
+    width, height = target.size
+    if is_one_colour(target.small):
+        yield _finding(sample, Kind.BLANK, "target")
+    # Of several sides the least: a small picture may be there for that one.
+    if sides and width * height < min(sides) ** 2 / 2:
+        yield _finding(sample, Kind.SMALL, f"{width}x{height}, trained at {min(sides)}")
+    if target.quality is not None and target.quality < LEAST_QUALITY:
+        yield _finding(sample, Kind.COMPRESSED, f"JPEG quality {target.quality}")
+
+
+def _of_mask(sample: Sample, mask: Look, target: Look) -> Iterator[Finding]:
+    if is_one_colour(mask.small):
+        level = np.asarray(mask.small).mean() / 255
+        yield _finding(sample, Kind.MASK, "all white" if level > 0.95 else "all black" if level < 0.05 else "one grey")
+    if not same_proportion(mask.size, target.size):
+        yield _finding(sample, Kind.MASK, _sizes("mask", mask, target))
+
+
+def _sizes(name: str, one: Look, target: Look) -> str:
+    return f"{name} {one.size[0]}x{one.size[1]}, target {target.size[0]}x{target.size[1]}"
+
+
+def _of_pair(sample: Sample, target: Look, controls: list[Look], sides: tuple[int, ...]) -> Iterator[Finding]:
+    alike = [number for number, control in enumerate(controls) if same_proportion(control.size, target.size)]
+    if not alike:
+        yield _finding(sample, Kind.PROPORTION, _sizes("control", controls[0], target))
+        return
+    if is_one_colour(target.small):
+        return
+    for number in alike:
+        control = resize(controls[number].small, target.small.size)
+        if nearly_equal(control, target.small) and _equal_in_training(sample, number, sides):
+            which = f"control {number + 1}" if len(controls) > 1 else "control and target"
+            same = not np.any(np.asarray(control) != np.asarray(target.small))
+            yield _finding(sample, Kind.EQUAL if same else Kind.NEARLY_EQUAL, which)
+            return
+    yield from _of_alignment(sample, target, controls[alike[0]])
+
+
+def _equal_in_training(sample: Sample, number: int, sides: tuple[int, ...]) -> bool:
+    """Whether they are also nearly equal at the size of training, where fine detail shows: a blurred control, noise."""
+    area = max(sides) ** 2 if sides else MOST_PIXELS
+    target, control = (open_image(path, area) for path in (sample.target, sample.controls[number]))
+    if max(target.size) <= SIDE:
+        return True
+    return nearly_equal(resize(control, target.size), target)
+
+
+def _of_alignment(sample: Sample, target: Look, control: Look) -> Iterator[Finding]:
+    width, height = target.small.size
+    gray = [np.asarray(resize(one.small, (width, height)).convert("L"), np.float32) for one in (control, target)]
+    found = align(*gray)
+    if found is None:
+        return
+    right, down = (offset * target.size[0] / width for offset in (found.x, found.y))
+    if np.hypot(found.x, found.y) >= SHIFT:
+        share = 100 * np.hypot(found.x, found.y) / max(width, height)
+        ways = [way for way in (_way(right, "right", "left"), _way(down, "down", "up")) if way]
+        figure = f"{', '.join(ways)} ({share:.1f} %)"
+        yield _finding(sample, Kind.SHIFTED, figure)
+    if abs(found.scale - 1) * max(width, height) / 2 >= 2 * SHIFT:
+        yield _finding(sample, Kind.SCALED, f"x {found.scale:.3f}")
+
+
+def _way(pixels: float, there: str, back: str) -> str:
+    return f"{abs(pixels):.0f} px {there if pixels > 0 else back}" if round(pixels) else ""

@@ -1,0 +1,215 @@
+"""What is measured on pictures to find faults in pairs of them."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+
+from datamodules.images.alignment import align
+from datamodules.images.duplicates import Prints, repeated
+from datamodules.images.findings import Kind
+from datamodules.images.inspection import Print, inspect_sample, jpeg_quality, look, nearly_equal, print_of
+from datamodules.images.sample import Sample
+from datamodules.images.wording import caption_findings
+from tests.support.faults import EDITS, PHOTOGRAPHS, moved, noisy, picture, recompressed, with_a_small_change
+
+BESIDE = {
+    "as it is": lambda image: image,
+    "inverted": ImageOps.invert,
+    "darker": lambda image: ImageEnhance.Brightness(image).enhance(0.5),
+    "other colours": lambda image: Image.merge("RGB", image.split()[::-1]),
+    "compressed": lambda image: recompressed(image, 60),
+}
+
+
+def gray(image):
+    return np.asarray(image.convert("L"), np.float32)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "moon")),
+    st.sampled_from(sorted(BESIDE)),
+    st.integers(-45, 45),
+    st.integers(-45, 45),
+)
+def test_a_shift_is_found_whatever_else_an_edit_does(photo, edit, x, y):
+    control, target = moved(picture(photo), x, y)
+    found = align(gray(control), gray(BESIDE[edit](target)))
+    assert found is not None
+    assert (found.x, found.y) == (pytest.approx(x, abs=0.5), pytest.approx(y, abs=0.5))
+    assert found.scale == pytest.approx(1, abs=0.003)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(("astronaut", "chelsea", "coffee", "camera", "moon")),
+    st.floats(-6, 6),
+    st.floats(-6, 6),
+    st.floats(0.975, 1.025),
+)
+def test_a_fraction_of_a_pixel_and_a_scale_are_found(photo, x, y, scale):
+    found = align(*map(gray, moved(picture(photo), x, y, scale)))
+    assert found is not None
+    # It is measured from the middle of what is left of the picture, as it is moved.
+    assert (found.x, found.y) == (pytest.approx(x, abs=0.4), pytest.approx(y, abs=0.4))
+    assert found.scale == pytest.approx(scale, abs=0.003)
+
+
+@pytest.mark.parametrize("photo", ["astronaut", "chelsea", "brick", "retina", "page"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_is_no_fault(photo, edit, tmp_path):
+    for name, image in zip(("control", "target"), EDITS[edit](picture(photo)), strict=True):
+        image.save(tmp_path / f"{name}.png")
+    sample = Sample("one", tmp_path / "target.png", (tmp_path / "control.png",), ("edit it",))
+    assert inspect_sample(sample, (512,)).findings == []
+
+
+@pytest.mark.parametrize("photo", ["astronaut", "chelsea", "coffee", "camera", "moon", "page", "retina", "rocket"])
+def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
+    image = picture(photo)
+    assert nearly_equal(image, image)
+    assert nearly_equal(image, recompressed(image, 90))
+    assert nearly_equal(image, recompressed(image, 80))
+    assert not nearly_equal(image, with_a_small_change(image))
+    assert not nearly_equal(image, recompressed(with_a_small_change(image), 90))
+    assert not nearly_equal(image, ImageEnhance.Brightness(image).enhance(1.1))
+    assert not nearly_equal(image.filter(ImageFilter.GaussianBlur(1)), image)
+
+
+def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
+    """On the small copies a sharp picture of 3200 pixels is as the blurred one."""
+    large = noisy(picture("gravel").resize((3200, 2400), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
+    large.save(tmp_path / "target.png")
+    large.filter(ImageFilter.GaussianBlur(0.8)).save(tmp_path / "blurred.png")
+    recompressed(large, 90).save(tmp_path / "compressed.png")
+    sample = Sample("one", tmp_path / "target.png", (tmp_path / "blurred.png",), ("sharpen it",))
+    assert nearly_equal(look(sample.controls[0]).small, look(sample.target).small)
+    assert inspect_sample(sample, ()).findings == []
+    compressed = Sample("one", tmp_path / "target.png", (tmp_path / "compressed.png",), ("sharpen it",))
+    assert [finding.kind for finding in inspect_sample(compressed, ()).findings] == [Kind.NEARLY_EQUAL]
+
+
+def test_a_picture_may_be_of_any_size(tmp_path):
+    for name, size in (("long", (4000, 16)), ("least", (16, 16)), ("high", (17, 900))):
+        picture("coffee").resize(size).save(tmp_path / "target.png")
+        ImageOps.mirror(picture("coffee").resize(size)).save(tmp_path / "control.png")
+        sample = Sample(name, tmp_path / "target.png", (tmp_path / "control.png",), ("mirror it",))
+        assert inspect_sample(sample, ()).findings == []
+        same = Sample(name, tmp_path / "target.png", (tmp_path / "target.png",), ("leave it",))
+        assert [finding.kind for finding in inspect_sample(same, ()).findings] == [Kind.EQUAL]
+
+
+def test_several_controls_are_looked_at_each_for_what_it_is(tmp_path):
+    """A style of another proportion before the picture that is edited; a control that is the target; a lost one."""
+    image = picture("coffee")
+    for name, one in (("style", picture("rocket").resize((300, 400))), ("control", image), ("target", image)):
+        one.save(tmp_path / f"{name}.png")
+    moved(image, 8, 0)[0].save(tmp_path / "still.png")
+    moved(image, 8, 0)[1].save(tmp_path / "moved.png")
+    (tmp_path / "lost.png").write_bytes(b"nothing")
+
+    def found(target, *controls):
+        paths = tuple(tmp_path / f"{name}.png" for name in controls)
+        sample = Sample("one", tmp_path / f"{target}.png", paths, ("edit it",))
+        return [(finding.kind, finding.figure) for finding in inspect_sample(sample, ()).findings]
+
+    assert found("target") == []
+    assert found("moved", "style", "still") == [(Kind.SHIFTED, "8 px right (1.6 %)")]
+    assert found("target", "style", "control") == [(Kind.EQUAL, "control 2")]
+    assert found("target", "style") == [(Kind.PROPORTION, "control 300x400, target 512x384")]
+    assert found("target", "lost", "style") == [
+        (Kind.UNREADABLE, "cannot read the image lost.png: it is empty or no picture")
+    ]
+
+
+@pytest.mark.parametrize("quality", [15, 30, 49, 50, 75, 90, 98])
+def test_the_quality_of_a_jpeg_is_read_from_its_tables(quality):
+    file = io.BytesIO()
+    picture("coffee").save(file, "JPEG", quality=quality)
+    assert jpeg_quality(Image.open(file)) == pytest.approx(quality, abs=2)
+    assert jpeg_quality(picture("coffee")) is None
+
+
+def test_copies_are_near_and_other_pictures_are_not():
+    originals = [picture(photo) for photo in PHOTOGRAPHS]
+    prints = Prints([print_of(image) for image in originals])
+    assert list(prints.near(prints)) == []
+    copies = Prints([print_of(recompressed(image, 60).resize((300, 225))) for image in originals])
+    assert [(one, other) for one, other, _ in copies.near(prints)] == [(n, n) for n in range(len(originals))]
+    orange, blue = (
+        Prints([print_of(ImageOps.colorize(image.convert("L"), "black", colour)) for image in originals])
+        for colour in ("orange", "deepskyblue")
+    )
+    assert np.bitwise_count(orange.hashes ^ blue.hashes).max() <= 4
+    assert list(orange.near(blue)) == []
+
+
+def test_near_prints_are_found_among_very_many(monkeypatch):
+    """As comparing each with each finds them, in blocks of any size."""
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 2**64, 3000, dtype=np.uint64)
+    for one in range(0, 3000, 100):
+        hashes[one + 7] = hashes[one] ^ np.uint64(0b1011 << 20)
+    flat = np.full((8, 8, 3), 128, np.uint8)
+    prints = Prints([None, *(Print(int(one), flat) for one in hashes)])
+    expected = {(one + 8, one + 1) for one in range(0, 3000, 100)}
+    assert {(one, other) for one, other, _ in prints.near(prints)} == expected
+    monkeypatch.setattr("datamodules.images.duplicates.AT_ONCE", 7001)
+    assert {(one, other) for one, other, _ in prints.near(prints)} == expected
+
+
+def test_a_held_out_control_that_is_learned_is_a_leak(tmp_path):
+    """Another file of the same picture; one file with several edits is how such sets are made."""
+    controls = [print_of(picture("coffee")), print_of(recompressed(picture("coffee"), 90))]
+    targets = [print_of(picture("rocket")), print_of(picture("astronaut"))]
+    one = Sample("one", tmp_path / "1.png", (tmp_path / "a.png",), ("fly",))
+    two = Sample("two", tmp_path / "2.png", (tmp_path / "b.png",), ("smile",))
+    [leak] = repeated([one, two], targets, controls, held={1})
+    assert (leak.kind, leak.key, leak.figure) == (Kind.LEAK, "two", "control as one")
+    assert repeated([one, two], targets, controls, held=set()) == []
+    same_file = Sample("two", tmp_path / "2.png", one.controls, ("smile",))
+    assert repeated([one, same_file], targets, controls, held={1}) == []
+
+
+def test_two_small_edits_of_one_control_are_no_duplicates(tmp_path):
+    flat = np.full((8, 8, 3), 128, np.uint8)
+    one_more = flat.copy()
+    one_more[3, 3] += 3
+    targets = [Print(1, flat), Print(1, one_more), Print(1, flat)]
+    control, another = Print(2**40 - 1, flat), Print(2**20 - 1, flat)
+    names = ("a", "b", "c")
+    samples = [Sample(name, tmp_path / f"{name}.png", (tmp_path / f"{name}_0.png",), (name,)) for name in names]
+
+    def found(controls):
+        return [(one.kind, one.key, one.figure) for one in repeated(samples, targets, controls, held=set())]
+
+    # The last target is the first once more; the second is only much like it.
+    assert found([control, control, control]) == [(Kind.DUPLICATE, "c", "as a")]
+    assert found([control, another, control]) == [(Kind.DUPLICATE, "b", "as a"), (Kind.DUPLICATE, "c", "as a")]
+
+
+def samples_with(captions, folder):
+    return [
+        Sample(f"{number:02d}", folder / f"{number}.png", (folder / "control.png",), prompts)
+        for number, prompts in enumerate(captions)
+    ]
+
+
+def test_captions_are_faults_where_they_are_mistakes(tmp_path):
+    varied = [(f"a description of picture number {number}",) for number in range(20)]
+    description = "a red barn beside a frozen lake"
+
+    def found(captions):
+        return [(one.kind, one.key) for one in caption_findings(samples_with(captions, tmp_path))]
+
+    assert found(varied) == []
+    assert found([("one instruction for all of the pictures",)] * 20) == []
+    assert found([*varied, ("make it snow",), ("make it snow",)]) == []
+    assert found([*varied, (description,), (description,)]) == [(Kind.REPEATED_CAPTION, "21")]
+    assert found([*varied, (description, "a barn"), ("the lake", description)]) == [(Kind.REPEATED_CAPTION, "21")]
+    assert found([*varied, (" ",)]) == [(Kind.NO_CAPTION, "20")]
+    assert found([("",)] * 20) == [(Kind.NO_CAPTION, "all 20")]

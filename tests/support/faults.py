@@ -1,0 +1,204 @@
+"""Pairs of real photographs with edits, and with the faults that task=inspect finds."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
+
+from tests.support.pictures import photograph
+
+# Of scikit-image, large enough to be looked at, and unlike each other; the last is one more than there are edits.
+PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket", "retina", "camera", "brick", "grass", "gravel", "coins")
+PHOTOGRAPHS += ("moon", "clock", "hubble_deep_field", "immunohistochemistry", "page", "text")
+SIZE = (512, 384)
+
+
+def picture(name: str) -> Image.Image:
+    """A photograph in colour, large enough to be looked at."""
+    return photograph(name, *SIZE).convert("RGB")
+
+
+def depth(image: Image.Image) -> Image.Image:
+    """A smooth grey picture that follows a photograph, as a depth map does."""
+    return ImageOps.posterize(image.convert("L").filter(ImageFilter.GaussianBlur(6)).convert("RGB"), 3)
+
+
+def without_an_object(image: Image.Image) -> Image.Image:
+    """A part is painted over."""
+    image = image.copy()
+    ImageDraw.Draw(image).ellipse((180, 120, 300, 240), fill=(128, 128, 120))
+    return image
+
+
+def with_another_ground(image: Image.Image) -> Image.Image:
+    """All but the middle is another photograph."""
+    mask = Image.new("L", image.size, 0)
+    ImageDraw.Draw(mask).ellipse((130, 60, 380, 320), fill=255)
+    return Image.composite(image, picture("gravel").rotate(180), mask)
+
+
+def with_a_small_change(image: Image.Image) -> Image.Image:
+    """A dot of a fiftieth of the picture's width."""
+    image = image.copy()
+    ImageDraw.Draw(image).ellipse((100, 100, 112, 112), fill=(220, 30, 30))
+    return image
+
+
+def coarse(image: Image.Image) -> Image.Image:
+    """As a control of super-resolution."""
+    small = image.resize((image.width // 4, image.height // 4), Image.Resampling.BICUBIC)
+    return small.resize(image.size, Image.Resampling.BICUBIC)
+
+
+def noisy(image: Image.Image) -> Image.Image:
+    """As a control of noise removal."""
+    noise = np.random.default_rng(0).normal(0, 12, (*image.size[::-1], 3))
+    return Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+
+
+# By name: photograph -> (control, target).
+EDITS: dict[str, Callable[[Image.Image], tuple[Image.Image, Image.Image]]] = {
+    "inverted": lambda image: (image, ImageOps.invert(image)),
+    "recoloured": lambda image: (image, Image.merge("RGB", image.split()[::-1]).point(lambda v: v // 2 + 60)),
+    "grey": lambda image: (image, ImageOps.autocontrast(image.convert("L")).point(lambda v: 255 - v // 2)),
+    "mirrored": lambda image: (image, ImageOps.mirror(image)),
+    "upside_down": lambda image: (image, ImageOps.flip(image)),
+    "brighter": lambda image: (image, ImageEnhance.Brightness(image).enhance(1.3)),
+    "removed": lambda image: (image, without_an_object(image)),
+    "ground": lambda image: (image, with_another_ground(image)),
+    "small_change": lambda image: (image, with_a_small_change(image)),
+    "deblurred": lambda image: (image.filter(ImageFilter.GaussianBlur(3)), image),
+    "edges": lambda image: (image, ImageOps.invert(image.convert("L").filter(ImageFilter.FIND_EDGES))),
+    "from_edges": lambda image: (image.convert("L").filter(ImageFilter.FIND_EDGES), image),
+    "super_resolution": lambda image: (coarse(image), image),
+    "denoised": lambda image: (noisy(image), image),
+    "depth": lambda image: (image, depth(image)),
+    "another": lambda image: (image, picture("rocket").rotate(180)),
+}
+
+
+def moved(image: Image.Image, x: float, y: float, scale: float = 1.0) -> tuple[Image.Image, Image.Image]:
+    """The picture, and the same with its content (x, y) pixels right and down and scaled from the middle.
+
+    Both without the borders, that nothing is invented.
+    """
+    width, height = image.size
+    middle, down = width / 2, height / 2
+    matrix = (1 / scale, 0, middle - (middle + x) / scale, 0, 1 / scale, down - (down + y) / scale)
+    other = image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
+    border = int(max(abs(x), abs(y)) + abs(scale - 1) * width) + 1
+    box = (border, border, width - border, height - border)
+    return image.crop(box), other.crop(box)
+
+
+def recompressed(image: Image.Image, quality: int) -> Image.Image:
+    """The picture as JPEG leaves it."""
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return Image.open(file).convert("RGB")
+
+
+def save_pair(root: Path, name: str, control: Image.Image, target: Image.Image, caption: str) -> None:
+    """As PNG in folders."""
+    for folder in ("training_images", "control_images"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    control.save(root / "control_images" / f"{name}.png")
+    target.save(root / "training_images" / f"{name}.png")
+    (root / "training_images" / f"{name}.txt").write_text(caption)
+
+
+def save_edits(root: Path) -> Path:
+    """A pair for each of `EDITS`, each of a photograph of its own."""
+    for name, photo in zip(EDITS, PHOTOGRAPHS, strict=True):
+        save_pair(root, name, *EDITS[name](picture(photo)), f"{name.replace('_', ' ')} the {photo}")
+    return root
+
+
+def save_faults(root: Path, held_out: Path) -> set[tuple[str, str]]:
+    """Each fault once beside the pairs without one; returns the keys and what is wrong with them.
+
+    Args:
+        held_out: another root, of which one sample is learned too.
+    """
+    save_edits(root)
+    targets, controls = root / "training_images", root / "control_images"
+
+    def turned(photo: str) -> Image.Image:
+        return picture(photo).rotate(180)
+
+    def save(name: str, control: Image.Image, target: Image.Image, caption: str | None = None) -> None:
+        save_pair(root, name, control, target, f"a pair about {name}" if caption is None else caption)
+
+    def edited(name: str, photo: str, caption: str | None = None) -> Image.Image:
+        image = turned(photo)
+        save(name, image, ImageOps.invert(image), caption)
+        return image
+
+    save("proportion", turned("astronaut").crop((0, 0, 300, 384)), ImageOps.invert(turned("astronaut")))
+    control, target = moved(turned("chelsea"), 9, -6)
+    save("shifted", control, ImageOps.invert(target))
+    save("scaled", *moved(turned("coffee"), 0, 0, 1.04))
+    save("equal", turned("retina"), turned("retina"))
+    save("nearly_equal", turned("camera"), recompressed(turned("camera"), 85))
+    save("blank_target", turned("clock"), Image.new("RGB", SIZE, "white"))
+    save("blank_control", Image.new("RGB", SIZE, (3, 3, 3)), turned("clock"))
+    for name, photo, mask in (
+        ("mask_white", "brick", Image.new("L", SIZE, 255)),
+        ("mask_black", "grass", Image.new("L", SIZE, 0)),
+        ("mask_proportion", "moon", picture("clock").resize((300, 384))),
+        ("mask_good", "coins", picture("clock").resize((256, 192))),
+    ):
+        edited(name, photo)
+        mask.save(controls / f"{name}_mask.png")
+    again = edited("twice_0", "hubble_deep_field")
+    save("twice_1", ImageOps.mirror(again), recompressed(ImageOps.invert(again).resize((480, 360)), 80))
+    # One control, two edits.
+    edited("shared_0", "immunohistochemistry")
+    save("shared_1", turned("immunohistochemistry"), with_a_small_change(turned("immunohistochemistry")))
+    small = picture("page").transpose(Image.Transpose.ROTATE_90).resize((240, 320))
+    save("small", small, ImageOps.invert(small))
+    compressed = picture("astronaut").transpose(Image.Transpose.ROTATE_90)
+    save("compressed", compressed, compressed)
+    (targets / "compressed.png").unlink()
+    ImageOps.invert(compressed).save(targets / "compressed.jpg", quality=25)
+    edited("unreadable", "text")
+    (targets / "unreadable.png").write_bytes((targets / "unreadable.png").read_bytes()[:5000])
+    picture("text").save(controls / "incomplete.png")
+    sideways = [
+        picture(photo).transpose(Image.Transpose.ROTATE_90) for photo in ("chelsea", "coffee", "rocket", "moon")
+    ]
+    for name, image, caption in zip(
+        ("no_caption", "long_caption", "caption_0", "caption_1"),
+        sideways,
+        ("", "very " * 300, "a red barn beside a frozen lake", "a red barn beside a frozen lake"),
+        strict=True,
+    ):
+        save(name, image, ImageOps.invert(image), caption)
+    gravel = picture("gravel").transpose(Image.Transpose.ROTATE_90)
+    save("learned", gravel, ImageOps.invert(gravel))
+    save_pair(held_out, "leak", ImageOps.mirror(gravel), recompressed(ImageOps.invert(gravel), 90), "gravel once more")
+    rocket = turned("rocket").transpose(Image.Transpose.ROTATE_90)
+    save_pair(held_out, "held", rocket, ImageOps.invert(rocket), "a picture of its own")
+    return {
+        ("leak", "leak"),
+        ("unreadable", "unreadable"),
+        (str(controls / "incomplete.png"), "incomplete"),
+        ("equal", "equal"),
+        ("proportion", "proportion"),
+        ("shifted", "shifted"),
+        ("scaled", "scaled"),
+        ("nearly_equal", "nearly equal"),
+        ("blank_target", "blank"),
+        ("blank_control", "blank"),
+        ("mask_white", "mask"),
+        ("mask_black", "mask"),
+        ("mask_proportion", "mask"),
+        ("twice_1", "duplicate"),
+        ("small", "low resolution"),
+        ("compressed", "compressed"),
+        ("no_caption", "empty caption"),
+        ("long_caption", "long caption"),
+        ("caption_1", "repeated caption"),
+    }
