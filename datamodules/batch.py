@@ -62,9 +62,9 @@ class RawBatch(Batch):
         target: (B, 3, H, W); None in prediction.
         controls: the condition images, each (B, 3, h, w) at a size of its own.
         mask: (B, 1, H, W) in [0, 1], the weight of each pixel in the loss.
-        weights: (B,), of each sample in the loss; None where all are 1.
         prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
             empty for models whose text encoder sees no images. They stay on the host.
+        weights: (B,), of each sample in the loss; None where all are 1.
     """
 
     keys: list[str]
@@ -73,8 +73,8 @@ class RawBatch(Batch):
     target: Tensor | None
     controls: list[Tensor]
     mask: Tensor | None = None
-    weights: Tensor | None = None
     prompt_images: list[list[Tensor]] = field(default_factory=list)
+    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.prompt_images = self.prompt_images or [[] for _ in self.prompts]
@@ -105,8 +105,8 @@ class LatentBatch(Batch):
     prompt: dict[str, Tensor]
     empty_prompt: dict[str, Tensor]
     mask: Tensor | None = None
-    weights: Tensor | None = None
     prompts: list[str] = field(default_factory=list)
+    weights: Tensor | None = None
 
 
 def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -71,8 +71,8 @@ class Encoder:
             prompt,
             empty,
             batch.mask,
-            batch.weights,
             batch.prompts,
+            batch.weights,
         )
 
     @torch.no_grad()

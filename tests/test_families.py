@@ -86,8 +86,7 @@ def test_cached_and_streamed_training_give_the_same_loss(run, arguments, tmp_pat
     pixels.draws = local.draws = list(range(4))
     shards, _ = find_shards(cache.folder.as_uri())
     items = {item.key: item for shard in shards for _, item in read_items(shard, empty_prompt=True)}
-    remote = collate_items([items[key] for key in pixels.keys])
-    remote.draws = list(range(4))
+    remote = collate_items([items[key] for key in pixels.keys], list(range(4)), seed=None)
     with torch.no_grad():
         for rate in (0.0, 0.5, 1.0):
             module.objective.caption_dropout_rate = rate

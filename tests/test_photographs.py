@@ -95,16 +95,8 @@ def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_process
     assert_close(tmp_path / "cached", tmp_path / "streamed")
     assert len(set(column(tmp_path / "cached", "loss"))) == 6
 
-    run(
-        "train",
-        *here(
-            "resumed",
-            steps=6,
-        ),
-        "debug=null",
-        "trainer.max_steps=3",
-        "scheduler.num_training_steps=6",
-    )
+    stopped = ["trainer.max_steps=3", "scheduler.num_training_steps=6"]
+    run("train", *here("resumed"), *stopped)
     run("train", *here("resumed"), "ckpt_path=last")
     assert lora_bytes(tmp_path / "resumed") == lora_bytes(tmp_path / "cached")
 

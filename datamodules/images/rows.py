@@ -146,7 +146,7 @@ def _prompts(
     where: str, name: str | None, value: Any, required: bool, instance_prompts: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Of a row; missing ones are the instance prompts, where there are such things."""
-    if value is None or value == [] or (value == "" and not required):
+    if value is None or value == []:
         if required and not instance_prompts:
             raise _Incomplete(f"{name} is empty")
         return instance_prompts
@@ -156,4 +156,5 @@ def _prompts(
         "".join(value).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: {name} holds an incomplete character, {error.object[error.start]!r}") from error
-    return as_prompts(value)
+    prompts = as_prompts(value)
+    return prompts if required or any(prompts) else ()

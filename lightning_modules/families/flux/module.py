@@ -37,14 +37,14 @@ class FluxKontext(EditModule):
 
     def __init__(self, max_sequence_length: int, training_guidance_scale: float, **settings: Any) -> None:
         super().__init__(**settings)
-        self.max_sequence_length = max_sequence_length
+        self._max_sequence_length = max_sequence_length
         self._guidance_scale = training_guidance_scale
         self._truncated: set[str] = set()  # prompts that were said to be too long
 
     # Text
 
     def encoding_settings(self) -> dict[str, Any]:
-        return {"max_sequence_length": self.max_sequence_length}
+        return {"max_sequence_length": self._max_sequence_length}
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """prompt_embeds (L, D) and pooled_prompt_embeds (P,)."""
@@ -65,12 +65,12 @@ class FluxKontext(EditModule):
     def _t5_prompt_embeds(self, parts: Parts, prompts: list[str]) -> Tensor:
         """T5's last hidden states, (B, max_sequence_length, D); padding is encoded like text."""
         tokenizer, encoder = parts["tokenizer_2"], parts["text_encoder_2"]
-        ids = _tokenize(tokenizer, prompts, self.max_sequence_length)
+        ids = _tokenize(tokenizer, prompts, self._max_sequence_length)
         for prompt, tokens in zip(prompts, tokenizer(prompts).input_ids, strict=True):
-            if len(tokens) > self.max_sequence_length and prompt not in self._truncated:
+            if len(tokens) > self._max_sequence_length and prompt not in self._truncated:
                 self._truncated.add(prompt)
                 log.warning(
-                    f"note: {len(tokens)} tokens are cut to {self.max_sequence_length} (model.max_sequence_length): "
+                    f"note: {len(tokens)} tokens are cut to {self._max_sequence_length} (model.max_sequence_length): "
                     f'"{prompt[:60]}..."'
                 )
         return encoder(ids.to(parts.device("text_encoder_2"))).last_hidden_state.to(parts.dtype)
@@ -79,13 +79,13 @@ class FluxKontext(EditModule):
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
         return {
-            "prompt_embeds": (self.max_sequence_length, config["joint_attention_dim"]),
+            "prompt_embeds": (self._max_sequence_length, config["joint_attention_dim"]),
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         """T5's; CLIP gives one vector, of the first 77."""
-        return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self.max_sequence_length
+        return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self._max_sequence_length
 
     # Images
 
@@ -114,7 +114,7 @@ class FluxKontext(EditModule):
     # Prediction
 
     def call_arguments(self, width: int, height: int) -> dict[str, Any]:
-        arguments = super().call_arguments(width, height) | {"max_sequence_length": self.max_sequence_length}
+        arguments = super().call_arguments(width, height) | {"max_sequence_length": self._max_sequence_length}
         if self.condition_images.most != 0:  # Kontext's own sizes are all of one megapixel
             arguments |= {"max_area": width * height, "_auto_resize": False}
         return arguments

@@ -93,7 +93,7 @@ def test_graphs_are_no_more_than_kinds_of_blocks_times_sizes(tiny, counted, dyna
 def test_one_graph_serves_all_sizes_where_there_are_several(tiny, pairs, tmp_path):
     """Else the graphs, and by them the rounding, would depend on which size came first: a resumed run's is another."""
     mixed = make_pairs(tmp_path / "mixed", [(32, 32), (48, 32), (32, 48)])
-    for root, batch_size, expected in ((pairs, 1, True), (pairs, 4, True), (pairs, 3, False), (mixed, 1, False)):
+    for root, batch_size, expected in ((pairs, 1, True), (pairs, 3, True), (mixed, 1, False)):
         cfg = compose("train", "data=pairs", f"data.root={root}", f"data.batch_size={batch_size}")
         data = instantiate(cfg.data)
         module = build(tiny, "lora")

@@ -10,7 +10,7 @@ from PIL import Image
 from datamodules.batch import RawBatch
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import collate
-from datamodules.images.transforms import size_of_area, to_tensor
+from datamodules.images.transforms import Window, size_of_area, to_tensor
 from lightning_modules import flow
 from lightning_modules.adapters.formats.diffusers import save_lora
 from lightning_modules.adapters.peft_layers import adapter_state
@@ -72,7 +72,8 @@ def raw_sample(module, images, tmp_path, number=0, target=(48, 32)) -> RawBatch:
     for i, image in enumerate(images):
         paths.append(tmp_path / f"{number}-{i}.png")
         image.save(paths[-1])
-    controls, seen = module.condition_images.load(paths)
+    windows = [Window.whole(module.condition_images.size(*image.size)) for image in images]
+    controls, seen = module.condition_images.load(paths, windows)
     pixels = to_tensor(photograph(NAMES[number], *target))[None]
     return RawBatch([f"sample {number}"], [5 + number], [PROMPTS[number]], pixels, controls, None, [seen])
 
