@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from datamodules.base import Example, PromptShapes
 from datamodules.batch import LatentBatch, Size
-from datamodules.encoding import Content, views_by_id
+from datamodules.encoding import views_by_id
 from datamodules.errors import UserError, listing
 from datamodules.files import DAMAGED
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
 from datamodules.images.held_out import choose_held_out
-from datamodules.images.sample_set import Usable
 from datamodules.images.transforms import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
@@ -153,15 +152,14 @@ class CachedDataModule(PairsDataModule):
         hashes, ids = cache.hashes(), self.index.ids
         present, missing = [], []
         self._number_of = {}
-        for sample, views in views_by_id(self.sample_set, samples, hashes):
-            content = Content.of(sample, hashes)
-            if content is None or not views.keys() <= ids.keys():
+        for sample, usable, views in views_by_id(self.sample_set, samples, hashes):
+            if usable is None or not views.keys() <= ids.keys():
                 missing.append(sample)
                 continue
-            present.append(Usable(sample, content.sizes))
+            present.append(usable)
             self._number_of |= {(sample.key, view.windows): ids[id] for id, view in views.items()}
-        if usable := self.sample_set.check(missing):
-            absent = listing([one.sample.key for one in usable])
+        if changed := self.sample_set.check(missing):
+            absent = listing([one.sample.key for one in changed])
             raise UserError(f"{absent} not in the cache {cache.folder}: did files change just now? Start again")
         self.sample_set.require_some(present)
         self.take(present)

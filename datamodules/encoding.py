@@ -18,7 +18,7 @@ from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
 from datamodules.images.framing import View
 from datamodules.images.sample import Picture, Sample
 from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.transforms import image_size
+from datamodules.images.transforms import image_facts
 from datamodules.shards.cache import Cache
 from datamodules.shards.tar import sample_id
 
@@ -48,21 +48,31 @@ def roles(sample: Sample) -> list[tuple[str, Picture]]:
     return [*files, ("mask", sample.mask)] if sample.mask else files
 
 
+# Of a picture: its signature (4), its checksum, its width and height, and whether it has several frames.
+REMEMBERED = 8
+
+
 class Content(NamedTuple):
-    """What is remembered of a sample's files: their checksums by role, and the sizes of its pictures, mask left out."""
+    """What is remembered of a sample's files.
+
+    Attributes:
+        checksums: (role, sha256) of each.
+        usable: the sample with the sizes of its pictures.
+    """
 
     checksums: list[tuple[str, str]]
-    sizes: list[tuple[int, int]]
+    usable: Usable
 
     @classmethod
     def of(cls, sample: Sample, hashes: FileHashes) -> "Content | None":
         """None if a file is new or has changed."""
         files = [(role, hashes.known(path)) for role, path in roles(sample)]
-        known = [(role, hashed) for role, hashed in files if hashed is not None]
+        known = [(role, hashed) for role, hashed in files if hashed is not None and len(hashed) == REMEMBERED]
         if len(known) < len(files):
             return None
-        sizes = [(hashed[5], hashed[6]) for role, hashed in known if role != "mask"]
-        return cls([(role, hashed[4]) for role, hashed in known], sizes)
+        facts = [hashed[5:8] for role, hashed in known if role != "mask"]
+        usable = Usable(sample, [(width, height) for width, height, _ in facts], any(frames for *_, frames in facts))
+        return cls([(role, hashed[4]) for role, hashed in known], usable)
 
     def id(self, view: View) -> str:
         """The name in a cache of a view of the sample."""
@@ -76,19 +86,21 @@ class Content(NamedTuple):
 
 def views_by_id(
     sample_set: SampleSet, samples: Iterable[Sample], hashes: FileHashes
-) -> Iterator[tuple[Sample, dict[str, View]]]:
+) -> Iterator[tuple[Sample, Usable | None, dict[str, View]]]:
     """The samples, each with its views by their names in a cache; without them where a file is new or has changed."""
     for sample in samples:
         content = Content.of(sample, hashes)
-        views = [] if content is None else sample_set.views(Usable(sample, content.sizes))
-        yield sample, {} if content is None else {content.id(view): view for view in views}
+        if content is None:
+            yield sample, None, {}
+        else:
+            yield sample, content.usable, {content.id(view): view for view in sample_set.views(content.usable)}
 
 
 def is_complete(sample_set: SampleSet, cache: Cache) -> bool:
     """Whether a cache has all that is to be seen of all samples."""
     ids = cache.sample_ids()
     found = views_by_id(sample_set, sample_set.find(), cache.hashes())
-    return all(views and views.keys() <= ids for _, views in found)
+    return all(views and views.keys() <= ids for *_, views in found)
 
 
 class EncodingDataModule(PromptData):
@@ -118,7 +130,7 @@ class EncodingDataModule(PromptData):
         hashes, ids = self._hash(mine), self.cache.sample_ids()
         new: dict[str, View] = {}
         unread: list[Sample] = []
-        for sample, views in views_by_id(self.sample_set, mine, hashes):
+        for sample, _, views in views_by_id(self.sample_set, mine, hashes):
             if not views:  # a file could not be read: `check` says why
                 unread.append(sample)
             new |= {id: view for id, view in views.items() if id not in ids and id not in new}
@@ -155,7 +167,7 @@ class EncodingDataModule(PromptData):
 
 def _hash_if_readable(path: Picture) -> Hashed | None:
     try:
-        return (*hash_file(path), *image_size(path))
+        return (*hash_file(path), *image_facts(path))
     except (OSError, UserError):
         return None
 

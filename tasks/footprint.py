@@ -138,7 +138,8 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     prompt = {size: sum(tensor.nbytes for tensor in latents.prompt.values()) for size, latents in one.items()}
     alone = module.condition_images.text_sees_them
     shared = len({prompt for sample in data.samples for prompt in sample.prompts} | {""})
-    prompts = sum(2 * prompt[size] for size in data.sizes) if alone else prompt[heaviest.size] * shared
+    each = sum((1 + len(view.sample.prompts)) * prompt[view.size] for view in data.views)
+    prompts = each if alone else prompt[heaviest.size] * shared
     encode, decode = autoencoder_peaks(module, vae, data.sizes)
     return Footprint(
         precision=source.expected_precision,

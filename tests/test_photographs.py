@@ -148,25 +148,24 @@ def test_weight_of_a_root_scales_its_losses(run, tiny, two_roots, tmp_path):
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("root", "message"),
-    [
-        ("{repeats: 2}", "say where it is, as {path: FOLDER, repeats: 2}"),
-        ("{path: x, repeat: 2}", "a root has no setting repeat; choose from path, repeats, weight, resolution"),
-        ("{path: x, repeats: 0}", "data.root=x: repeats=0: must be a whole number from 1 on"),
-        ("{path: x, weight: -1}", "data.root=x: weight=-1: must be a number from 0 on"),
-        ("{path: x, resolution: 8}", "data.root=x: resolution=[8]: must be whole numbers from 16 on"),
-        ("{path: x, resolution: abc}", "data.root=x: resolution="),
-    ],
-)
-def test_wrong_settings_of_a_root_are_one_line(run, tiny, tmp_path, root, message):
-    command = [one for one in short(tiny, "unused", tmp_path, 1) if not one.startswith("data.root=")]
-    assert message in run("train", *command, f"data.root=[{root}]", ok=False).error
-
-
 def test_dry_run_counts_batches_and_crops(run, tiny, two_roots, tmp_path):
     command = [f"model.pretrained_model_name_or_path={tiny}", f"data.root={two_roots}/mine", "task=dry_run"]
     text = run("train", *command, "data.resolution=64", "data.max_tokens_per_batch=1500").text
     flat = re.sub(r"[\s│]+", " ", text)
     assert re.search(r"\d+ batches of \d sizes, which use \d+ % of max_tokens_per_batch=1,500; \d\.\d % of the", flat)
     assert "sizes have fewer pairs than a batch" in flat
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "data.root=[{path: x, repeat: 2}]",
+            "a root has no setting repeat; choose from path, repeats, weight, resolution",
+        ),
+        ("data.resolution=[]", "data.resolution=[]: must be a whole number from 16 to 4096"),
+        ("data.buckets=null", "data.buckets=None: choose auto, exact, aspect or family"),
+    ],
+)
+def test_wrong_settings_are_one_line(run, tiny, pairs, tmp_path, setting, message):
+    assert message in run("train", *short(tiny, pairs, tmp_path, 1), setting, ok=False).error

@@ -47,6 +47,8 @@ def framing_notes(usable: Sequence[Usable], views: Sequence[View], roots: Sequen
     ]
     if rounded:
         notes.append(f"{rounded} {noun} have sides rounded down to a multiple of {SIDE_MULTIPLE}")
+    if frames := sum(one.frames for one in usable):
+        notes.append(f"{frames} {noun} have pictures of several frames, of which the first is used")
     if crops := [view.cropped for view in views if view.cropped]:
         notes.append(
             f"{len(crops)} {noun} are cropped to a bucket's proportions, by {100 * sum(crops) / len(crops):.1f} % on "

@@ -1,8 +1,9 @@
 """data.root and data.val_root: the roots that they name, with the settings of each."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from datamodules.errors import UserError, listing, printable
@@ -12,11 +13,38 @@ from datamodules.images.transforms import SIDE_MULTIPLE
 RootSetting = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
 # What a trigger word replaces in a caption.
 TRIGGER = "[trigger]"
-# Of a root: the least, of which kinds, and how the rule is called.
-NUMBERS: list[tuple[str, int, Any, str]] = [
-    ("repeats", 1, int, "a whole number from 1 on"),
-    ("weight", 0, (int, float), "a number from 0 on"),
-]
+# Beyond it a training step would take hundreds of gigabytes.
+LONGEST_SIDE = 4096
+
+
+def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _are_sides(value: Any) -> bool:
+    sides = value if isinstance(value, list | tuple) else [value]
+    return value is None or (bool(sides) and all(_is_whole(side, SIDE_MULTIPLE, LONGEST_SIDE) for side in sides))
+
+
+def _are_suffixes(value: Any) -> bool:
+    ends = list(value) if isinstance(value, list | tuple) else [] if value is None else [None]
+    return not ends or (len(set(ends)) == len(ends) == 2 and all(isinstance(end, str) for end in ends))
+
+
+# What a setting of a root may be.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "repeats": (lambda value: _is_whole(value, 1), "a whole number from 1 on"),
+    "weight": (_is_weight, "a number from 0 on"),
+    "resolution": (_are_sides, f"a whole number from {SIDE_MULTIPLE} to {LONGEST_SIDE}, a list of them, or null"),
+    "prefix": (lambda value: isinstance(value, str), "text"),
+    "trigger_word": (lambda value: value is None or isinstance(value, str), "text or null"),
+    "columns": (lambda value: value is None or isinstance(value, Mapping), "as {control: photo, target: graded}"),
+    "pair_suffixes": (_are_suffixes, "two different endings, as [_before,_after]"),
+}
 
 
 def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list[Root]:
@@ -25,32 +53,31 @@ def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list
     Raises:
         UserError: a setting is unknown or no such value; or a name is not UTF-8, as the run's files are.
     """
-    entries = [value] if isinstance(value, str | Mapping) else value or []
+    for key, (allows, what) in RULES.items():
+        if key in settings and not allows(settings[key]):
+            raise UserError(f"data.{key}={settings[key]}: must be {what}")
+    entries = value if isinstance(value, list | tuple) else [value]
     return [_as_root(name, one, settings) for one in entries if one not in (None, "")]
 
 
-def _as_root(name: str, value: str | Mapping[str, Any], settings: Mapping[str, Any]) -> Root:
+def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
     own = dict(value) if isinstance(value, Mapping) else {"path": value}
-    known = [one.name for one in fields(Root) if one.name != "require_prompt"]
-    if unknown := [key for key in own if key not in known]:
-        raise UserError(f"data.{name}: a root has no setting {listing(unknown)}; choose from {', '.join(known)}")
+    if unknown := [str(key) for key in own if key not in RULES and key != "path"]:
+        raise UserError(f"data.{name}: a root has no setting {listing(unknown)}; choose from path, {', '.join(RULES)}")
     path = str(own.get("path") or "")
     if not path:
         raise UserError(f"data.{name}={own}: say where it is, as {{path: FOLDER, repeats: 2}}")
     if printable(path) != path:
         raise UserError(f"data.{name}={printable(path)}: the name is not UTF-8: rename it, or give a link to it")
-    all_settings = {**settings, **own, "path": path}
-    for key, least, kinds, what in NUMBERS:
-        number = all_settings.get(key, least)
-        if isinstance(number, bool) or not isinstance(number, kinds) or not least <= number < math.inf:
-            raise UserError(f"data.{name}={path}: {key}={number}: must be {what}")
-    sides = all_settings.get("resolution")
-    sides = [] if sides is None else [sides] if isinstance(sides, int) else list(sides)
-    if not all(isinstance(side, int) and side >= SIDE_MULTIPLE for side in sides):
-        raise UserError(f"data.{name}={path}: resolution={sides}: must be whole numbers from {SIDE_MULTIPLE} on")
-    all_settings["resolution"] = tuple(dict.fromkeys(sides))
-    all_settings["columns"] = all_settings.get("columns") or {}
-    return Root(**all_settings)
+    for key, (allows, what) in RULES.items():
+        if key in own and not allows(own[key]):
+            raise UserError(f"data.{name}={path}: {key}={own[key]}: must be {what}")
+    chosen = {**settings, **own, "path": path}
+    sides, ends = chosen.get("resolution"), chosen.get("pair_suffixes")
+    chosen["resolution"] = tuple(dict.fromkeys([] if sides is None else [sides] if isinstance(sides, int) else sides))
+    chosen["columns"] = chosen.get("columns") or {}
+    chosen["pair_suffixes"] = tuple(ends) if ends else None
+    return Root(**chosen)
 
 
 def with_captions(found: Found, roots: Sequence[Root]) -> Found:
@@ -67,6 +94,6 @@ def _caption(prompt: str, root: Root) -> str:
     word = root.trigger_word
     if word is not None and TRIGGER in prompt:
         prompt = prompt.replace(TRIGGER, word)
-    elif word is not None and word not in prompt:
+    elif word and not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt):
         prompt = f"{word}, {prompt}" if prompt else word
     return root.prefix + prompt

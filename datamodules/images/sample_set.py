@@ -11,14 +11,20 @@ from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
 from datamodules.images.roots import RootSetting, as_roots, with_captions
 from datamodules.images.sample import Found, Picture, Root, Sample, Source
-from datamodules.images.transforms import MOST_PIXELS, image_size, verify_image
+from datamodules.images.transforms import MOST_PIXELS, image_facts, verify_image
 
 
 class Usable(NamedTuple):
-    """A sample whose files were checked; `sizes`: (width, height) of its target and its controls, upright."""
+    """A sample whose files were checked.
+
+    Attributes:
+        sizes: (width, height) of its target and its controls, upright.
+        frames: whether one of them has several frames.
+    """
 
     sample: Sample
     sizes: Sequence[tuple[int, int]]
+    frames: bool = False
 
 
 class SampleSet:
@@ -202,7 +208,8 @@ class SampleSet:
         images = (sample.target, *sample.controls)
         fixed = self.condition_images.vae_image_size
         try:
-            sizes = [image_size(path) for path in images]
+            facts = [image_facts(path) for path in images]
+            sizes = [(width, height) for width, height, _ in facts]
             if not self.root(sample).resolution:
                 for path, size in zip(images, sizes[: 1 if fixed else None], strict=False):
                     _refuse_large(path, *size)
@@ -210,7 +217,7 @@ class SampleSet:
                 verify_image(path)
         except UserError as error:
             return error
-        return Usable(sample, sizes)
+        return Usable(sample, sizes, any(frames for *_, frames in facts))
 
 
 def _place(picture: Picture) -> Picture:

@@ -37,7 +37,7 @@ def _scan(root: Root) -> Found:
         table, passed_over = named
         return replace(samples_of(table, root), passed_over=passed_over)
     path = Path(root.path).expanduser()
-    suffixes = _pair_suffixes(root)
+    suffixes = root.pair_suffixes
     form = form_of_pairs(path, suffixes)
     if form is not None:
         return _read(path, form, root, suffixes)
@@ -70,12 +70,3 @@ def _read(folder: Path, form: Form, root: Root, suffixes: tuple[str, str] | None
     if not found.samples and not found.incomplete:
         raise UserError(f"data.root={folder}: no images ({FORMATS}) in {targets} and {controls}")
     return found
-
-
-def _pair_suffixes(root: Root) -> tuple[str, str] | None:
-    given = root.pair_suffixes
-    if not given:
-        return None
-    if isinstance(given, str) or len(given) != 2 or given[0] == given[1] or not all(isinstance(e, str) for e in given):
-        raise UserError(f"data.pair_suffixes={given}: two different endings, as [_before,_after]")
-    return str(given[0]), str(given[1])

@@ -32,6 +32,8 @@ ONE_LARGE = Lock()
 # Before a picture is resized it may be reduced by a whole factor, to this multiple of the wanted sides.
 REDUCING_GAP = 3
 ORIENTATION = 0x0112
+# Formats that may hold several pictures; what else a phone puts into a JPEG (MPO) is not meant to be seen.
+MOVING = ("GIF", "PNG", "WEBP", "TIFF")
 # What PIL raises for files that are not images, end too early or are damaged.
 UNREADABLE = (*DAMAGED, OSError, SyntaxError, OverflowError, struct.error, zlib.error)
 # PIL warns of damaged EXIF and the like, which does not affect the pixels.
@@ -83,7 +85,12 @@ def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
 
 
 def image_size(path: Picture) -> tuple[int, int]:
-    """(width, height) of the upright image, from the header alone.
+    """(width, height) of the upright image, from the header alone; raises as `image_facts` does."""
+    return image_facts(path)[:2]
+
+
+def image_facts(path: Picture) -> tuple[int, int, bool]:
+    """Width and height of the upright image, and whether it has more frames than the first, which is used.
 
     Raises:
         UserError: the file is no image, or a side is shorter than 16 pixels.
@@ -95,9 +102,10 @@ def image_size(path: Picture) -> tuple[int, int]:
         exif = image.getexif() if late else Image.Image.getexif(image)
         if exif.get(ORIENTATION, 1) in range(5, 9):
             width, height = height, width
+        frames = image.format in MOVING and getattr(image, "n_frames", 1) > 1
     if min(width, height) < SIDE_MULTIPLE:
         raise UserError(f"the image {path} is {width}x{height}: both sides must be at least {SIDE_MULTIPLE} pixels")
-    return width, height
+    return width, height, frames
 
 
 def _has_text_after_pixels(png: Picture) -> bool:

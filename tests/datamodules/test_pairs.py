@@ -136,3 +136,14 @@ def test_line_about_a_file_ends_with_one_full_stop(tmp_path):
     with pytest.raises(UserError, match=r"megapixels, shrink it\. Repair") as caught:
         data_module(str(root))
     assert ".." not in str(caught.value)
+
+
+def test_pictures_of_several_frames_are_counted(tmp_path):
+    """Not what phones put into a JPEG beside the picture."""
+    root = make_pairs(tmp_path, [(32, 32)] * 3)
+    frames = [photograph(name, 32, 32) for name in ("coffee", "astronaut")]
+    (root / "control_images" / "00.png").unlink()
+    frames[0].save(root / "control_images" / "00.webp", save_all=True, append_images=frames[1:])
+    (root / "control_images" / "01.png").unlink()
+    frames[0].save(root / "control_images" / "01.jpg", "MPO", save_all=True, append_images=frames[1:])
+    assert data_module(str(root)).notes == ["1 pairs have pictures of several frames, of which the first is used"]
