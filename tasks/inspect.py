@@ -21,7 +21,7 @@ from rich.table import Table
 from datamodules.errors import UserError, printable
 from datamodules.files import replacing
 from datamodules.images.duplicates import repeated
-from datamodules.images.findings import Finding, Kind, worst_first
+from datamodules.images.findings import Finding, Kind, mostly_small, worst_first
 from datamodules.images.held_out import choose_held_out
 from datamodules.images.inspection import Inspected, inspect_sample, look
 from datamodules.images.sample import Sample
@@ -78,7 +78,7 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
         held: the numbers of those that are held out.
     """
     seen = list(_each(samples, sample_set))
-    found = [finding for one in seen for finding in one.findings]
+    found = mostly_small([finding for one in seen for finding in one.findings], len(samples))
     found += repeated(samples, [one.target for one in seen], [one.control for one in seen], held)
     return [*found, *caption_findings(samples)]
 

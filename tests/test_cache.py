@@ -148,7 +148,7 @@ def test_old_caches_are_named_first_and_deleted_when_told(run, tiny, pairs, tmp_
 
 def test_task_that_does_not_exist(run):
     assert (
-        "task=catch: choose edit, cache, preview, clean, quantize or compare_precision"
+        "task=catch: choose edit, cache, preview, clean, quantize, inspect, compare_precision or caption"
         in run("predict", "task=catch", ok=False).error
     )
 

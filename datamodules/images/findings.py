@@ -48,6 +48,15 @@ class Finding(NamedTuple):
     other: Sample | None = None
 
 
+def mostly_small(found: list[Finding], count: int) -> list[Finding]:
+    """One finding in the place of those of low resolution, where most of `count` samples have one: it is the set's."""
+    small = [finding for finding in found if finding.kind is Kind.SMALL]
+    if 2 * len(small) <= count:
+        return found
+    summary = Finding(Kind.SMALL, f"{len(small)} of {count}", f"such as {small[0].key}: {small[0].figure}")
+    return [summary, *(finding for finding in found if finding.kind is not Kind.SMALL)]
+
+
 def worst_first(findings: list[Finding]) -> list[Finding]:
     """In the order of `Kind`; findings of one kind keep theirs."""
     order = {kind: number for number, kind in enumerate(Kind)}

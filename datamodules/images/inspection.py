@@ -171,7 +171,7 @@ def _of_target(sample: Sample, target: Look, sides: tuple[int, ...]) -> Iterator
         yield _finding(sample, Kind.BLANK, "target")
     # Of several sides the least: a small picture may be there for that one.
     if sides and width * height < min(sides) ** 2 / 2:
-        yield _finding(sample, Kind.SMALL, f"{width}x{height}, trained at {min(sides)}")
+        yield _finding(sample, Kind.SMALL, f"{width}x{height}, data.resolution={min(sides)}")
     if target.quality is not None and target.quality < LEAST_QUALITY:
         yield _finding(sample, Kind.COMPRESSED, f"JPEG quality {target.quality}")
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from braceexpand import braceexpand
-
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, reason, require_file
 from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
@@ -103,6 +101,8 @@ def named_tars(root: str) -> list[Path]:
     if plain.exists():
         return [plain]
     try:
+        from braceexpand import braceexpand
+
         paths = [Path(name).expanduser() for name in braceexpand(root)]
     except ValueError as error:
         raise UserError(f"data.root={root}: a brace is left open") from error

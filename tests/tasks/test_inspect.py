@@ -46,7 +46,7 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert 1.038 < float(figures["scaled"].removeprefix("x ")) < 1.042
     assert figures["leak"] == "target as learned"
     assert figures["twice_1"] == "as twice_0"
-    assert figures["small"] == "240x320, trained at 512"
+    assert figures["small"] == "240x320, data.resolution=512"
     assert figures["compressed"] == "JPEG quality 25"
     assert figures["proportion"] == "control 300x384, target 512x384"
     assert findings(output)[0]["finding"] == "leak"

@@ -10,7 +10,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from datamodules.images.alignment import align
 from datamodules.images.duplicates import Prints, repeated
-from datamodules.images.findings import Kind
+from datamodules.images.findings import Finding, Kind, mostly_small
 from datamodules.images.inspection import Print, inspect_sample, jpeg_quality, look, nearly_equal, print_of
 from datamodules.images.sample import Sample
 from datamodules.images.wording import caption_findings
@@ -213,3 +213,12 @@ def test_captions_are_faults_where_they_are_mistakes(tmp_path):
     assert found([*varied, (description, "a barn"), ("the lake", description)]) == [(Kind.REPEATED_CAPTION, "21")]
     assert found([*varied, (" ",)]) == [(Kind.NO_CAPTION, "20")]
     assert found([("",)] * 20) == [(Kind.NO_CAPTION, "all 20")]
+
+
+def test_a_set_of_small_pictures_is_one_finding():
+    small = [Finding(Kind.SMALL, str(number), "64x64, data.resolution=512") for number in range(3)]
+    other = Finding(Kind.EQUAL, "0", "control and target")
+    assert mostly_small([*small, other], 6) == [*small, other]
+    [summary, kept] = mostly_small([*small, other], 5)
+    assert (summary.key, summary.figure) == ("3 of 5", "such as 0: 64x64, data.resolution=512")
+    assert kept is other
