@@ -52,7 +52,8 @@ class ShardWriter(BasePredictionWriter):
         if self.encoded == 1 and trainer.is_global_zero:
             data = EncodingDataModule.of(trainer)
             samples = len(data.requests)
-            prompts = 2 * samples if pl_module.condition_images.text_sees_them else len(data.all_prompts())
+            own = sum(1 + len(view.sample.prompts) for view, *_ in data.requests.items)
+            prompts = own if pl_module.condition_images.text_sees_them else len(data.all_prompts())
             self._compare_with_free_space(samples * trainer.world_size, prompts * trainer.world_size)
 
     def _write(
@@ -81,6 +82,7 @@ class ShardWriter(BasePredictionWriter):
         longest = max(prompts, key=lambda one: one[module.geometry.text].shape[1])
         facts = {
             "key": raw.keys[0],
+            "view": request.view,
             "captions": request.captions,
             "prompts": members[:-1],
             "empty_prompt": members[-1],

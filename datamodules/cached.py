@@ -1,7 +1,7 @@
 """Cached latents: training without running the encoders."""
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 # Settings that change what is encoded, and what they are where they change nothing.
-PICTURES_ALONE = {"upscale": False, "crop": "center", "flip": False, "prefix": "", "trigger_word": None}
+PICTURES_ALONE = {
+    **{"buckets": "auto", "upscale": False, "crop": "center", "crop_count": 4, "flip": False},
+    **{"prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None},
+}
 
 
 def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDataModule | StreamedDataModule":
@@ -170,20 +173,22 @@ class CachedDataModule(PairsDataModule):
             raise UserError("data.val_root needs data.root; to hold out samples of data.shards, set data.val_count")
         self.folder, self.index = folder, open_copied(folder, wanted.parts)
         numbers, keys = list(self.index.ids.values()), self.index.keys
-        shown: list[Hashable] = list(keys)
-        held = choose_held_out(keys, shown, set(), [], self.val_count, "samples")
+        first = [number for number in numbers if self.index.is_first[number]]
+        names = [keys[number] for number in first]
+        held = choose_held_out(names, names, set(), [], self.val_count, "samples")
+        held_keys = {names[index] for index in held}
         self.validation = None
         if held:
             self.validation = copy(self)
-            self.validation.use_numbers([number for number in numbers if number in held])
-        self.use_numbers([number for number in numbers if number not in held])
+            self.validation.use_numbers([first[index] for index in sorted(held)])
+        self.use_numbers([number for number in numbers if keys[number] not in held_keys])
 
     def use_numbers(self, numbers: Sequence[int]) -> None:
         """Train on these samples of the index, of which only the shards are known."""
         self.numbers = list(numbers)
         self.keys = [self.index.keys[number] for number in numbers]
         self.sizes = [self.index.sizes[number] for number in numbers]
-        self.leading = list(range(len(numbers)))
+        self.leading = [place for place, number in enumerate(numbers) if self.index.is_first[number]]
 
     def keep_first(self) -> None:
         if self.views:
@@ -240,4 +245,5 @@ class CachedDataModule(PairsDataModule):
         if self.shards is None:
             return super().describe() + (f", encoded in {self.folder}" if self.numbers else "")
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
-        return f"{self.sample_count:,} samples of {self.folder}{held_out}"
+        views = "" if len(self.numbers) == self.sample_count else f" in {len(self.numbers):,} views"
+        return f"{self.sample_count:,} samples{views} of {self.folder}{held_out}"

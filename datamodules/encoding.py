@@ -18,7 +18,7 @@ from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
 from datamodules.images.framing import View
 from datamodules.images.sample import Picture, Sample
 from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.transforms import image_facts
+from datamodules.images.transforms import SIDE_MULTIPLE, image_facts
 from datamodules.shards.cache import Cache
 from datamodules.shards.tar import sample_id
 
@@ -34,12 +34,14 @@ class EncodeRequest:
         id: its name in the cache, derived from its content.
         images: what each condition image is known by: its sha256, and what is seen of it.
         captions: all of the sample's.
+        view: its number among the views of the sample.
     """
 
     raw: RawBatch
     id: str
     images: list[str]
     captions: tuple[str, ...]
+    view: int
 
 
 def roles(sample: Sample) -> list[tuple[str, Picture]]:
@@ -65,12 +67,14 @@ class Content(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample, hashes: FileHashes) -> "Content | None":
-        """None if a file is new or has changed."""
+        """None if a file is new, has changed, or is too small a picture."""
         files = [(role, hashes.known(path)) for role, path in roles(sample)]
         known = [(role, hashed) for role, hashed in files if hashed is not None and len(hashed) == REMEMBERED]
         if len(known) < len(files):
             return None
         facts = [hashed[5:8] for role, hashed in known if role != "mask"]
+        if any(min(width, height) < SIDE_MULTIPLE for width, height, _ in facts):  # it cannot be used
+            return None
         usable = Usable(sample, [(width, height) for width, height, _ in facts], any(frames for *_, frames in facts))
         return cls([(role, hashed[4]) for role, hashed in known], usable)
 
@@ -128,15 +132,16 @@ class EncodingDataModule(PromptData):
         # By position in the whole data set: a build that is resumed gives each sample to the same process, in order.
         mine = self.sample_set.find()[self.run.global_rank :: self.run.world_size]
         hashes, ids = self._hash(mine), self.cache.sample_ids()
-        new: dict[str, View] = {}
+        new: dict[str, tuple[int, View]] = {}
         unread: list[Sample] = []
         for sample, _, views in views_by_id(self.sample_set, mine, hashes):
             if not views:  # a file could not be read: `check` says why
                 unread.append(sample)
-            new |= {id: view for id, view in views.items() if id not in ids and id not in new}
-        to_check = {view.sample.key: view.sample for view in new.values()}
+            numbered = enumerate(views.items())
+            new |= {id: (number, view) for number, (id, view) in numbered if id not in ids and id not in new}
+        to_check = {view.sample.key: view.sample for _, view in new.values()}
         usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread])}
-        items = [(view, id) for id, view in new.items() if view.sample.key in usable]
+        items = [(view, id, number) for id, (number, view) in new.items() if view.sample.key in usable]
         self.requests = _Requests(items, hashes, self.sample_set.condition_images)
 
     def _hash(self, samples: Iterable[Sample]) -> FileHashes:
@@ -152,7 +157,7 @@ class EncodingDataModule(PromptData):
     def all_prompts(self) -> list[PromptRequest]:
         if self.sample_set.condition_images.text_sees_them or not self.requests.items:
             return []
-        captions = [prompt for view, _ in self.requests.items for prompt in view.sample.prompts]
+        captions = [prompt for view, *_ in self.requests.items for prompt in view.sample.prompts]
         return [(prompt, ()) for prompt in dict.fromkeys([*captions, ""])]
 
     def predict_dataloader(self) -> DataLoader[EncodeRequest]:
@@ -177,18 +182,20 @@ def _alone(items: list[EncodeRequest]) -> EncodeRequest:
 
 
 class _Requests(Dataset[EncodeRequest]):
-    def __init__(self, items: list[tuple[View, str]], hashes: FileHashes, condition_images: ConditionImages) -> None:
+    def __init__(
+        self, items: list[tuple[View, str, int]], hashes: FileHashes, condition_images: ConditionImages
+    ) -> None:
         self.items = items
         self.hashes = hashes
-        self.pixels = PairDataset([view for view, _ in items], condition_images, seed=None)
+        self.pixels = PairDataset([view for view, *_ in items], condition_images, seed=None)
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> EncodeRequest:
-        view, id = self.items[index]
+        view, id, number = self.items[index]
         raw = self.pixels[(index, 0)]
         content = Content.of(view.sample, self.hashes)
         if content is None or content.id(view) != id:  # else the new pixels would be cached under the old ones' id
             raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded: start again")
-        return EncodeRequest(raw, id, content.images(view), view.sample.prompts)
+        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, number)

@@ -1,7 +1,7 @@
 """Pairs of pictures, decoded in every step."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from datamodules.errors import UserError
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import PairDataset, collate, leave_signals_to_the_trainer, pictures
 from datamodules.images.framing import Framing, View
-from datamodules.images.held_out import choose_held_out
+from datamodules.images.held_out import choose_held_out, shown_pictures
 from datamodules.images.notes import bucket_notes, framing_notes, unusual
 from datamodules.images.roots import RootSetting
 from datamodules.images.sample import Sample, Source
@@ -74,16 +74,15 @@ class PairsDataModule(TrainingData):
         super().__init__()
         if val_root is not None and val_count:
             raise UserError(f"data.val_root={val_root} and data.val_count={val_count}: choose one")
-        if buckets == "auto":
-            several = batch_size > 1 or max_tokens_per_batch is not None or crop != "center"
-            buckets = "aspect" if several else "exact"
+        several = batch_size > 1 or max_tokens_per_batch is not None or crop != "center"
+        chosen = ("aspect" if several else "exact") if buckets == "auto" else buckets
         self.sample_set = SampleSet(
             root,
             val_root,
             source,
             on_missing,
             on_bad_image,
-            Framing(buckets, upscale, crop, crop_count, flip),
+            Framing(chosen, upscale, crop, crop_count, flip),
             resolution=resolution,
             prefix=prefix,
             trigger_word=trigger_word,
@@ -91,6 +90,9 @@ class PairsDataModule(TrainingData):
             pair_suffixes=pair_suffixes,
         )
         self.roots = self.sample_set.paths
+        roots = [*self.sample_set.roots, *self.sample_set.val_roots]
+        if (buckets in ("aspect", "family") or crop != "center") and roots and not any(r.resolution for r in roots):
+            raise UserError(f"data.buckets={chosen}, data.crop={crop}: both need data.resolution, which is null")
         self.notes = self.sample_set.notes
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
@@ -134,7 +136,7 @@ class PairsDataModule(TrainingData):
         self.notes += framing_notes(usable, first, [self.sample_set.root(sample) for sample in samples], noun)
         self.notes += unusual([sample.prompts for sample in samples], sizes, self.sample_set.framing, noun)
         keys = [sample.key for sample in samples]
-        shown: list[Hashable] = [frozenset((sample.target, *sample.controls)) for sample in samples]
+        shown = shown_pictures(samples, self.val_count)
         named = {index for index, sample in enumerate(samples) if sample in self.sample_set.held_out}
         held = choose_held_out(keys, shown, named, self.sample_set.val_paths, self.val_count, noun)
         self.validation = None
@@ -142,6 +144,8 @@ class PairsDataModule(TrainingData):
             self.validation = copy(self)
             self.validation.use([[first[index]] for index in sorted(held)])
         self.use([self.sample_set.views(one) for index, one in enumerate(usable) if index not in held])
+        if all(view.weight == 0 for view in self.views):
+            raise UserError("data.root: weight=0 for all samples: there is nothing to learn")
 
     def use(self, views: Sequence[Sequence[View]]) -> None:
         """Train on these views, given for each sample."""
@@ -233,12 +237,8 @@ class PairsDataModule(TrainingData):
         return f"{self.sample_count} {noun}{views} of {', '.join(self.roots)}{held_out}"
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
-        shapes = {
-            (view.size, str(prompt_shapes(prompt, list(view.size[0][1:]))))
-            for view in self.views
-            for prompt in view.sample.prompts
-        }
-        return len(shapes) == 1
+        kinds = {(view.size, prompt) for view in self.views for prompt in view.sample.prompts}
+        return len({(size, str(prompt_shapes(prompt, list(size[0][1:])))) for size, prompt in kinds}) == 1
 
     def size_counts(self) -> Counter[tuple[int, int]]:
         return Counter(images[0] for images, _ in self.sizes)

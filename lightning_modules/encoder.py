@@ -79,8 +79,9 @@ class Encoder:
     def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch, list[dict[str, Tensor]]]:
         """A view encoded with the empty prompt, and the conditioning of each of its sample's captions."""
         latents = self(request.raw, "")
-        images = request.raw.prompt_images
-        return latents, [self.prompts([caption], images, self.base.device) for caption in request.captions]
+        images, device = request.raw.prompt_images, self.base.device
+        with torch.autocast(device.type, enabled=False):
+            return latents, [self.prompts([caption], images, device) for caption in request.captions]
 
     def _encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, beside the transformer."""

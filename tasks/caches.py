@@ -31,7 +31,8 @@ def cache(cfg: DictConfig, _: Path) -> None:
     manifest = Cache(folder, {}).manifest()
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
-    log.info(f"done: {folder} holds {manifest['samples']} samples, {decimal(manifest['bytes'])}")
+    holds = f"{manifest['samples']} samples, {decimal(manifest['bytes'])}"
+    log.info(f"done: {folder} holds {holds}; encoded for data.buckets={data.sample_set.framing.buckets}")
     log.info(f"train on it: {' '.join(['python train.py', *_same_data_and_model()])}")
 
 

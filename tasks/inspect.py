@@ -22,7 +22,7 @@ from datamodules.errors import UserError, printable
 from datamodules.files import replacing
 from datamodules.images.duplicates import repeated
 from datamodules.images.findings import Finding, Kind, mostly_small, worst_first
-from datamodules.images.held_out import choose_held_out
+from datamodules.images.held_out import choose_held_out, shown_pictures
 from datamodules.images.inspection import Inspected, inspect_sample, look
 from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
@@ -126,7 +126,7 @@ def _pool() -> Iterator[tuple[ThreadPoolExecutor, int]]:
 
 def _held_out(samples: Sequence[Sample], sample_set: SampleSet, val_count: int) -> set[int]:
     """As training divides them."""
-    pictures = [frozenset((sample.target, *sample.controls)) for sample in samples]
+    pictures = shown_pictures(samples, val_count)
     named = {number for number, sample in enumerate(samples) if sample in sample_set.held_out}
     keys = [sample.key for sample in samples]
     return choose_held_out(keys, pictures, named, sample_set.val_paths, val_count, "samples")

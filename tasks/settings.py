@@ -108,7 +108,7 @@ SHARED: dict[str, Number | Switch] = {
     "model.sampling.true_cfg_scale": SCALE,
     "data.resolution": replace(RESOLUTION, null=True, several=True),
     "data.upscale": Switch(),
-    "data.crop_count": COUNT,
+    "data.crop_count": Number(1, 100, whole=True),
     "data.flip": Switch(),
     "data.batch_size": COUNT,
     "data.num_workers": COUNT_OR_NONE,

@@ -7,7 +7,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 TEXTS = {
     "prompt",
     "negative_prompt",
+    "data.prefix",
     "data.source.instance_prompt",
+    "data.trigger_word",
     "captioner.pair.system",
     "captioner.pair.user",
     "captioner.single.system",

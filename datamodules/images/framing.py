@@ -1,7 +1,8 @@
 """Which part of a picture is seen, and at what size: resolutions, buckets, crops and flips."""
 
-import hashlib
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,8 +19,11 @@ STEP = (4 / 3) ** 0.25
 STEPS = 16
 # A picture that the nearest bucket would crop more, as a panorama, keeps its own proportions.
 MOST_CROPPED = 0.06
-# Pictures that are smaller than the resolution go to buckets of a smaller one; eight of these halve a side.
-RUNG = 2 ** (-1 / 8)
+# Pictures that are smaller than the resolution go to buckets of a smaller one. Eight coarse steps halve a side; the
+# first one is taken in fine steps, that pictures of about the resolution lose little.
+COARSE, FINE = 2 ** (-1 / 8), 2 ** (-1 / 32)
+# Where each further crop lies, as a share of the space around it: spread evenly, however many there are (golden ratio).
+SPREAD = (5**0.5 - 1) / 2
 # A control whose proportions differ by no more shows the same view as its target: it gets the same window.
 SAME_PROPORTIONS = 0.02
 
@@ -96,33 +100,35 @@ class Framing:
         # The first view is the largest: validation and previews have it.
         sides = sorted(root.resolution, reverse=True) or [0]
         crops = 1 if self.crop == "center" else self.crop_count
-        views = [
-            View(sample, self._windows(sample, sizes, side, crop, flipped), root.weight, root.repeats)
+        # Equal ones, of pictures that need no crop, are one view that comes as often: all samples are seen as often.
+        windows = Counter(
+            self._windows(sizes, side, crop, flipped)
             for side in sides
             for crop in range(crops)
             for flipped in ([False, True] if self.flip else [False])
-        ]
-        return [View(sample, views[0].windows)] if held_out else views
+        )
+        if held_out:
+            return [View(sample, next(iter(windows)))]
+        return [View(sample, one, root.weight, root.repeats * count) for one, count in windows.items()]
 
-    def _windows(
-        self, sample: Sample, sizes: Sequence[Sides], side: int, crop: int, flipped: bool
-    ) -> tuple[Window, ...]:
+    def _windows(self, sizes: Sequence[Sides], side: int, crop: int, flipped: bool) -> tuple[Window, ...]:
         """Of the target and the controls; a `side` of 0 is their own size."""
-        target = self._place(sample.key, sizes[0], side, crop, flipped)
-        return (target, *(self._control(sample.key, own, sizes[0], target, side, flipped) for own in sizes[1:]))
+        target = self._place(sizes[0], side, crop, flipped)
+        return (target, *(self._control(own, sizes[0], target, side, flipped) for own in sizes[1:]))
 
-    def _place(self, key: str, own: Sides, side: int, crop: int, flipped: bool) -> Window:
-        bucket = self.bucket(own, side) if side and self.buckets != "exact" else None
+    def _place(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
+        bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
         if bucket is None:
             size = self._own_proportions(own, side)
             return Window.whole(size, flipped)
         scale = max(bucket[0] / own[0], bucket[1] / own[1])
         frame = max(bucket[0], round(own[0] * scale)), max(bucket[1], round(own[1] * scale))
-        left, top = ((space - taken) * _offset(key, crop) for space, taken in zip(frame, bucket, strict=True))
+        offset = (0.5 + SPREAD * crop) % 1
+        left, top = ((space - taken) * offset for space, taken in zip(frame, bucket, strict=True))
         box = round(left), round(top), round(left) + bucket[0], round(top) + bucket[1]
         return Window(frame, box, bucket, flipped)
 
-    def _control(self, key: str, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
+    def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
         fixed = self.condition_images.vae_image_size
         same_view = abs(math.log(own[0] / own[1] * target_own[1] / target_own[0])) <= SAME_PROPORTIONS
         if same_view and (target.cropped or (side and self.buckets != "exact")):
@@ -131,7 +137,7 @@ class Framing:
         if fixed is not None:
             size = size_of_area(*own, fixed)
             return Window.whole(size, flipped)
-        return self._place(key, own, side, 0, flipped)
+        return self._place(own, side, 0, flipped)
 
     def _own_proportions(self, own: Sides, side: int) -> Sides:
         """Shrunk to the area of `side`, and enlarged if that is wanted; both sides rounded down to 16."""
@@ -142,23 +148,27 @@ class Framing:
             own = round(own[0] * scale), round(own[1] * scale)
         return fit_area(*own, side**2)
 
-    def bucket(self, own: Sides, side: int) -> Sides | None:
-        """The bucket of a picture; None where each would crop too much."""
-        for buckets in self._rungs(side):
-            bucket = min(buckets, key=lambda one: _cropped(own, one))
-            if self.upscale or (bucket[0] <= own[0] and bucket[1] <= own[1]):
-                return bucket if _cropped(own, bucket) <= MOST_CROPPED else None
-        return None
+    def tables(self, side: int) -> Iterator[Sequence[Sides]]:
+        """The buckets of a resolution, and of smaller and smaller ones."""
+        fine = [FINE**step for step in range(round(math.log(COARSE) / math.log(FINE)))]
+        factors = itertools.chain(fine, (COARSE**step for step in itertools.count(1)))
+        for number, factor in enumerate(factors):
+            if side * factor < self.multiple:
+                return
+            if self.buckets == "family" and self.preferred and number == 0:
+                yield self.preferred
+            else:
+                yield bucket_table((side * factor) ** 2, self.multiple, self.condition_images.vae_image_size)
 
-    def _rungs(self, side: int) -> Iterator[Sequence[Sides]]:
-        """The tables of the resolution and of smaller ones."""
-        area = float(side**2)
-        if self.buckets == "family":
-            yield self.preferred
-            area *= RUNG**2
-        while area >= self.multiple**2:
-            yield bucket_table(area, self.multiple, self.condition_images.vae_image_size)
-            area *= RUNG**2
+
+@lru_cache(maxsize=4096)
+def find_bucket(framing: Framing, own: Sides, side: int) -> Sides | None:
+    """The bucket of a picture of this (width, height); None where each would crop too much."""
+    for buckets in framing.tables(side):
+        bucket = min(buckets, key=lambda one: _cropped(own, one))
+        if framing.upscale or (bucket[0] <= own[0] and bucket[1] <= own[1]):
+            return bucket if _cropped(own, bucket) <= MOST_CROPPED else None
+    return None
 
 
 @lru_cache(maxsize=256)
@@ -192,11 +202,3 @@ def _cropped(own: Sides, bucket: Sides) -> float:
     """The share of a picture that covering a bucket crops away."""
     proportion = own[0] / own[1] * bucket[1] / bucket[0]
     return 1 - min(proportion, 1 / proportion)
-
-
-def _offset(key: str, crop: int) -> float:
-    """Where a crop begins, as a share of the space that is left: a function of the sample and the crop alone."""
-    if crop == 0:
-        return 0.5
-    digest = hashlib.sha256(f"{key} {crop}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") / (2**32 - 1)

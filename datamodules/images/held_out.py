@@ -2,8 +2,29 @@
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from functools import cache
 
 from datamodules.errors import UserError, listing
+from datamodules.files import Packed
+from datamodules.images.sample import Picture, Sample, place
+
+
+def shown_pictures(samples: Sequence[Sample], count: int) -> list[Hashable]:
+    """For each sample what its pictures are known by, as `choose_held_out` groups them.
+
+    Files are known by their places. What stands inside of a larger file is known by its bytes: tables have a picture
+    once for each of its instructions.
+
+    Args:
+        count: data.val_count; without it nothing is read.
+    """
+
+    @cache
+    def known_by(picture: Picture) -> Hashable:
+        inside = isinstance(picture, Packed) and count > 0
+        return hashlib.sha256(picture.read()).digest() if inside else place(picture)  # type: ignore[union-attr]
+
+    return [frozenset(map(known_by, (sample.target, *sample.controls))) for sample in samples]
 
 
 def choose_held_out(

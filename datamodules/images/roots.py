@@ -15,6 +15,8 @@ RootSetting = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
 TRIGGER = "[trigger]"
 # Beyond it a training step would take hundreds of gigabytes.
 LONGEST_SIDE = 4096
+# An epoch is a list of what it draws.
+MOST_REPEATS = 10_000
 
 
 def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
@@ -37,7 +39,7 @@ def _are_suffixes(value: Any) -> bool:
 
 # What a setting of a root may be.
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "repeats": (lambda value: _is_whole(value, 1), "a whole number from 1 on"),
+    "repeats": (lambda value: _is_whole(value, 1, MOST_REPEATS), f"a whole number from 1 to {MOST_REPEATS}"),
     "weight": (_is_weight, "a number from 0 on"),
     "resolution": (_are_sides, f"a whole number from {SIDE_MULTIPLE} to {LONGEST_SIDE}, a list of them, or null"),
     "prefix": (lambda value: isinstance(value, str), "text"),
@@ -91,9 +93,9 @@ def with_captions(found: Found, roots: Sequence[Root]) -> Found:
 
 def _caption(prompt: str, root: Root) -> str:
     """A caption as the model will read it, by the settings of its root."""
-    word = root.trigger_word
+    word, prompt = root.trigger_word, root.prefix + prompt
     if word is not None and TRIGGER in prompt:
         prompt = prompt.replace(TRIGGER, word)
     elif word and not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt):
         prompt = f"{word}, {prompt}" if prompt else word
-    return root.prefix + prompt
+    return prompt

@@ -13,6 +13,11 @@ from datamodules.files import Packed
 Picture = Path | Packed
 
 
+def place(picture: Picture) -> Picture:
+    """One name for all names of a picture."""
+    return picture.resolve() if isinstance(picture, Path) else picture
+
+
 @dataclass(frozen=True)
 class Root:
     """One of data.root, with the settings of its samples; those that it does not set are data's.

@@ -1,17 +1,17 @@
 """The samples of a data set: found, and checked against their files and the model."""
 
+import math
 from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from datamodules.errors import UserError, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
 from datamodules.images.roots import RootSetting, as_roots, with_captions
-from datamodules.images.sample import Found, Picture, Root, Sample, Source
-from datamodules.images.transforms import MOST_PIXELS, image_facts, verify_image
+from datamodules.images.sample import Found, Picture, Root, Sample, Source, place
+from datamodules.images.transforms import MOST_PIXELS, image_facts, require_sides, verify_image
 
 
 class Usable(NamedTuple):
@@ -68,6 +68,7 @@ class SampleSet:
         self.condition_images = ConditionImages()
         self.held_out: set[Sample] = set()
         self.incomplete: list[str] = []
+        self._found: Found | None = None
         self.notes: list[str] = []
 
     def configure_for(self, model: Model) -> None:
@@ -79,8 +80,20 @@ class SampleSet:
             preferred=model.geometry.preferred_sizes,
             condition_images=self.condition_images,
         )
-        if self.framing.buckets == "family" and not self.framing.preferred:
+        if self.framing.buckets == "family":
+            self._check_preferred()
+
+    def _check_preferred(self) -> None:
+        """Raise a UserError where the sizes that the model prefers are not those that are asked for."""
+        if not self.framing.preferred:
             raise UserError(f"data.buckets=family: {self.model} prefers no sizes; choose aspect")
+        own = round(math.sqrt(max(width * height for width, height in self.framing.preferred)))
+        sides = {side for root in [*self.roots, *self.val_roots] for side in root.resolution}
+        if strange := [side for side in sides if not 0.9 < side / own < 1.1]:
+            raise UserError(
+                f"data.buckets=family: {self.model} prefers sizes of about {own}x{own} pixels, and data.resolution is "
+                f"{strange[0]}; choose aspect"
+            )
 
     def views(self, usable: Usable, held_out: bool = False) -> list[View]:
         """All that training sees of a sample; of one that is held out only the first."""
@@ -119,9 +132,8 @@ class SampleSet:
                 images than they have.
         """
         self.require_root()
-        found = with_captions(self.source(self.roots), self.roots)
-        if self.val_roots:
-            found = self._with_held_out(found)
+        # Looked for once in a process: of many files, or on a slow disk, it takes long.
+        found = self._found = self._found or self._scan()
         self.notes.clear()
         self.incomplete = found.incomplete
         self._pass_over(found.incomplete)
@@ -149,6 +161,10 @@ class SampleSet:
             raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
         self.notes.append(f"skipped {what}")
 
+    def _scan(self) -> Found:
+        found = with_captions(self.source(self.roots), self.roots)
+        return self._with_held_out(found) if self.val_roots else found
+
     def _with_held_out(self, found: Found) -> Found:
         """The samples of root and of val_root; a target of both is held out."""
         try:
@@ -162,8 +178,8 @@ class SampleSet:
             renamed = [replace(sample, key=f"held_out/{sample.key}") for sample in held_out.samples]
             held_out = replace(held_out, samples=renamed)
         self.held_out = set(held_out.samples)
-        targets = {_place(sample.target) for sample in held_out.samples}
-        learned = [sample for sample in found.samples if _place(sample.target) not in targets]
+        targets = {place(sample.target) for sample in held_out.samples}
+        learned = [sample for sample in found.samples if place(sample.target) not in targets]
         passed_over = found.passed_over + held_out.passed_over
         return Found([*learned, *held_out.samples], found.incomplete + held_out.incomplete, passed_over)
 
@@ -210,6 +226,8 @@ class SampleSet:
         try:
             facts = [image_facts(path) for path in images]
             sizes = [(width, height) for width, height, _ in facts]
+            for path, size in zip(images, sizes, strict=True):
+                require_sides(path, *size)
             if not self.root(sample).resolution:
                 for path, size in zip(images, sizes[: 1 if fixed else None], strict=False):
                     _refuse_large(path, *size)
@@ -218,11 +236,6 @@ class SampleSet:
         except UserError as error:
             return error
         return Usable(sample, sizes, any(frames for *_, frames in facts))
-
-
-def _place(picture: Picture) -> Picture:
-    """One name for all names of a picture."""
-    return picture.resolve() if isinstance(picture, Path) else picture
 
 
 def _refuse_large(path: Picture, width: int, height: int) -> None:

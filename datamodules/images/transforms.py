@@ -85,15 +85,27 @@ def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
 
 
 def image_size(path: Picture) -> tuple[int, int]:
-    """(width, height) of the upright image, from the header alone; raises as `image_facts` does."""
-    return image_facts(path)[:2]
+    """(width, height) of the upright image, from the header alone.
+
+    Raises:
+        UserError: the file is no image, or a side is shorter than 16 pixels.
+    """
+    width, height, _ = image_facts(path)
+    require_sides(path, width, height)
+    return width, height
+
+
+def require_sides(path: Picture, width: int, height: int) -> None:
+    """Raise a UserError where a side is shorter than 16 pixels."""
+    if min(width, height) < SIDE_MULTIPLE:
+        raise UserError(f"the image {path} is {width}x{height}: both sides must be at least {SIDE_MULTIPLE} pixels")
 
 
 def image_facts(path: Picture) -> tuple[int, int, bool]:
     """Width and height of the upright image, and whether it has more frames than the first, which is used.
 
     Raises:
-        UserError: the file is no image, or a side is shorter than 16 pixels.
+        UserError: the file is no image.
     """
     with picture(path) as image:
         width, height = image.size
@@ -103,8 +115,6 @@ def image_facts(path: Picture) -> tuple[int, int, bool]:
         if exif.get(ORIENTATION, 1) in range(5, 9):
             width, height = height, width
         frames = image.format in MOVING and getattr(image, "n_frames", 1) > 1
-    if min(width, height) < SIDE_MULTIPLE:
-        raise UserError(f"the image {path} is {width}x{height}: both sides must be at least {SIDE_MULTIPLE} pixels")
     return width, height, frames
 
 

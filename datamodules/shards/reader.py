@@ -37,17 +37,18 @@ class ShardIndex:
     Attributes:
         shards: their file names.
         spans: for each row three numbers: shard, offset, bytes.
-        samples: for each sample four numbers: its own row, the empty prompt's, where its rows begin in `prompts`, and
-            how many they are.
+        samples: for each sample four numbers: its own row, the empty prompt's, the first in `prompts`, how many.
         prompts: the rows of the samples' prompts.
         ids: the samples' numbers by their ids.
         keys, sizes, tokens: of each sample; tokens with its longest prompt.
+        is_first: of each, whether it is the first view of what it shows, or the only one.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.spans, self.samples, self.prompts, self.tokens = array("q"), array("q"), array("q"), array("q")
         self.ids: dict[str, int] = {}
         self.keys: list[str] = []
+        self.is_first: list[bool] = []
         self.sizes: list[Size] = []
         shards: dict[str, int] = {}
         sizes: dict[Size, Size] = {}
@@ -60,6 +61,7 @@ class ShardIndex:
                 continue
             self.ids[row["id"]] = len(self.keys)
             self.keys.append(row["key"])
+            self.is_first.append(row.get("view", 0) == 0)
             mine = [prompts[id] for id in row["prompts"]]
             self.samples.extend((number, prompts[row["empty_prompt"]], len(self.prompts), len(mine)))
             self.prompts.extend(mine)

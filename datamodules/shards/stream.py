@@ -24,10 +24,12 @@ class Item:
     """A sample from a stream.
 
     Attributes:
+        id: of its row; a sample has several, where there are several views of it.
         prompts: the conditioning of each of its captions.
         empty_id: the id of its empty prompt's conditioning, which samples may share.
     """
 
+    id: str
     key: str
     tensors: dict[str, Tensor]
     prompts: list[dict[str, Tensor]]
@@ -107,7 +109,7 @@ class ShardStream:
             group = waiting.setdefault(size, [])
             tokens = max(row["tokens"], longest.get(size, 0) if group else 0)
             # A sample that comes again belongs to the next epoch: no batch may hold it twice.
-            if group and (any(item.key == other.key for other in group) or len(group) >= self.limit(tokens)):
+            if group and (any(item.id == other.id for other in group) or len(group) >= self.limit(tokens)):
                 yield waiting.pop(size)
                 group, tokens = waiting.setdefault(size, []), row["tokens"]
             group.append(item)
@@ -139,7 +141,7 @@ def read_items(shard: Shard, empty_prompt: bool, stopped: threading.Event | None
             continue
         name = row["empty_prompt"]
         empty = {k.removeprefix("empty_"): x for k, x in prompts[name].items()} if empty_prompt else {}
-        yield row, Item(row["key"], tensors, [prompts[id] for id in row["prompts"]], empty, name)
+        yield row, Item(row["id"], row["key"], tensors, [prompts[id] for id in row["prompts"]], empty, name)
 
 
 def _needed(stopped: threading.Event) -> bool:

@@ -1,16 +1,42 @@
 """Batches of raw pairs."""
 
 import os
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 
 from datamodules.errors import UserError
+from datamodules.files import Packed
+from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import collate
+from datamodules.images.held_out import shown_pictures
+from datamodules.images.sample import Sample
 from datamodules.images.sources import find_samples
 from datamodules.pairs import PairsDataModule
+from lightning_modules.families.flux.module import PREFERRED_SIZES
 from tests.support.pictures import make_pairs, photograph
+
+
+@dataclass(frozen=True)
+class Row(Packed):
+    """A row of a table; several have the same bytes."""
+
+    place: str
+    number: int
+    content: int
+
+    def read(self) -> bytes:
+        return bytes([self.content])
+
+    def signature(self) -> tuple[str, int, int, int]:
+        return self.place, self.number, 0, 0
+
+    @property
+    def stem(self) -> str:
+        return str(self.number)
 
 
 def data_module(root, **settings):
@@ -147,3 +173,41 @@ def test_pictures_of_several_frames_are_counted(tmp_path):
     (root / "control_images" / "01.png").unlink()
     frames[0].save(root / "control_images" / "01.jpg", "MPO", save_all=True, append_images=frames[1:])
     assert data_module(str(root)).notes == ["1 pairs have pictures of several frames, of which the first is used"]
+
+
+def test_pictures_are_held_out_by_their_places_whatever_they_are_called(tmp_path, monkeypatch):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
+    monkeypatch.chdir(tmp_path)
+    data = data_module(["pairs", str(root)], val_count=1)
+    held = {sample.target.resolve() for sample in data.validation.samples}
+    assert len(data.validation.samples) == 2
+    assert not held & {sample.target.resolve() for sample in data.samples}
+
+
+def test_what_stands_in_tables_is_held_out_by_its_bytes(tmp_path):
+    """A picture with several instructions is there once for each."""
+    rows = [Row("a.parquet", number, number // 3) for number in range(9)]
+    samples = [Sample(str(number), row, (), ("",)) for number, row in enumerate(rows)]
+    shown = shown_pictures(samples, 1)
+    assert [len({*shown[first : first + 3]}) for first in (0, 3, 6)] == [1, 1, 1]
+    assert len(set(shown)) == 3
+    assert len(set(shown_pictures(samples, 0))) == 9, "nothing is read that is not asked for"
+
+
+def test_nothing_to_learn_and_settings_without_effect_are_refused(pairs):
+    with pytest.raises(UserError, match=r"weight=0 for all samples: there is nothing to learn"):
+        data_module([{"path": str(pairs), "weight": 0}])
+    for settings in ({"buckets": "aspect"}, {"crop": "random_cached"}):
+        with pytest.raises(UserError, match=r"both need data.resolution, which is null"):
+            data_module(str(pairs), **settings)
+    kontext = SimpleNamespace(
+        base=SimpleNamespace(name="Kontext"),
+        condition_images=ConditionImages(),
+        geometry=SimpleNamespace(side_multiple=16, preferred_sizes=PREFERRED_SIZES),
+    )
+    data = data_module(str(pairs), buckets="family", resolution=512)
+    with pytest.raises(UserError, match=r"Kontext prefers sizes of about 1027x1027 pixels, and data.resolution is 512"):
+        data.configure_for(kontext)
+    kontext.geometry.preferred_sizes = ()
+    with pytest.raises(UserError, match=r"data.buckets=family: Kontext prefers no sizes; choose aspect"):
+        data.configure_for(kontext)

@@ -116,6 +116,22 @@ def test_views_are_all_combinations_and_the_first_is_the_largest_plain_one():
     assert again == found, "crops do not depend on the run"
 
 
+@pytest.mark.parametrize(
+    "own",
+    [(1000, 1000), (1040, 1020), (1152, 896), (896, 1152), (1344, 768), (832, 1248), (1248, 832), (1216, 832)],
+)
+def test_pictures_of_about_the_resolution_lose_little(own):
+    [view] = views(framing(), own)
+    assert math.prod(view.windows[0].size) > 0.92 * min(math.prod(own), MEGAPIXEL)
+
+
+def test_crops_that_are_equal_are_one_view_that_comes_as_often():
+    frame = framing(crop="random_cached", crop_count=4, flip=True)
+    [plain, mirrored] = views(frame, (2000, 2000), root=Root("", resolution=(1024,), repeats=3))
+    assert [plain.repeats, mirrored.repeats] == [12, 12]
+    assert sum(view.repeats for view in views(frame, (3000, 2000))) == 8
+
+
 def test_a_reference_of_other_proportions_gets_a_bucket_of_its_own():
     [view] = views(framing(), (4000, 3000), (4000, 3010), (600, 900))
     target, same, reference = view.windows

@@ -26,8 +26,8 @@ def test_a_root_has_its_own_settings_and_the_others_of_all():
         ({"repeats": 2}, r"say where it is, as \{path: FOLDER, repeats: 2\}"),
         ({"path": "x", "repeat": 2}, "a root has no setting repeat; choose from path, repeats, weight, resolution"),
         ({"path": "x", "require_prompt": False}, "a root has no setting require_prompt"),
-        ({"path": "x", "repeats": 0}, "data.root=x: repeats=0: must be a whole number from 1 on"),
-        ({"path": "x", "repeats": True}, "data.root=x: repeats=True: must be a whole number from 1 on"),
+        ({"path": "x", "repeats": 0}, "data.root=x: repeats=0: must be a whole number from 1 to 10000"),
+        ({"path": "x", "repeats": True}, "data.root=x: repeats=True: must be a whole number from 1 to 10000"),
         ({"path": "x", "weight": -1}, "data.root=x: weight=-1: must be a number from 0 on"),
         ({"path": "x", "weight": float("nan")}, "data.root=x: weight=nan: must be a number from 0 on"),
         (
@@ -53,16 +53,17 @@ def test_wrong_settings_are_refused_for_a_root_and_for_all(root, message):
 
 
 @pytest.mark.parametrize(
-    ("caption", "read"),
+    ("caption", "prefix", "read"),
     [
-        ("make it snow", "sks, make it snow"),
-        ("", "sks"),
-        ("who asks for it", "sks, who asks for it"),
-        ("an sks dog", "an sks dog"),
-        ("[trigger] in [trigger]", "sks in sks"),
+        ("make it snow", "", "sks, make it snow"),
+        ("", "", "sks"),
+        ("who asks for it", "", "sks, who asks for it"),
+        ("an sks dog", "a photo, ", "a photo, an sks dog"),
+        ("[trigger] in [trigger]", "", "sks in sks"),
+        ("snow", "a photo of [trigger], ", "a photo of sks, snow"),
     ],
 )
-def test_trigger_word_is_in_every_caption_once_asked_for(caption, read):
+def test_trigger_word_is_in_every_caption_once_asked_for(caption, prefix, read):
     found = Found([Sample("a", Path("a.png"), (), (caption,))], [])
-    [sample] = with_captions(found, [Root("x", trigger_word="sks", prefix="> ")]).samples
-    assert sample.prompts == (f"> {read}",)
+    [sample] = with_captions(found, [Root("x", trigger_word="sks", prefix=prefix)]).samples
+    assert sample.prompts == (read,)

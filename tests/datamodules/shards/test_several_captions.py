@@ -18,18 +18,21 @@ CAPTIONS = 3
 
 @pytest.fixture
 def cache(tmp_path):
-    """Six samples of one size, each with captions of its own, whose embeddings say which they are."""
-    cache = Cache(tmp_path / "cache", {})
+    return fill(Cache(tmp_path / "cache", {}), 6)
+
+
+def fill(cache, count, facts=lambda number: {}):
+    """Samples of one size, each with captions of its own, whose embeddings say which they are."""
     shard = cache.open_shard(0, 10**9)
     empty = prompt_id("empty_prompt", "")
     shard.add(empty, {"empty_prompt_embeds": torch.zeros(1, 1)}, {"caption": ""})
-    for number in range(6):
+    for number in range(count):
         ids = [prompt_id("prompt", f"{number} {caption}") for caption in range(CAPTIONS)]
         for caption, id in enumerate(ids):
             shard.add(id, {"prompt_embeds": torch.full((1 + caption, 1), 10.0 * number + caption)}, {"caption": "x"})
         more = {"sizes": [[16, 16]], "mask": False, "tokens": 4 + CAPTIONS}
-        facts = {"key": str(number), "prompts": ids, "empty_prompt": empty, **more}
-        shard.add(f"id{number}", {"target_mean": torch.full((1, 2, 2), float(number))}, facts)
+        row = {"key": str(number), "prompts": ids, "empty_prompt": empty, **more, **facts(number)}
+        shard.add(f"id{number}", {"target_mean": torch.full((1, 2, 2), float(number))}, row)
     shard.seal()
     cache.merge()
     return cache
@@ -71,3 +74,13 @@ def test_prompts_of_other_lengths_are_other_shapes(cache):
     index = ShardIndex(cache.rows())
     _, _, lengths = index.shapes(0)
     assert len(lengths) == CAPTIONS
+
+
+def test_views_of_one_sample_may_meet_in_a_batch(tmp_path):
+    """Crops, flips and resolutions of a sample have its key; only what comes again may not be in a batch twice."""
+    cache = Cache(tmp_path / "cache", {})
+    fill(cache, 2 * CAPTIONS, facts=lambda number: {"key": "all the same"})
+    shards, _ = find_shards(str(cache.folder))
+    stream = ShardStream(shards, lambda tokens: 3, 0, 7, 0, 1, 0, empty_prompt=False, stride=3)
+    read = list(itertools.islice(StreamLoader(stream, 0), 20))
+    assert {len(batch.keys) for batch in read} == {3}

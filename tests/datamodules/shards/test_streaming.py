@@ -96,7 +96,14 @@ def test_batch_padded_to_its_longest_prompt_keeps_within_the_budget():
     lengths = [900, 100, 100, 400, 300, 100, 300, 100, 100, 100, 100, 100, 100, 1100, 50]
     stream = ShardStream([], partial(samples_per_batch, 1, 1000), 0, 7, 0, 1, 0, empty_prompt=False, stride=1)
     items = [
-        Item(str(number), {"target_mean": torch.zeros(1, 2, 2)}, [{"prompt_embeds": torch.ones(length, 1)}], {}, "")
+        Item(
+            str(number),
+            str(number),
+            {"target_mean": torch.zeros(1, 2, 2)},
+            [{"prompt_embeds": torch.ones(length, 1)}],
+            {},
+            "",
+        )
         for number, length in enumerate(lengths)
     ]
     rows = [{"tokens": length, "sizes": [[16, 16]], "mask": False} for length in lengths]
