@@ -1,6 +1,5 @@
 """The samples of a data set: found, and checked against their files and the model."""
 
-import math
 from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -87,7 +86,7 @@ class SampleSet:
         """Raise a UserError where the sizes that the model prefers are not those that are asked for."""
         if not self.framing.preferred:
             raise UserError(f"data.buckets=family: {self.model} prefers no sizes; choose aspect")
-        own = round(math.sqrt(max(width * height for width, height in self.framing.preferred)))
+        own = min(max(size) for size in self.framing.preferred)  # the square's
         sides = {side for root in [*self.roots, *self.val_roots] for side in root.resolution}
         if strange := [side for side in sides if not 0.9 < side / own < 1.1]:
             raise UserError(

@@ -206,7 +206,7 @@ def test_nothing_to_learn_and_settings_without_effect_are_refused(pairs):
         geometry=SimpleNamespace(side_multiple=16, preferred_sizes=PREFERRED_SIZES),
     )
     data = data_module(str(pairs), buckets="family", resolution=512)
-    with pytest.raises(UserError, match=r"Kontext prefers sizes of about 1027x1027 pixels, and data.resolution is 512"):
+    with pytest.raises(UserError, match=r"Kontext prefers sizes of about 1024x1024 pixels, and data.resolution is 512"):
         data.configure_for(kontext)
     kontext.geometry.preferred_sizes = ()
     with pytest.raises(UserError, match=r"data.buckets=family: Kontext prefers no sizes; choose aspect"):
