@@ -60,6 +60,13 @@ def test_home_is_where_the_shell_says(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("text", ["sks ", "a photo, ", "(sks)", "sks dog, red"])
+@pytest.mark.parametrize("key", ["data.prefix", "data.trigger_word"])
+def test_words_for_captions_arrive_letter_for_letter(key, text):
+    [parsed] = OverridesParser.create().parse_overrides(quote_values([f"{key}={text}"]))
+    assert parsed.value() == text
+
+
 def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert portable_path("outputs/run") == "outputs/run"
