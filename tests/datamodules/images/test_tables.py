@@ -2,6 +2,9 @@
 
 import csv
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from datamodules.errors import UserError
@@ -77,3 +80,12 @@ def test_columns_in_doubt_are_said_whatever_else_there_is(tmp_path):
     root = write(tmp_path, source_img="a.png", source_image="b.png", target="m.png", source="x", prompt="x")
     with pytest.raises(UserError, match=r"metadata.csv: source_img and source_image may both be the control"):
         find_samples([root])
+
+
+def test_pictures_in_doubt_are_not_settled_by_a_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a.png").write_bytes(picture(0))
+    pictures = {name: [picture(1)] for name in ("source_img", "source_image", "target")}
+    pq.write_table(pa.table({"source": ["a.png"], "text": ["x"], **pictures}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="source_img and source_image may both be the control"):
+        find_samples([Root(tmp_path / "x.parquet")])
