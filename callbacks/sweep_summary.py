@@ -14,6 +14,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks.best_effort import best_effort
+from callbacks.plots import plain, write_figure
 from callbacks.report.figures import read_metrics, read_rows
 from callbacks.run_folder import RunFolder, shorten
 from datamodules.files import replacing
@@ -115,12 +116,11 @@ class SweepSummary(Callback):
         for row in self.rows:
             curve = read_metrics(RunFolder(folder / row["job"]).metrics)
             steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
-            axes.plot(steps, losses, label=row["overrides"].replace("$", r"\$").lstrip("_"))
+            axes.plot(steps, losses, label=plain(row["overrides"]).lstrip("_"))
         axes.set(xlabel="step", ylabel="loss (running mean)")
         axes.grid(alpha=0.3)
         axes.legend()
-        with replacing(folder / "sweep.png") as temporary:
-            figure.savefig(temporary, format="png", dpi=120)
+        write_figure(figure, folder / "sweep.png", dpi=120)
         pyplot.close(figure)
 
 

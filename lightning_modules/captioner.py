@@ -51,6 +51,12 @@ def clean(answer: str) -> str:
         text = bare
 
 
+def _is_template(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not {"system", "user"} <= value.keys():
+        return False
+    return isinstance(value["user"], str) and isinstance(value["system"], str | None)
+
+
 class Captioner:
     """A vision-language model of transformers and what it is told. Nothing is loaded before `load`.
 
@@ -95,6 +101,8 @@ class Captioner:
         self.batch_size = batch_size
         self.pair, self.single = pair, single
         for key, template, places in (("pair", pair, ["controls", "target"]), ("single", single, ["target"])):
+            if not _is_template(template):
+                raise UserError(f"captioner.{key}={template}: must be two texts, as {{system: TEXT, user: TEXT}}")
             if sorted(PLACE.findall(template["user"])) != places:
                 wanted = " and ".join(f"{{{place}}}" for place in places)
                 raise UserError(f"captioner.{key}.user must name the place of {wanted}, once, and no other in braces")

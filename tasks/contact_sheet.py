@@ -1,7 +1,6 @@
 """What will be trained on, in one picture."""
 
 import textwrap
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,8 @@ from matplotlib.patches import Rectangle
 from PIL import Image, ImageDraw
 
 from callbacks.image_writer import in_a_row, to_image
+from callbacks.plots import plain, write_figure
 from datamodules.batch import RawBatch, Size
-from datamodules.files import replacing
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
 from datamodules.images.sample import Picture
@@ -30,9 +29,7 @@ def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
     Args:
         data: whose samples are known.
     """
-    with replacing(path) as temporary, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph ")  # a character that the font lacks is drawn as a box
-        contact_sheet(data).savefig(temporary, format="png", dpi=100)
+    write_figure(contact_sheet(data), path)
 
 
 def contact_sheet(data: PairsDataModule) -> Figure:
@@ -51,7 +48,7 @@ def contact_sheet(data: PairsDataModule) -> Figure:
     above = 0.2 * len(title) + 0.1 + shapes
     height = above + rows * (head + high + foot)
     figure = Figure(figsize=(4.2 * columns, height))
-    figure.suptitle(_plain("\n".join(title)), fontsize=10, y=1 - 0.1 / height)
+    figure.suptitle(plain("\n".join(title)), fontsize=10, y=1 - 0.1 / height)
     axes = figure.subplots(rows, columns, squeeze=False)
     edges = {"left": 0.01, "right": 0.99, "wspace": 0.03}
     figure.subplots_adjust(top=1 - (above + head) / height, bottom=foot / height, hspace=(head + foot) / high, **edges)
@@ -66,9 +63,9 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in pictures(raw))
         key = raw.keys[0] if len(raw.keys[0]) <= 44 else f"...{raw.keys[0][-41:]}"
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""
-        axis.set_title(f"{_plain(key)}\n{sizes}  bucket {buckets[view.size]}{cropped}", fontsize=9)
+        axis.set_title(f"{plain(key)}\n{sizes}  bucket {buckets[view.size]}{cropped}", fontsize=9)
         caption = textwrap.fill(raw.prompts[0] or "(no caption)", 52, max_lines=3, placeholder=" ...")
-        axis.text(0.5, -0.04, _plain(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
+        axis.text(0.5, -0.04, plain(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
     return figure
 
 
@@ -83,11 +80,6 @@ def _draw_buckets(axes: Axes, counts: Sequence[tuple[Size, int]]) -> None:
         label = f"{number + 1}: {images[0][0]}x{images[0][1]}"
         axes.text(number + 0.5, -0.46, label, ha="center", va="top", fontsize=7)
     axes.set(xlim=(0, max(len(counts), 10)), ylim=(-0.62, 0.45), aspect="equal")
-
-
-def _plain(text: str) -> str:
-    """Matplotlib sets what stands between dollars as mathematics."""
-    return text.replace("$", r"\$")
 
 
 def _strip(raw: RawBatch, view: View) -> np.ndarray:

@@ -1,7 +1,6 @@
 """What task=inspect found, in one picture."""
 
 import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image, ImageChops, ImageOps
 
+from callbacks.plots import plain, write_figure
 from datamodules.errors import UserError
-from datamodules.files import replacing
 from datamodules.images.alignment import edges
 from datamodules.images.findings import Finding, Kind
 from datamodules.images.sample import Picture, Sample
@@ -35,9 +34,7 @@ Panel = tuple[str, Image.Image]
 
 def write_findings_sheet(found: Sequence[Finding], most: int, path: Path) -> None:
     """Up to `most` samples with what is wrong with them, of each kind the first ones, as a PNG."""
-    with replacing(path) as temporary, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph ")  # a character that the font lacks is drawn as a box
-        _sheet(_choose(found, most)).savefig(temporary, format="png", dpi=100)
+    write_figure(_sheet(_choose(found, most)), path)
 
 
 def _choose(found: Sequence[Finding], most: int) -> list[list[Finding]]:
@@ -89,8 +86,7 @@ def end_of(key: str, letters: int) -> str:
 
 
 def _line(text: str) -> str:
-    """One line; matplotlib sets what stands between dollars as mathematics."""
-    return textwrap.shorten(text, LETTERS, placeholder=" ...").replace("$", r"\$")
+    return plain(textwrap.shorten(text, LETTERS, placeholder=" ..."))
 
 
 def _panels(sample: Sample, finding: Finding) -> list[Panel]:

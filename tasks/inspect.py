@@ -28,6 +28,7 @@ from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.wording import caption_findings, long_captions
 from datamodules.pairs import PairsDataModule
+from lightning_modules.timing import SECONDS_BETWEEN_LINES
 from tasks.encode import cached_data
 from tasks.findings_sheet import end_of, write_findings_sheet
 from tasks.placement import frozen_model
@@ -37,7 +38,6 @@ from tasks.terminal import log
 LETTERS = 36
 # In the terminal, and on the sheet of pictures.
 ROWS, SHOWN = 40, 24
-SECONDS_BETWEEN_LINES = 10
 # Samples up to which a preview asks, too: a minute at most, for pairs of 12 megapixels on two cores.
 QUICK = 500
 # Pictures of samples that stand beside each other, as the control of several edits, are read once.

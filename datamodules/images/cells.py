@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,17 +22,17 @@ class Cell(Packed):
     """A picture in a cell.
 
     Attributes:
-        place: the data set, as messages call it.
+        place: the data set, as messages call it; the same picture has several, by how its root is written.
         file: the Arrow file.
-        first: the number of the file's first row in the data set.
+        first: the number of the file's first row in the data set, for messages and names.
         row: its row in the file.
         column: its column.
         position: in a list of pictures; None for a cell with a single one.
     """
 
-    place: str
+    place: str = field(compare=False)
     file: str
-    first: int
+    first: int = field(compare=False)
     row: int
     column: str
     position: int | None = None
@@ -99,6 +99,14 @@ def holds_pictures(kind: "pa.DataType") -> bool:
     if pa.types.is_struct(kind):
         return "bytes" in {field.name for field in kind}
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def holds_texts(kind: "pa.DataType") -> bool:
+    """Whether a column is of texts, or of lists of them."""
+    import pyarrow as pa
+
+    kind = kind.value_type if _is_list(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def cells(file: str, first: int, column: str, place: str, folder: Path | None) -> list[Any]:

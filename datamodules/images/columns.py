@@ -56,17 +56,17 @@ WORDS = {
         "editing_instruction",
         "instruction",
         "instructions",
-        "edit",
         "prompt",
         "prompts",
         "captions",
         "caption",
         "text",
         "description",
+        "edit",
     ),
     "mask": ("mask",),
 }
-# What messages call the column that is missing.
+# What messages call a column that is missing, where its name is not known.
 NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}
 _FILE = re.compile(r"_?(file_?names?|files?|paths?)$")
 _PICTURE = re.compile(r"_?(images?|imgs?|pictures?|photos?)$")
@@ -83,38 +83,48 @@ class Columns:
     mask: str | None
 
 
+class MissingColumn(UserError):
+    """A column is wanted, and none of those that are there is it."""
+
+
 def choose_columns(
     place: str,
     there: Sequence[str],
     pictures: Sequence[str],
     given: Mapping[str, Any],
     wanted: Sequence[str],
-    nouns: Mapping[str, str] = NOUNS,
+    usual: Mapping[str, str] | None = None,
 ) -> Columns:
     """The columns of each role.
 
     Args:
         place: what messages call the table.
         there: all of its columns.
-        pictures: those that may hold pictures, by their kind.
+        pictures: those that hold pictures, among which the others' columns are guessed.
         given: data.columns: for a role its column, for control one or a list.
         wanted: the roles that must have a column; without control, pictures with captions are wanted.
-        nouns: what messages call a column that is missing, by role.
+        usual: names that a role's column has in such tables, before any guess.
 
     Raises:
-        UserError: a column is missing, or two are as likely; names those that there are.
+        MissingColumn: one that is wanted is not there; names those that are.
+        UserError: two are as likely, or what is given is no name of a column.
     """
-    if unknown := [role for role in given if role not in WORDS]:
+    if unknown := [str(role) for role in given if role not in WORDS]:
         raise UserError(f"data.columns: there is no {listing(unknown)}; choose from {', '.join(WORDS)}")
-    named = {role: _named(place, there, role, value) for role, value in given.items() if value}
-    controls = named.get("control") or _guess_controls(place, there, pictures)
-    target = named.get("target") or _guess(place, "target", [one for one in pictures if one not in controls], there)
-    prompt = named.get("prompt") or _guess(place, "prompt", there, there)
-    mask = named.get("mask") or _guess(place, "mask", pictures, there)
+    named = {role: _named(place, there, role, value) for role, value in given.items() if value not in (None, "", [])}
+    usual, taken = usual or {}, [name for names in named.values() for name in names]
+    fixed = {role: [name] for role, name in usual.items() if name in there and name not in taken} | named
+    if "control" in fixed and "control" not in named:
+        fixed["control"] = _numbered(place, there, [one for one in there if _NUMBER.sub("", one) == usual["control"]])
+    controls = fixed.get("control") or _guess_controls(place, there, pictures)
+    target = fixed.get("target") or _guess(place, "target", [one for one in pictures if one not in controls], there)
+    prompt = fixed.get("prompt") or _guess(place, "prompt", there, there)
+    mask = fixed.get("mask") or _guess(place, "mask", pictures, there)
     found = {"target": target, "control": controls, "prompt": prompt}
     if missing := [role for role, columns in found.items() if role in wanted and not columns]:
-        raise UserError(
-            f"{place} has no {listing([nouns[role] for role in missing])}; its columns are {', '.join(there)}: say "
+        nouns = [usual.get(role, NOUNS[role]) for role in missing]
+        raise MissingColumn(
+            f"{place} has no {listing(nouns)}; its columns are {', '.join(there)}: say "
             f"which it is, as data.columns={{{missing[0]}: NAME}}"
         )
     edits = "control" in wanted
@@ -126,9 +136,16 @@ def choose_columns(
     return Columns(target[0], tuple(controls) if edits else (), next(iter(prompt), None), next(iter(mask), None))
 
 
+def is_mask(name: str) -> bool:
+    """Whether a column is called one of masks."""
+    return _word(name, "mask") in WORDS["mask"]
+
+
 def _named(place: str, there: Sequence[str], role: str, value: Any) -> list[str]:
     """The columns that the user names for a role."""
-    names = [value] if isinstance(value, str) else list(value)
+    names = list(value) if isinstance(value, list | tuple) else [value]
+    if wrong := [str(name) for name in names if not isinstance(name, str)]:
+        raise UserError(f"data.columns.{role}={listing(wrong)}: must be the name of a column (a number in quotes)")
     if len(names) > 1 and role != "control":
         raise UserError(f"data.columns.{role}={listing(names)}: one column, only control may have several")
     if absent := [name for name in names if name not in there]:
@@ -154,17 +171,25 @@ def _guess(place: str, role: str, among: Sequence[str], there: Sequence[str]) ->
 def _guess_controls(place: str, there: Sequence[str], among: Sequence[str]) -> list[str]:
     """All columns of the likeliest word, by their numbers: source, source_2, source_3."""
     for word in WORDS["control"]:
-        found: dict[int, str] = {}
-        for name in among:
-            number = _NUMBER.search(_plain(name))
-            if _word(_NUMBER.sub("", _plain(name)), "control") == word:
-                place_in_row = int(number[1]) if number else -1
-                if place_in_row in found:
-                    raise _ambiguous(place, "control", [found[place_in_row], name], there)
-                found[place_in_row] = name
-        if found:
-            return [found[number] for number in sorted(found)]
+        if found := [name for name in among if _word(_unnumbered(name), "control") == word]:
+            return _numbered(place, there, found)
     return []
+
+
+def _numbered(place: str, there: Sequence[str], names: Sequence[str]) -> list[str]:
+    """By their numbers; the one without any is the first."""
+    found: dict[int, str] = {}
+    for name in names:
+        number = _NUMBER.search(_plain(name))
+        place_in_row = int(number[1]) if number else -1
+        if place_in_row in found:
+            raise _ambiguous(place, "control", [found[place_in_row], name], there)
+        found[place_in_row] = name
+    return [found[number] for number in sorted(found)]
+
+
+def _unnumbered(name: str) -> str:
+    return _NUMBER.sub("", _plain(name))
 
 
 def _ambiguous(place: str, role: str, found: Sequence[str], there: Sequence[str]) -> UserError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import reason
-from datamodules.images.cells import cells, holds_pictures, mapped, row_key
+from datamodules.images.cells import cells, holds_pictures, holds_texts, mapped, row_key
 from datamodules.images.rows import Table
 
 if TYPE_CHECKING:
@@ -28,16 +29,17 @@ _NAME = re.compile(
 )
 
 
-def is_data_set(folder: Path) -> bool:
-    """Whether a folder was saved by `datasets`, or has parquet or Arrow files in itself or in its `data`."""
-    if any((folder / name).is_file() for name in (SAVED, SAVED_SPLITS)):
-        return True
-    return any(
-        path.suffix in SUFFIXES and not path.name.startswith(".")
+def mark_of_data_set(folder: Path) -> Path | None:
+    """What shows that a folder was saved by `datasets`, or has parquet or Arrow files in itself or in its `data`."""
+    saved = [folder / name for name in (SAVED, SAVED_SPLITS) if (folder / name).is_file()]
+    files = (
+        path
         for place in (folder, folder / "data")
         if place.is_dir()
-        for path in place.iterdir()
+        for path in sorted(place.iterdir())
+        if path.suffix in SUFFIXES and not path.name.startswith(".")
     )
+    return next(iter(saved), None) or next(files, None)
 
 
 def hub_table(root: str) -> Table:
@@ -60,12 +62,14 @@ def local_table(path: Path, split: str | None) -> Table:
     Raises:
         UserError: it cannot be read, or it has several splits and none of this name.
     """
-    place, path = f"data.root={path}", path.absolute()  # a cell is known by its file, wherever a process stands
+    place = f"data.root={path}"
+    # A cell is known by its file, wherever a process stands; that of a link may have no suffix.
+    path = Path(os.path.realpath(path)) if path.is_dir() else Path(os.path.realpath(path.parent), path.name)
     datasets = _library(place)
     folder = path if path.is_dir() else path.parent
     with _one_line(place, "repair it, or copy it again"):
         if path.suffix == ".arrow" and path.is_file():
-            return _table(place, _Opened([str(path)], mapped(str(path)).num_rows), folder)
+            return _table(place, _Opened([os.path.realpath(path)], mapped(str(path)).num_rows), folder)
         if not path.is_dir():
             found = datasets.load_dataset("parquet", data_files=str(path))
         elif any((path / name).is_file() for name in (SAVED, SAVED_SPLITS)):
@@ -84,7 +88,7 @@ class _Opened:
 
     @classmethod
     def of(cls, data: "Dataset") -> "_Opened":
-        return cls([file["filename"] for file in data.cache_files], len(data))
+        return cls([os.path.realpath(file["filename"]) for file in data.cache_files], len(data))
 
 
 @cache
@@ -132,6 +136,7 @@ def _table(place: str, opened: _Opened, folder: Path | None) -> Table:
         columns=schema.names,
         values=values,
         pictures=[field.name for field in schema if holds_pictures(field.type)],
+        texts=[field.name for field in schema if holds_texts(field.type)],
         folder=folder,
         keys=[row_key(row) for row in range(rows)],
     )

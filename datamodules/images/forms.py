@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from datamodules.errors import UserError, listing
-from datamodules.images.data_sets import is_data_set
+from datamodules.images.data_sets import mark_of_data_set
 from datamodules.images.folders import folders_of_pairs, is_clutter
 from datamodules.images.suffix_pairs import suffixes_of
 from datamodules.images.tables import TABLES
-from datamodules.images.tars import tars_of
+from datamodules.images.tar_names import tars_of
 
 Form = Literal["table", "folders", "tars", "data set", "suffixes"]
 # Folders below folders in which a data set is looked for.
@@ -20,6 +20,9 @@ DEEPEST = 4
 def form_of_pairs(folder: Path, suffixes: tuple[str, str] | None) -> Form | None:
     """How a folder holds pairs; None if it holds none.
 
+    Args:
+        suffixes: of pairs in one folder, where they are named: these pairs are meant, whatever is beside them.
+
     Raises:
         UserError: two forms are as likely.
     """
@@ -28,7 +31,14 @@ def form_of_pairs(folder: Path, suffixes: tuple[str, str] | None) -> Form | None
         return form
     if folders_of_pairs(folder) is not None:
         return "folders"
-    return form or ("suffixes" if suffixes_of(folder, suffixes) is not None else None)
+    ends = suffixes_of(folder, suffixes)
+    if form is None or ends is None or suffixes is not None:
+        return form if ends is None else "suffixes"
+    other = next(iter(tars_of(folder)), None) or mark_of_data_set(folder)
+    raise UserError(
+        f"data.root={folder}: pairs named X{ends[0]}, X{ends[1]}, and {other}: move one of them elsewhere, or say "
+        f"data.pair_suffixes=[{','.join(ends)}] for the pairs, data.root={other} for the other"
+    )
 
 
 def form_of_table(folder: Path) -> Form | None:
@@ -37,7 +47,7 @@ def form_of_table(folder: Path) -> Form | None:
         return "table"
     if tars_of(folder):
         return "tars"
-    return "data set" if is_data_set(folder) else None
+    return None if mark_of_data_set(folder) is None else "data set"
 
 
 def look_below(root: Path, form_of: Callable[[Path], Form | None]) -> tuple[Path, Form] | None:

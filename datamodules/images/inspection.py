@@ -79,6 +79,17 @@ def look(path: Picture) -> Look:
     return Look(size, resize(image, (width, height)), quality)
 
 
+def look_at_mask(path: Picture) -> Look:
+    """The same of a mask, whose sides may be as short as they like."""
+    with picture(path) as image:
+        large = image.width * image.height > MOST_PIXELS
+    with ONE_LARGE if large else nullcontext():
+        mask = open_image(path)
+    small = mask.copy()
+    small.thumbnail((SIDE, SIDE))
+    return Look(mask.size, small, None)
+
+
 def jpeg_quality(image: Image.Image) -> int | None:
     """About what libjpeg would call it, from the quantization table; None for other formats."""
     tables = getattr(image, "quantization", None)
@@ -132,9 +143,10 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Pictur
     """
     seen: dict[Picture, Look] = {}
     findings: list[Finding] = []
-    for path in (sample.target, *sample.controls, *([sample.mask] if sample.mask else [])):
+    masks = [sample.mask] if sample.mask else []
+    for path in (sample.target, *sample.controls, *masks):
         try:
-            seen[path] = see(path)
+            seen[path] = look_at_mask(path) if path in masks else see(path)
         except UserError as error:
             findings.append(_finding(sample, Kind.UNREADABLE, printable(str(error).replace(str(path), _name(path)))))
     target, controls = seen.get(sample.target), [seen[path] for path in sample.controls if path in seen]

@@ -2,17 +2,21 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError
 from datamodules.files import Packed, reason, require_file
-from datamodules.images.columns import NOUNS, Columns, choose_columns
+from datamodules.images.columns import Columns, MissingColumn, choose_columns, is_mask
+from datamodules.images.folders import IMAGE_SUFFIXES
 from datamodules.images.prompts import as_prompts, is_text
 from datamodules.images.sample import Found, Picture, Root, Sample
+
+# Values of a column that are looked at, to see whether they name pictures.
+FIRST = 100
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,10 @@ class Table:
         values: of a column, one for each row. Pictures are Packed, or texts, which name files below `folder`; control
             images may be lists of them. None where there is nothing.
         pictures: columns that hold pictures, to be preferred to those of texts.
+        texts: columns that may name files.
         folder: of the files that texts name; None where texts name none.
         keys: of the samples; None for those of the targets' names.
-        nouns: what messages call a column that is missing, by role.
+        usual: names that a role's column has in such tables, before any guess.
         incomplete: a line about each row that could not be read.
     """
 
@@ -37,9 +42,10 @@ class Table:
     columns: Sequence[str]
     values: Callable[[str], Sequence[Any]]
     pictures: Sequence[str] = ()
+    texts: Sequence[str] = ()
     folder: Path | None = None
     keys: Sequence[str] | None = None
-    nouns: Mapping[str, str] | None = None
+    usual: Mapping[str, str] | None = None
     incomplete: tuple[str, ...] = ()
 
 
@@ -77,22 +83,50 @@ def samples_of(table: Table, root: Root, instance_prompts: tuple[str, ...] = (),
             samples.append(replace(sample, key=sample.key or str(Path(target).with_suffix(""))))
     if len({sample.key for sample in samples}) < len(samples):  # one picture with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
-    return Found(samples, incomplete)
+    return Found(samples, incomplete, forms=("columns",))
 
 
 def _columns(table: Table, root: Root, edits: bool) -> Columns:
-    """Columns that hold pictures are preferred to those whose texts may name files."""
-    place = table.place if table.nouns is None else f"{table.place} {table.rows[0]}"
     wanted = ["target", *(["control"] if edits else []), *(["prompt"] if edits and root.require_prompt else [])]
-    choose = partial(
-        choose_columns, place, table.columns, given=root.columns, wanted=wanted, nouns=table.nouns or NOUNS
-    )
-    if table.folder is None:
-        return choose(table.pictures)
+    missing: MissingColumn | None = None
+    for pictures in _columns_of_pictures(table):
+        try:
+            return choose_columns(table.place, table.columns, pictures, root.columns, wanted, table.usual)
+        except MissingColumn as error:
+            missing = error
+    assert missing is not None
+    raise missing
+
+
+def _columns_of_pictures(table: Table) -> Iterator[Sequence[str]]:
+    """Those that hold pictures, then those that name files, too, and last those that name missing ones."""
+    if table.pictures or table.folder is None:
+        yield table.pictures
+    if (folder := table.folder) is None:
+        return
+    names = {name: _file_names(table.values(name)) for name in table.texts}
+    files = [name for name, some in names.items() if any(os.path.isfile(folder / one) for one in some)]
+    lost = [name for name, some in names.items() if name not in files and any(map(_is_like_a_picture, some))]
+    yield [*table.pictures, *files, *filter(is_mask, lost)]  # a mask is not wanted, and never missed
+    yield [*table.pictures, *files, *lost]
+
+
+def _file_names(values: Sequence[Any]) -> list[str]:
+    """The first names that a column holds, if it holds names."""
+    filled = (value for value in values if value not in (None, "", []))
+    return [one for value in islice(filled, FIRST) for one in _several(value) if isinstance(one, str)]
+
+
+def _several(value: Any) -> list[Any]:
     try:
-        return choose(table.pictures)
-    except UserError:
-        return choose(table.columns)
+        value = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    except json.JSONDecodeError:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _is_like_a_picture(name: str) -> bool:
+    return "://" not in name and Path(name).suffix.lower() in IMAGE_SUFFIXES
 
 
 def _controls(table: Table, where: str, names: Sequence[str], values: Sequence[Any]) -> tuple[Picture, ...]:

@@ -1,16 +1,18 @@
 """What a source of samples gives: samples, whose pictures are files or stand inside of larger files."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import printable
+from datamodules.errors import UserError, listing, printable
 from datamodules.files import Packed
 
 # Where the bytes of a picture are.
 Picture = Path | Packed
+# What the settings of single forms are about.
+FORMS = {"columns": "tables, data sets and tars, which have columns", "pair_suffixes": "pairs in one folder"}
 
 
 def place(picture: Picture) -> Picture:
@@ -75,11 +77,13 @@ class Found:
 
     Attributes:
         passed_over: how many files that are no pictures of anybody (hidden, Thumbs.db, __MACOSX) were left out.
+        forms: of each root, the setting that its form needs to know more: `columns`, `pair_suffixes`, or none.
     """
 
     samples: list[Sample]
     incomplete: list[str]
     passed_over: int = 0
+    forms: tuple[str, ...] = ()
 
 
 # Finds the samples of some roots.
@@ -92,6 +96,7 @@ def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
     samples: list[Sample] = []
     incomplete: list[str] = []
     passed_over = 0
+    forms: tuple[str, ...] = ()
     seen: Counter[str] = Counter()
     for number, root in enumerate(roots):
         found = scan(root)
@@ -102,4 +107,23 @@ def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
             samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}", root=number))
         incomplete += map(printable, found.incomplete)
         passed_over += found.passed_over
-    return Found(samples, incomplete, passed_over)
+        forms += found.forms or ("",)
+    return Found(samples, incomplete, passed_over, forms)
+
+
+def refuse_unused(roots: Sequence[Root], forms: Sequence[str]) -> None:
+    """Raise a UserError where no root has the form that data.columns or data.pair_suffixes is about.
+
+    What is set for all roots is used by those of its form; what one has for itself has to be of its form.
+
+    Args:
+        forms: of each root, as in `Found`.
+    """
+    for setting, what in FORMS.items():
+        given = [(getattr(root, setting), root.path, form) for root, form in zip(roots, forms, strict=False)]
+        for value in [value for value, *_ in given if value]:
+            those = [(path, form) for other, path, form in given if other == value]
+            if all(form != setting for _, form in those):
+                text = f"[{','.join(value)}]" if isinstance(value, tuple) else dict(value)
+                paths = listing([str(path) for path, _ in those])
+                raise UserError(f"data.{setting}={text} is for {what}, and {paths} has none: leave it out")

@@ -9,7 +9,7 @@ from datamodules.errors import UserError, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
 from datamodules.images.roots import RootSetting, as_roots, with_captions
-from datamodules.images.sample import Found, Picture, Root, Sample, Source, place
+from datamodules.images.sample import Found, Picture, Root, Sample, Source, place, refuse_unused
 from datamodules.images.transforms import MOST_PIXELS, image_facts, require_sides, verify_image
 
 
@@ -133,6 +133,7 @@ class SampleSet:
         self.require_root()
         # Looked for once in a process: of many files, or on a slow disk, it takes long.
         found = self._found = self._found or self._scan()
+        refuse_unused([*self.roots, *self.val_roots], found.forms)
         self.notes.clear()
         self.incomplete = found.incomplete
         self._pass_over(found.incomplete)
@@ -149,6 +150,8 @@ class SampleSet:
         """
         self.require_root()
         found = self.source([replace(root, require_prompt=False) for root in self.roots])
+        if not self.val_roots:  # these are not looked at, and may use it
+            refuse_unused(self.roots, found.forms)
         self._pass_over(found.incomplete)
         return found.samples
 
@@ -180,7 +183,8 @@ class SampleSet:
         targets = {place(sample.target) for sample in held_out.samples}
         learned = [sample for sample in found.samples if place(sample.target) not in targets]
         passed_over = found.passed_over + held_out.passed_over
-        return Found([*learned, *held_out.samples], found.incomplete + held_out.incomplete, passed_over)
+        incomplete, forms = found.incomplete + held_out.incomplete, found.forms + held_out.forms
+        return Found([*learned, *held_out.samples], incomplete, passed_over, forms)
 
     def _check_counts(self, samples: Sequence[Sample]) -> None:
         """Raise a UserError where the model takes fewer or more condition images."""

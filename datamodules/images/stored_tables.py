@@ -9,7 +9,8 @@ from datamodules.images.folders import is_clutter
 from datamodules.images.forms import Form
 from datamodules.images.rows import Table
 from datamodules.images.tables import TABLES, file_table
-from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
+from datamodules.images.tar_names import is_tar, named_tars, tars_of
+from datamodules.images.tars import tar_table
 
 
 def named_table(root: str) -> tuple[Table, int] | None:

@@ -1,11 +1,12 @@
 """Pairs in one folder, told apart by how their names end: `X_start.png` and `X_end.png`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from datamodules.errors import UserError
 from datamodules.images.folders import (
     IMAGE_SUFFIXES,
+    belongs_to_another,
     count_clutter,
     folder_images,
     further_controls,
@@ -55,6 +56,21 @@ def _roots(stems: set[str], control: str, target: str) -> Iterable[str]:
     return (root for root in roots if root + target in stems)
 
 
+def _roots_of(stems: Collection[str], control: str, target: str) -> list[str]:
+    """The names before the endings of all pictures, also of those whose other half is missing.
+
+    One ending may be empty, or end as the other does: the longer one counts.
+    """
+    longer, shorter = sorted((control, target), key=len, reverse=True)
+    roots = {stem.removesuffix(longer) for stem in stems if stem.endswith(longer)}
+    for stem in stems:
+        if stem.endswith(shorter) and not stem.endswith(longer):
+            root = stem.removesuffix(shorter)
+            if shorter or root + longer in stems or not belongs_to_another(root, stems):
+                roots.add(root)
+    return sorted(roots)
+
+
 def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: bool) -> Found:
     """The pairs of a folder: `X{control}.*`, `X{target}.*`, a caption of X or of the target.
 
@@ -68,7 +84,7 @@ def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: boo
         UserError: two pictures have one name.
     """
     images, unread = folder_images(folder), unread_files(folder)
-    roots = sorted({stem.removesuffix(end) for end in (control, target) for stem in images if stem.endswith(end)})
+    roots = _roots_of(images, control, target)
     numbered: dict[str, dict[str, Path]] = {}
     for stem, path in images.items():
         numbered.setdefault(stem.rpartition("_control_")[0], {})[stem] = path
@@ -82,6 +98,9 @@ def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: boo
         more = further_controls(numbered.get(root, {}), root)
         mask = images.get(f"{root}_mask")
         used.update([*more, *([mask] if mask else [])])
+        if not root:
+            incomplete.append(f"{source or result} is named by its ending alone: put a name before it")
+            continue
         if source is None or result is None:
             lost = root + (control if source is None else target)
             other = f": {none_of_the_formats(unread[lost])}" if lost in unread else ""
@@ -102,15 +121,16 @@ def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: boo
     incomplete += [
         none_of_the_formats(path)
         for stem, path in unread.items()
-        if stem.endswith((control, target)) and not {stem.removesuffix(control), stem.removesuffix(target)} & {*roots}
+        if any(end and stem.endswith(end) and stem.removesuffix(end) not in roots for end in (control, target))
     ]
-    return Found(samples, incomplete, count_clutter(folder))
+    return Found(samples, incomplete, count_clutter(folder), forms=("pair_suffixes",))
 
 
 def _prompts(root: Path, target: Path) -> tuple[tuple[str, ...], Path]:
     """The captions of a pair, and where they stand or would; raises UserError where there are two files of them."""
     of_root = root.with_name(f"{root.name}.png")  # whose suffix is replaced, whatever the name
-    places = [place for place in (of_root, target) if has_prompts(place)]
+    names = {place.stem: place for place in (of_root, target)}  # one, where the target's ending is empty
+    places = [place for place in names.values() if has_prompts(place)]
     if len(places) > 1:
         raise UserError(f"{target} has a caption of its own and one of {root}: keep one")
     place = places[0] if places else of_root

@@ -16,7 +16,7 @@ from datamodules.images.rows import Table
 # What a folder's table is called.
 TABLES = ("metadata.jsonl", "metadata.csv")
 # What the columns of a table of ours are called; others are guessed.
-NOUNS = {"target": "file_name", "control": "control_file_name", "prompt": "prompt"}
+COLUMNS = {"target": "file_name", "control": "control_file_name", "prompt": "prompt", "mask": "mask_file_name"}
 
 
 def file_table(path: Path) -> Table:
@@ -31,13 +31,15 @@ def file_table(path: Path) -> Table:
     rows = read_table(path)
     if not rows:
         raise UserError(f"{path} has no rows")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     return Table(
         place=str(path),
         rows=[f"row {number}" for number in range(1, len(rows) + 1)],
-        columns=list(dict.fromkeys(name for row in rows for name in row)),
+        columns=columns,
+        texts=columns,
         values=lambda name: [row.get(name) for row in rows],
         folder=path.parent,
-        nouns=NOUNS,
+        usual=COLUMNS,
     )
 
 

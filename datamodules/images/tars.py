@@ -14,9 +14,8 @@ from datamodules.files import Packed, reason, require_file
 from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
 from datamodules.images.prompts import is_text, json_prompts, lines_of
 from datamodules.images.rows import Table
+from datamodules.images.tar_names import COMPRESSED, prefixes_of
 
-SUFFIX = ".tar"
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 # As in WebDataset: folder and name up to the first dot, and the rest.
 _MEMBER = re.compile(r"((?:.*/)?[^/.]+)[.]([^/]+)")
 # The column of a picture whose name has nothing but its suffix.
@@ -30,11 +29,13 @@ class Member(Packed):
     """A picture in an uncompressed tar: where its bytes are.
 
     Attributes:
-        tar: the tar.
+        place: the tar, as messages call it.
+        tar: its one name, behind all links.
         name: its name in there.
         offset, size: in bytes.
     """
 
+    place: str = field(compare=False)
     tar: str
     name: str
     offset: int
@@ -45,7 +46,7 @@ class Member(Packed):
             file.seek(self.offset)
             content = file.read(self.size)
         if len(content) < self.size:
-            raise EOFError(f"{self.tar} ends early")
+            raise EOFError(f"{self.place} ends early")
         return content
 
     def signature(self) -> tuple[str, int, int, int]:
@@ -57,22 +58,24 @@ class Member(Packed):
         return Path(self.name).name.partition(".")[0]
 
     def __str__(self) -> str:
-        return f"{self.tar}:{self.name}"
+        return f"{self.place}:{self.name}"
 
 
 @dataclass
 class _Scan:
-    """What tars hold.
+    """What a tar holds.
 
     Attributes:
+        path: the tar; `place` and `tar` as in a `Member`.
         samples: by key, the values by column.
         pictures: the columns of pictures.
         unread: by key, a member that may be a picture in another format.
-        incomplete: a line about each tar that ends early, and each member that is in doubt.
+        incomplete: a line about a tar that ends early, and each member that is in doubt.
         in_doubt: the keys of samples with such a member.
         passed_over: how many members are no pictures of anybody.
     """
 
+    path: Path
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
     pictures: dict[str, None] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
@@ -80,35 +83,16 @@ class _Scan:
     in_doubt: set[str] = field(default_factory=set)
     passed_over: int = 0
 
+    def __post_init__(self) -> None:
+        self.place, self.tar = str(self.path.absolute()), os.path.realpath(self.path)
 
-def is_tar(name: str) -> bool:
-    """Whether a root is a tar, or several by braces, as `{000..012}.tar`."""
-    return name.endswith((SUFFIX, *COMPRESSED))
-
-
-def tars_of(folder: Path) -> list[Path]:
-    """The tars of a folder, by name."""
-    return sorted(path for path in folder.iterdir() if is_tar(path.name) and not is_clutter(path.name))
-
-
-def named_tars(root: str) -> list[Path]:
-    """The tars that a root names, all of its braces' alternatives.
-
-    Raises:
-        UserError: one does not exist.
-    """
-    plain = Path(root).expanduser()
-    if plain.exists():
-        return [plain]
-    try:
-        from braceexpand import braceexpand
-
-        paths = [Path(name).expanduser() for name in braceexpand(root)]
-    except ValueError as error:
-        raise UserError(f"data.root={root}: a brace is left open") from error
-    if absent := [str(path) for path in paths if not path.exists()]:
-        raise UserError(f"data.root={root}: no such file: {listing(absent)}")
-    return paths
+    def whole(self) -> dict[str, dict[str, Any]]:
+        """The samples but those in doubt; a text without a picture is none."""
+        return {
+            key: values
+            for key, values in self.samples.items()
+            if key not in self.in_doubt and any(isinstance(value, Member) for value in values.values())
+        }
 
 
 def tar_table(place: str, tars: Sequence[Path]) -> tuple[Table, int]:
@@ -120,40 +104,37 @@ def tar_table(place: str, tars: Sequence[Path]) -> tuple[Table, int]:
     Raises:
         UserError: a tar is compressed or none, or there are no pictures.
     """
-    found = _Scan()
-    for tar in tars:
-        _scan(tar, f"{tar.stem}/" if len(tars) > 1 else "", found)
-    if not found.pictures:
-        lines = f": {listing(found.incomplete)}" if found.incomplete else ""
+    scans = [_scan(tar) for tar in tars]
+    incomplete = [line for found in scans for line in found.incomplete]
+    pictures = dict.fromkeys(name for found in scans for name in found.pictures)
+    if not pictures:
+        lines = f": {listing(incomplete)}" if incomplete else ""
         raise UserError(f"data.root={place}: no pictures ({FORMATS}) in the tar{lines}")
-    # A text without a picture is no sample, unless its picture is in another format.
-    samples = {
-        key: values
-        for key, values in found.samples.items()
-        if key not in found.in_doubt and any(isinstance(value, Member) for value in values.values())
-    }
-    lost = [
-        f"{found.unread[key]} is none of {FORMATS}" for key in found.unread if key in found.samples.keys() - samples
-    ]
-    columns = list(dict.fromkeys(name for values in samples.values() for name in values))
+    whole = [found.whole() for found in scans]
+    samples = [values for some in whole for values in some.values()]
+    keys = [f"{name}{key}" for name, some in zip(prefixes_of(tars), whole, strict=True) for key in some]
+    for found, some in zip(scans, whole, strict=True):
+        lost = [key for key in found.unread if key in found.samples and key not in some]
+        incomplete += [f"{found.unread[key]} is none of {FORMATS}" for key in lost]
     return Table(
         place=f"data.root={place}",
-        rows=[f"sample {key}" for key in samples],
-        columns=columns,
-        values=lambda name: [values.get(name) for values in samples.values()],
-        pictures=list(found.pictures),
-        keys=list(samples),
-        incomplete=(*found.incomplete, *lost),
-    ), found.passed_over
+        rows=[f"sample {key}" for key in keys],
+        columns=list(dict.fromkeys(name for values in samples for name in values)),
+        values=lambda name: [values.get(name) for values in samples],
+        pictures=list(pictures),
+        keys=keys,
+        incomplete=tuple(incomplete),
+    ), sum(found.passed_over for found in scans)
 
 
-def _scan(path: Path, prefix: str, found: _Scan) -> None:
-    """Add the samples of a tar, from its headers alone but for texts."""
+def _scan(path: Path) -> _Scan:
+    """The samples of a tar, from its headers alone but for texts."""
+    found = _Scan(path)
     try:
         require_file(path)
         size = path.stat().st_size
         with tarfile.open(path, "r:") as tar:
-            _add_members(path, tar, size, prefix, found)
+            _add_members(tar, size, found)
     except tarfile.ReadError as error:
         if path.name.endswith(COMPRESSED) or _is_compressed(path):
             raise UserError(
@@ -163,6 +144,7 @@ def _scan(path: Path, prefix: str, found: _Scan) -> None:
         raise UserError(f"{path} is empty or no tar ({reason(error)}): copy it again") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {reason(error)}") from error
+    return found
 
 
 def _is_compressed(path: Path) -> bool:
@@ -170,7 +152,7 @@ def _is_compressed(path: Path) -> bool:
         return file.read(4).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd"))
 
 
-def _add_members(path: Path, tar: tarfile.TarFile, size: int, prefix: str, found: _Scan) -> None:
+def _add_members(tar: tarfile.TarFile, size: int, found: _Scan) -> None:
     """Add all members up to where the tar ends, or is cut."""
     end, last, seen = 0, "its beginning", set()
     try:
@@ -181,20 +163,20 @@ def _add_members(path: Path, tar: tarfile.TarFile, size: int, prefix: str, found
                 break
             tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
             if not info.isdir():
-                _add(path, tar, info, prefix, found, twice=info.name in seen)
+                _add(tar, info, found, twice=info.name in seen)
             seen.add(info.name)
             last = info.name
     except tarfile.ReadError:
         end = size
-    with path.open("rb") as file:
+    with found.path.open("rb") as file:
         file.seek(end)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # every tar ends with two empty blocks
             found.incomplete.append(
-                f"{path} ends early, or is damaged behind {last}: copy it again, the rest is missing"
+                f"{found.path} ends early, or is damaged behind {last}: copy it again, the rest is missing"
             )
 
 
-def _add(path: Path, tar: tarfile.TarFile, info: tarfile.TarInfo, prefix: str, found: _Scan, twice: bool) -> None:
+def _add(tar: tarfile.TarFile, info: tarfile.TarInfo, found: _Scan, twice: bool) -> None:
     """Add a member to its sample; `twice`: whether there was one of that name before."""
     name = info.name.removeprefix("./")
     if any(is_clutter(part) for part in name.split("/")):
@@ -202,25 +184,28 @@ def _add(path: Path, tar: tarfile.TarFile, info: tarfile.TarInfo, prefix: str, f
         return
     if (match := _MEMBER.fullmatch(name)) is None:
         return
-    key, (column, _, suffix) = prefix + match[1], match[2].rpartition(".")
+    key, (column, _, suffix) = match[1], match[2].rpartition(".")
     if twice or not info.isreg() or info.sparse is not None:
         link = "is a link or a sparse file: repack it with tar --hard-dereference"
-        found.incomplete.append(f"{path}:{name} {'is there twice: keep one' if twice else link}")
+        found.incomplete.append(f"{found.path}:{name} {'is there twice: keep one' if twice else link}")
         found.in_doubt.add(key)
         return
     suffix = f".{suffix.lower()}"
     if suffix in IMAGE_SUFFIXES:
-        column = column or PICTURE
-        found.samples.setdefault(key, {})[column] = Member(str(path.absolute()), name, info.offset_data, info.size)
+        column, sample = column or PICTURE, found.samples.setdefault(key, {})
+        if isinstance(before := sample.get(column), Member):
+            found.incomplete.append(f"{found.path}:{name} and {before.name} are both its {column}: keep one")
+            found.in_doubt.add(key)
+        sample[column] = Member(found.place, found.tar, name, info.offset_data, info.size)
         found.pictures[column] = None
     elif suffix in (".txt", ".json"):
         try:
             _add_texts(tar, info, match[2], found.samples.setdefault(key, {}))
         except (ValueError, UserError) as error:
-            found.incomplete.append(f"{path}:{name} cannot be read: {reason(error)}")
+            found.incomplete.append(f"{found.path}:{name} cannot be read: {reason(error)}")
             found.in_doubt.add(key)
     else:
-        found.unread.setdefault(key, f"{path}:{name}")
+        found.unread.setdefault(key, f"{found.path}:{name}")
 
 
 def _add_texts(tar: tarfile.TarFile, info: tarfile.TarInfo, column: str, sample: dict[str, Any]) -> None:

@@ -296,6 +296,8 @@ def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):
         ([f"captioner.pretrained_model_name_or_path={ROOT / 'assets/shapes/text_encoder'}"], "holds a model of type"),
         (["captioner.pair.user=Describe {target}, please"], "must name the place of {controls} and {target}"),
         (["captioner.single.user=Describe {picture}"], "must name the place of {target}"),
+        (["captioner.pair=null"], "captioner.pair=None: must be two texts, as {system: TEXT, user: TEXT}"),
+        (["captioner.single.user=null"], "captioner.single={'system': "),
         (["captioner.dtype=half"], "captioner.dtype=half: choose"),
         (["captioner.device=cuda"], "captioner.device=cuda: this machine has cpu"),
         (["captioner.batch_size=0"], "captioner.batch_size=0: must be"),

@@ -104,3 +104,16 @@ def test_pairs_are_no_pictures_with_captions_unless_the_picture_is_named():
         choose_columns("t", there, there[:2], {}, ["target"])
     found = choose_columns("t", there, there[:2], {"target": "edited_image"}, ["target"])
     assert (found.target, found.controls, found.prompt) == ("edited_image", (), "caption")
+
+
+@pytest.mark.parametrize("value", [{"target": 5}, {"control": [5]}, {"control": [["a"]]}, {5: "a"}])
+def test_what_is_no_name_of_a_column_is_a_line(value):
+    with pytest.raises(UserError, match=r"data\.columns.*(must be the name of a column|there is no 5)") as error:
+        choose_columns("t", ["image", "source", "text"], ["image", "source"], value, PAIRS)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bare_edit_is_the_last_guess_of_a_prompt():
+    for word in ("prompt", "caption", "text", "instruction", "edit_prompt", "description"):
+        assert choose_columns("t", ["image", "source", "edit", word], ["image", "source"], {}, PAIRS).prompt == word
+    assert choose_columns("t", ["image", "source", "edit"], ["image", "source"], {}, PAIRS).prompt == "edit"

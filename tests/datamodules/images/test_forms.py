@@ -9,12 +9,13 @@ import pytest
 
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, Packed, hash_file
+from datamodules.images.cells import Cell
 from datamodules.images.sample import Root
 from datamodules.images.sources import find_samples
 from datamodules.images.transforms import Window, image_size, load_image, verify_image
 from tests.support.commands import ROOT
 from tests.support.pictures import make_pairs
-from tests.support.stored import FORMS, as_parquet, as_saved, as_suffixes, as_tars, picture, prompt
+from tests.support.stored import FORMS, as_arrow, as_parquet, as_saved, as_suffixes, as_tars, picture, prompt
 
 
 def content(one) -> bytes:
@@ -69,6 +70,24 @@ def test_changed_data_set_is_hashed_anew(form, tmp_path):
     shutil.rmtree(tmp_path / "mine")
     FORMS[form](tmp_path / "mine")
     assert hashes.get(find_samples([Root(root)]).samples[0].target) is None
+
+
+@pytest.mark.parametrize("form", [as_saved, as_parquet, as_arrow])
+def test_one_data_set_of_two_spellings_has_the_same_pictures(tmp_path, monkeypatch, form):
+    root = form(tmp_path / "mine")
+    (tmp_path / "link").symlink_to("mine")
+    monkeypatch.chdir(tmp_path)
+    spelled = [root, root.relative_to(tmp_path), f"link/{root.relative_to(tmp_path / 'mine')}"]
+    samples = [find_samples([Root(path)]).samples[1] for path in spelled]
+    assert len({one.target for one in samples}) == len({one.controls for one in samples}) == 1
+    assert str(samples[2].target) == f"{spelled[2].removesuffix('/.')} row 1 edited_image"
+
+
+def test_a_cell_is_known_by_its_place_in_a_file_and_not_by_the_words_for_it():
+    one = Cell("hf://owner/name", "/cache/x.arrow", 0, 3, "image")
+    assert len({one, Cell("hf://owner/name#train", "/cache/x.arrow", 9, 3, "image")}) == 1
+    others = [("/cache/y.arrow", 3, "image"), ("/cache/x.arrow", 4, "image"), ("/cache/x.arrow", 3, "mask")]
+    assert len({one, *(Cell("hf://owner/name", file, 0, row, column) for file, row, column in others)}) == 4
 
 
 def test_roots_of_several_forms_are_mixed(tmp_path):

@@ -126,6 +126,19 @@ def test_several_controls_are_looked_at_each_for_what_it_is(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("size", [(8, 8), (15, 4), (1, 1), (2000, 500)])
+def test_a_mask_may_be_of_any_size(tmp_path, size):
+    paths = [tmp_path / f"{name}.png" for name in ("target", "control", "mask")]
+    width, height = max(size), min(size)
+    for path, photo in zip(paths[:2], ("coffee", "brick"), strict=True):
+        picture(photo).resize((32 * width // height, 32)).save(path)
+    mask = Image.linear_gradient("L").resize(size)
+    mask.save(paths[2])
+    found = inspect_sample(Sample("a", paths[0], (paths[1],), ("x",), mask=paths[2]), ()).findings
+    kinds = [finding.kind for finding in found if finding.kind in (Kind.UNREADABLE, Kind.MASK)]
+    assert kinds == ([Kind.MASK] if size == (1, 1) else [])
+
+
 @pytest.mark.parametrize("quality", [15, 30, 49, 50, 75, 90, 98])
 def test_the_quality_of_a_jpeg_is_read_from_its_tables(quality):
     file = io.BytesIO()

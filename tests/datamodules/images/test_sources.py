@@ -215,7 +215,7 @@ def test_names_of_any_bytes_and_roots_named_twice_give_keys_of_their_own(tmp_pat
     [
         ("", "has no rows"),
         ("{nonsense", "line 1 is not JSON"),
-        ('{"file_name": "a.png", "prompt": "x"}', "row 1 has no control_file_name; its columns are file_name, prompt"),
+        ('{"file_name": "a.png", "prompt": "x"}', "jsonl has no control_file_name; its columns are file_name, prompt"),
         ('["a"]', "line 1 is not an object of columns"),
     ],
 )

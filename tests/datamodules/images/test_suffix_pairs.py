@@ -78,3 +78,44 @@ def test_what_is_no_whole_pair_is_incomplete(tmp_path):
 def test_pictures_that_are_no_pairs_are_as_before(tmp_path):
     with pytest.raises(UserError, match="pictures, but no condition images"):
         find_samples([Root(make(tmp_path / "x", "weekend.png", "kick_start.png", "a.png", "a.txt"))])
+
+
+def test_a_pair_named_by_its_endings_alone_has_no_caption_of_its_folder(tmp_path):
+    (tmp_path / "x.txt").write_text("about the folder")
+    root = make(tmp_path / "x", "_start.png", "_end.png", "a_start.png", "a_end.png", "a.txt")
+    for require_prompt in (True, False):
+        found = find_samples([Root(root, require_prompt=require_prompt)])
+        assert [sample.key for sample in found.samples] == ["a"]
+        assert found.incomplete == [f"{root}/_start.png is named by its ending alone: put a name before it"]
+
+
+@pytest.mark.parametrize("ends", [("", "_after"), ("_before", "")])
+def test_one_ending_may_be_empty(tmp_path, ends):
+    control, target = ends
+    names = [f"{name}{end}.png" for name in ("x", "y b") for end in ends]
+    more = ["x_mask.png", "x_control_1.jpg", f"z{control}.png", f"w{target}.png", "notes.md", f"v{control}.png"]
+    root = make(tmp_path / "x", *names, *more, "x.txt", "y b.txt", f"v{target}.heic")
+    found = find_samples([Root(root, pair_suffixes=ends)])
+    assert [(one.key, one.target.name, one.controls[0].name) for one in found.samples] == [
+        ("x", f"x{target}.png", f"x{control}.png"),
+        ("y b", f"y b{target}.png", f"y b{control}.png"),
+    ]
+    assert [one.name for one in found.samples[0].controls] == [f"x{control}.png", "x_control_1.jpg"]
+    assert found.samples[0].mask == root / "x_mask.png"
+    assert [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in found.incomplete] == [
+        f"v{control}.png has no v{target}.*: v{target}.heic",
+        f"w{target}.png has no w{control}.*",
+        f"z{control}.png has no z{target}.*",
+    ]
+
+
+@pytest.mark.parametrize("name", ["archive.tar", "x.parquet", "data/x.parquet"])
+def test_pairs_beside_another_data_set_are_not_guessed(tmp_path, name):
+    root = make(tmp_path / "x", "a_start.png", "a_end.png", "a.txt")
+    (root / "data").mkdir()
+    (root / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=f"pairs named X_start, X_end, and {root / name}: move one .* or say") as error:
+        find_samples([Root(root)])
+    assert "data.pair_suffixes=[_start,_end]" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert [one.key for one in find_samples([Root(root, pair_suffixes=("_start", "_end"))]).samples] == ["a"]
