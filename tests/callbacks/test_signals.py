@@ -86,7 +86,7 @@ def test_prediction_stops_after_the_current_picture(run, tmp_path, number):
 
 @pytest.mark.parametrize("task", ["preview", "quantize", "compare_precision"])
 def test_other_tasks_stop_at_once(run, pairs, tmp_path, monkeypatch, task):
-    monkeypatch.setattr("tasks.contact_sheet.write_contact_sheet", lambda *_: tell(signal.SIGTERM))
+    monkeypatch.setattr("tasks.caches.write_contact_sheet", lambda *_: tell(signal.SIGTERM))
     monkeypatch.setattr(EditModule, "check", lambda _: tell(signal.SIGTERM))
     data = [] if task == "quantize" else [f"data.root={pairs}"]
     settings = ["model/quantization=fp8"] if task == "quantize" else []
