@@ -33,6 +33,7 @@ def test_full_size_benchmark_runs(tiny, tmp_path, monkeypatch):
     assert weights["nf4"] < weights["fp8"] < weights["bf16"]
 
 
+@pytest.mark.slow
 def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_path):
     """All parts, train.py among them."""
     output = tmp_path / "results" / "tiny.json"

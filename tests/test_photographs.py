@@ -58,6 +58,7 @@ def of(two_roots, output, *more, steps=6, data="cached"):
     ]
 
 
+@pytest.mark.slow
 def test_photographs_train_without_a_setting(run, tiny, tmp_path):
     """What is printed is what is in the cache: a megapixel each, in its own proportions."""
     sizes = [(4000, 3000), (3000, 4000), (4000, 3000), (2400, 1600), (640, 480)]
@@ -107,6 +108,7 @@ def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_process
     assert_close_losses(tmp_path / "four", tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_shards_alone_train_on_the_same_views(run, tiny, two_roots, tmp_path):
     common = short(tiny, "unused", tmp_path, 1)
     cache = f"data.cache_dir={tmp_path / 'cache'}"
@@ -173,6 +175,7 @@ def test_wrong_settings_are_one_line(run, tiny, pairs, tmp_path, setting, messag
     assert message in run("train", *short(tiny, pairs, tmp_path, 1), setting, ok=False).error
 
 
+@pytest.mark.slow
 def test_small_masks_and_a_second_root_change_nothing_of_what_is_cached(run, tiny, two_roots, tmp_path):
     """A mask may be smaller than any picture; and where a crop lies does not depend on what a sample is called."""
     root = album(tmp_path / "masked", [(200, 150), (210, 140)])

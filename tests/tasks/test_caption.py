@@ -139,6 +139,7 @@ def test_a_caption_is_never_overwritten_unless_told_to(run, arguments, bare):
     assert "7 of 7 samples get a new caption" in outcome.text
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_writes_what_it_would_have_written(run, start, arguments, tmp_path):
     longer = "captioner.max_new_tokens=40"
     whole = write_pairs(tmp_path / "whole", [(64, 48)] * 40)
@@ -161,6 +162,7 @@ def test_killed_and_started_again_it_writes_what_it_would_have_written(run, star
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_a_signal_ends_it_behind_the_batch_and_keeps_what_is_done(start, arguments, tmp_path, number, status):
     root = write_pairs(tmp_path / "many", [(64, 48)] * 40)
     process = start("predict", *arguments(root, "captioner.batch_size=1", "captioner.max_new_tokens=200"))

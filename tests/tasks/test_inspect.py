@@ -101,6 +101,7 @@ def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path
     assert not output.exists(), "what was found before is not left there"
 
 
+@pytest.mark.slow
 def test_preview_says_what_inspect_would_find(inspect, tmp_path):
     root = tmp_path / "data"
     save_edits(root)

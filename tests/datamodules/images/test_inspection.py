@@ -80,6 +80,7 @@ def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
     assert not nearly_equal(image.filter(ImageFilter.GaussianBlur(1)), image)
 
 
+@pytest.mark.slow
 def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
     """On the small copies a sharp picture of 3200 pixels is as the blurred one."""
     large = noisy(picture("gravel").resize((3200, 2400), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
