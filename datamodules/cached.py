@@ -141,7 +141,8 @@ class CachedDataModule(PairsDataModule):
                 self._take_root(cache)
         budget = self.max_tokens_per_batch
         if budget and (above := sum(self.index.tokens[number] > budget for number in self.numbers)):
-            self.notes.append(f"{above} samples alone have more tokens than data.max_tokens_per_batch={budget}")
+            what = f"{above} samples have more tokens than data.max_tokens_per_batch={budget}"
+            self.notes.append(f"{what}: each is a batch of its own")
 
     def _take_root(self, cache: Cache) -> None:
         """Use the samples of data.root."""

@@ -234,7 +234,7 @@ class PairsDataModule(TrainingData):
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
         noun = self.noun.removesuffix("s") if self.sample_count == 1 else self.noun
         views = "" if len(self.sizes) == self.sample_count else f" in {len(self.sizes)} views"
-        return f"{self.sample_count} {noun}{views} of {', '.join(self.roots)}{held_out}"
+        return f"{self.sample_count} {noun}{views} of {', '.join(map(str, self.sample_set.roots))}{held_out}"
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         kinds = {(view.size, prompt) for view in self.views for prompt in view.sample.prompts}

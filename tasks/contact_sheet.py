@@ -64,7 +64,9 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         key = raw.keys[0] if len(raw.keys[0]) <= 44 else f"...{raw.keys[0][-41:]}"
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""
         axis.set_title(f"{plain(key)}\n{sizes}  bucket {buckets[view.size]}{cropped}", fontsize=9)
-        caption = textwrap.fill(raw.prompts[0] or "(no caption)", 52, max_lines=3, placeholder=" ...")
+        first, *others = view.sample.prompts
+        words = (first or "(no caption)") + (f" (and {len(others)} more)" if others else "")
+        caption = textwrap.fill(words, 52, max_lines=3, placeholder=" ...")
         axis.text(0.5, -0.04, plain(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
     return figure
 

@@ -109,7 +109,9 @@ def test_token_budget_makes_large_pictures_small_batches(run, tiny, tmp_path):
     data.max_tokens_per_batch = 80
     data.open(data.cache(module))
     assert sorted(data.batch_limits().values()) == [1, 1]
-    assert data.notes[-1:] == ["4 samples alone have more tokens than data.max_tokens_per_batch=80"]
+    assert data.notes[-1:] == [
+        "4 samples have more tokens than data.max_tokens_per_batch=80: each is a batch of its own"
+    ]
 
 
 def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):

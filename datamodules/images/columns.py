@@ -125,13 +125,13 @@ def choose_columns(
         nouns = [usual.get(role, NOUNS[role]) for role in missing]
         raise MissingColumn(
             f"{place} has no {listing(nouns)}; its columns are {', '.join(there)}: say "
-            f"which it is, as data.columns={{{missing[0]}: NAME}}"
+            f"which, as data.columns='{{{', '.join(f'{role}: NAME' for role in missing)}}}'"
         )
     edits = "control" in wanted
     if not edits and controls and "target" not in named:
         raise UserError(
             f"{place} is a set of pairs, for data=cached and a model that edits; data=captions takes pictures alone: "
-            f"say which, as data.columns={{target: {target[0]}}}"
+            f"say which, as data.columns='{{target: {target[0]}}}'"
         )
     return Columns(target[0], tuple(controls) if edits else (), next(iter(prompt), None), next(iter(mask), None))
 
@@ -195,7 +195,7 @@ def _unnumbered(name: str) -> str:
 def _ambiguous(place: str, role: str, found: Sequence[str], there: Sequence[str]) -> UserError:
     return UserError(
         f"{place}: {' and '.join(found)} may both be the {role}; its columns are {', '.join(there)}: say which, as "
-        f"data.columns={{{role}: {found[0]}}}"
+        f"data.columns='{{{role}: {found[0]}}}'"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datamodules.batch import Size
 from datamodules.errors import listing
 from datamodules.images.framing import Framing, View
+from datamodules.images.roots import TRIGGER
 from datamodules.images.sample import Root
 from datamodules.images.sample_set import Usable
 from datamodules.images.transforms import SIDE_MULTIPLE, floor_size
@@ -88,6 +89,8 @@ def unusual(captions: Sequence[Sequence[str]], sizes: Sequence[Size], framing: F
     notes: list[str] = []
     if empty := sum(not prompt for prompts in captions for prompt in prompts):
         notes.append(f"{empty} captions are empty")
+    if literal := sum(any(TRIGGER in prompt for prompt in prompts) for prompts in captions):
+        notes.append(f"{literal} {noun} have {TRIGGER} in their captions: data.trigger_word=WORD puts a word there")
     if several := sum(len(prompts) > 1 for prompts in captions):
         notes.append(f"{several} {noun} have several captions: each time one of them is drawn")
     if framing.flip and (sided := sum(any(map(SIDED.search, prompts)) for prompts in captions)):

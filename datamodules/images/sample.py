@@ -47,6 +47,12 @@ class Root:
     pair_suffixes: tuple[str, str] | None = None
     require_prompt: bool = True
 
+    def __str__(self) -> str:
+        """Its path, with what makes its samples count more or less than those of others."""
+        counts = [f"repeats {self.repeats}"] if self.repeats != 1 else []
+        counts += [f"weight {self.weight:g}"] if self.weight != 1 else []
+        return f"{self.path} ({', '.join(counts)})" if counts else str(self.path)
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -211,3 +211,18 @@ def test_nothing_to_learn_and_settings_without_effect_are_refused(pairs):
     kontext.geometry.preferred_sizes = ()
     with pytest.raises(UserError, match=r"data.buckets=family: Kontext prefers no sizes; choose aspect"):
         data.configure_for(kontext)
+
+
+def test_what_is_said_of_captions_and_roots(tmp_path):
+    root = make_pairs(tmp_path, [(32, 32)] * 3)
+    (root / "training_images" / "00.txt").write_text("[trigger] in the snow\nmake it snow")
+    data = data_module([{"path": str(root), "repeats": 3, "weight": 0.5}], flip=True)
+    assert data.describe() == f"3 pairs in 6 views of {root} (repeats 3, weight 0.5)"
+    assert data.notes == [
+        "1 pairs have [trigger] in their captions: data.trigger_word=WORD puts a word there",
+        "1 pairs have several captions: each time one of them is drawn",
+    ]
+    assert data_module(str(root), trigger_word="sks").notes == [data.notes[1]]
+    (root / "training_images" / "01.txt").write_text("turn the LEFT one around")
+    notes = data_module(str(root), flip=True).notes
+    assert notes[-1].startswith("1 pairs have captions that say left or right, which are wrong for the mirrored")

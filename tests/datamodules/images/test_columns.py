@@ -100,7 +100,7 @@ def test_column_that_is_missing_or_in_doubt_is_answered_with_those_that_are_ther
 
 def test_pairs_are_no_pictures_with_captions_unless_the_picture_is_named():
     there = ["source_image", "edited_image", "caption"]
-    with pytest.raises(UserError, match=r"is a set of pairs.*data.columns=\{target: edited_image\}"):
+    with pytest.raises(UserError, match=r"is a set of pairs.*data.columns='\{target: edited_image\}'"):
         choose_columns("t", there, there[:2], {}, ["target"])
     found = choose_columns("t", there, there[:2], {"target": "edited_image"}, ["target"])
     assert (found.target, found.controls, found.prompt) == ("edited_image", (), "caption")
