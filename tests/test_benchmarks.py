@@ -19,6 +19,7 @@ def read(output):
     return json.loads(output.read_text()), output.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_full_size_benchmark_runs(tiny, tmp_path, monkeypatch):
     output = tmp_path / "results.json"
     small = ["--folder", str(tiny), "--size", "64", "--rounds", "1", "--matrix", "64", "--output", str(output)]

@@ -62,6 +62,7 @@ def test_cached_training_imports_and_loads_no_encoder(run, tiny, pairs, tmp_path
     assert not [name for name in modules if name.endswith(encoders)]
 
 
+@pytest.mark.slow
 def test_two_processes_train_on_a_cache_that_they_build_first(run, start, tiny, tmp_path):
     """Of which one sample is lacking: one of the processes has nothing to do."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 8)

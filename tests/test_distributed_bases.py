@@ -108,6 +108,7 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
     assert lora_bytes(tmp_path / "parts" / "fp8") == lora_bytes(tmp_path / "split" / "fp8")
 
 
+@pytest.mark.slow
 def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(tiny, pairs, tmp_path):
     """The second is told in step 3. Nor does it give up while the first is busy for longer than a step may take."""
     watch = f"+callbacks.watch={{_target_: tests.support.watch.WatchAndStop, folder: {tmp_path}, stop_at: 3}}"

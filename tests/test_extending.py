@@ -191,6 +191,7 @@ class Rounded(nn.Linear):
         self.requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_quantization_format_is_a_row(run, tiny, pairs, tmp_path, monkeypatch):
     asked = ["model=flux_kontext", "model/quantization=fp8", "model.quantization.format=rounded"]
     arguments = [*asked, *short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=64"]

@@ -184,6 +184,7 @@ def test_merged_weights_come_back_bitwise(tiny):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_compiled_prediction_is_the_same(run, trained, photo, tmp_path, monkeypatch):
     """By eager's own kernels: one graph for each kind of block, pictures to a rounding of 8 bits."""
     monkeypatch.chdir(tmp_path)

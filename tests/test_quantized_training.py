@@ -77,6 +77,7 @@ def learned(tiny, *more):
     return taken
 
 
+@pytest.mark.slow
 def test_loss_falls_on_each_format_as_on_bf16(tiny):
     """To two thirds, and ends where it does on bf16: but for 1 % of the way on 8 bits, for 5 % on 4."""
     exact = learned(tiny, "model=flux_kontext")

@@ -99,6 +99,7 @@ def test_components_that_no_timestep_uses_stay_as_they_were_drawn(run, tiny, pai
 @pytest.mark.parametrize(
     ("adapter", "kind"), [("tlora", "timestep"), ("ortho_tlora", "normalised"), ("tlora", "step_index")]
 )
+@pytest.mark.slow
 def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_is(
     run, tiny, pairs, tmp_path, adapter, kind
 ):

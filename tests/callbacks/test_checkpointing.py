@@ -68,6 +68,7 @@ class Double:
         return self._free
 
 
+@pytest.mark.slow
 def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, monkeypatch):
     """With no memory left, and with just enough for each; where steps take more, and another process has less."""
     peaks, weights, chosen, left = {}, {}, [], []

@@ -29,6 +29,7 @@ def shown(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 def test_shared_pictures_and_figures_are_those_of_one_process_and_training_does_not_see_them(
     run, in_two_processes, overrides, trained, tmp_path
 ):

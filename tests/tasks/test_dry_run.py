@@ -58,6 +58,7 @@ def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
     plan = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.gradient_checkpointing=true"]
     sizes = []

@@ -33,6 +33,7 @@ def inspect(run, tiny, tmp_path):
     return inspect
 
 
+@pytest.mark.slow
 def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     root, held_out = tmp_path / "data", tmp_path / "held_out"
     planted = save_faults(root, held_out)

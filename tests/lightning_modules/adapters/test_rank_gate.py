@@ -102,6 +102,7 @@ def test_each_forward_of_a_stock_pipeline_has_the_rank_of_its_step(tiny, tmp_pat
     assert len(set(ranks)) == (1 if kind == "constant" else 7)
 
 
+@pytest.mark.slow
 def test_compiled_pipeline_follows_a_schedule_that_is_attached_later(tiny, tmp_path):
     stock = load(tiny, tmp_path, ["tlora"])
     full = picture(stock)
@@ -200,6 +201,7 @@ def test_gradient_checkpointing_has_the_mask_of_its_forward_whatever_ran_in_betw
         ("ortho_tlora", True, True, "eager"),
     ],
 )
+@pytest.mark.slow
 def test_compiled_once_for_every_timestep(tiny, adapter, checkpointing, whole, backend):
     module = build(tiny, adapter, f"model.gradient_checkpointing={checkpointing}")
     learn(module)

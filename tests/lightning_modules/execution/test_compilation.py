@@ -79,6 +79,7 @@ def sized(module, height):
 
 
 @pytest.mark.parametrize(("dynamic", "more_a_size"), [(True, 0), (False, 1)])
+@pytest.mark.slow
 def test_graphs_are_no_more_than_kinds_of_blocks_times_sizes(tiny, counted, dynamic, more_a_size):
     module = with_a_block_of_each_kind(build(tiny, "lora", "model.gradient_checkpointing=none"))
     execution.compile_blocks(module.transformer, dynamic)

@@ -147,6 +147,7 @@ def test_edited_picture_equals_the_pipelines(name, sizes, true_cfg_scale, reposi
 
 
 @pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
+@pytest.mark.slow
 def test_edited_picture_equals_the_pipelines_at_their_own_sizes(name, repositories, tmp_path):
     """One megapixel for the autoencoder, as everybody predicts: nothing here is made smaller."""
     module = instantiate(

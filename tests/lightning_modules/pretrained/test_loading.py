@@ -105,6 +105,7 @@ def cached_like(folder: Path, cache: Path, repository: str, listed: bool) -> Non
         listing.write_tree_cache(str(place), COMMIT, dict.fromkeys(("config.json", "transformer/config.json"), entry))
 
 
+@pytest.mark.slow
 def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pairs, tmp_path):
     """A transformer alone, and a plan of a whole pipeline; HF_HUB_OFFLINE=1 spares the client's attempts, a minute."""
     cached_like(tiny, tmp_path, "owner/pipeline", listed=False)
