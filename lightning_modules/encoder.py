@@ -1,11 +1,8 @@
 """Pixels and prompts to latents and embeddings: the one way from a RawBatch to a LatentBatch."""
 
 import hashlib
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,7 @@ from datamodules.encoding import EncodeRequest
 from datamodules.images.transforms import PREPROCESSING
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.timing import SECONDS_BETWEEN_LINES, StageTimer
-
-log = logging.getLogger("retouch")
+from lightning_modules.timing import ProgressLines, StageTimer
 
 
 class Encoder:
@@ -201,7 +196,7 @@ class PromptCache:
             load: reads the images of a prompt.
             processes: how many on this machine do so, and share half of the free memory.
         """
-        start = last = time.monotonic()
+        progress = ProgressLines(len(requests), "prompts encoded")
         for number, (prompt, paths) in enumerate(requests, 1):
             first = self([prompt], [load(paths)], torch.device("cpu"))
             if number == 1:
@@ -209,10 +204,7 @@ class PromptCache:
                 if size * len(requests) * processes > psutil.virtual_memory().available / 2:
                     return False
                 self.kept = max(self.kept, len(requests))
-            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                left = timedelta(seconds=round((last - start) / number * (len(requests) - number)))
-                log.info(f"{number} of {len(requests)} prompts encoded  left {left}")
+            progress.done(number)
         return True
 
 

@@ -1,15 +1,41 @@
-"""Seconds spent in the stages of a run."""
+"""Seconds spent in the stages of a run, and lines about what takes many of them."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
+
+log = logging.getLogger("retouch")
 
 # Between two lines about a step that takes long.
 SECONDS_BETWEEN_LINES = 10
 # The stage of what a run does beside its steps: sample pictures and savings. Speeds leave it out.
 NOT_TRAINING = "not training"
+
+
+class ProgressLines:
+    """Lines about work that takes long: `3 of 9 captions  left 0:02:00`.
+
+    Args:
+        total: how many there are to do.
+        what: is done, as the lines name it.
+    """
+
+    def __init__(self, total: int, what: str) -> None:
+        self.total = total
+        self.what = what
+        self._start = self._last = time.monotonic()
+
+    def done(self, number: int) -> None:
+        """Say it, when the last line was some time ago; `number`: of those that are done."""
+        now = time.monotonic()
+        if now - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = now
+            left = timedelta(seconds=round((now - self._start) / number * (self.total - number)))
+            log.info(f"{number} of {self.total} {self.what}  left {left}")
 
 
 class StageTimer:

@@ -3,11 +3,9 @@
 import os
 import re
 import shlex
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -23,7 +21,7 @@ from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.transforms import image_size, open_image, resize
 from lightning_modules.captioner import Captioner
-from lightning_modules.timing import SECONDS_BETWEEN_LINES
+from lightning_modules.timing import ProgressLines
 from tasks.encode import cached_data
 from tasks.placement import compute_device
 from tasks.proposals import Proposal, Proposals
@@ -101,7 +99,7 @@ class Captioning:
     def write(self, lacking: Sequence[Sample], samples: Sequence[Sample]) -> None:
         """Batch after batch; a signal ends it behind the present one."""
         wanted, seen = {sample.key for sample in lacking}, 0
-        start = last = time.monotonic()
+        progress = ProgressLines(len(lacking), "captions")
         for batch in batches(samples, self.captioner):
             chosen = [sample for sample in batch if sample.key in wanted]
             if not chosen:
@@ -111,10 +109,7 @@ class Captioning:
             stop.busy_with = None
             stop.check()
             seen += len(chosen)
-            if (now := time.monotonic()) - last >= SECONDS_BETWEEN_LINES:
-                last = now
-                left = timedelta(seconds=round((now - start) / seen * (len(lacking) - seen)))
-                log.info(f"{seen} of {len(lacking)} captions  left {left}")
+            progress.done(seen)
 
     def _write_batch(self, batch: Sequence[Sample]) -> None:
         loaded = []

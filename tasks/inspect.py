@@ -2,12 +2,10 @@
 
 import csv
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -28,7 +26,7 @@ from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.wording import caption_findings, long_captions
 from datamodules.pairs import PairsDataModule
-from lightning_modules.timing import SECONDS_BETWEEN_LINES
+from lightning_modules.timing import ProgressLines
 from tasks.encode import cached_data
 from tasks.findings_sheet import end_of, write_findings_sheet
 from tasks.placement import frozen_model
@@ -99,18 +97,15 @@ def counted(found: Sequence[Finding]) -> str:
 
 def _each(samples: Sequence[Sample], sample_set: SampleSet) -> Iterator[Inspected]:
     see = lru_cache(REMEMBERED)(look)
-    start = last = time.monotonic()
+    progress = ProgressLines(len(samples), "inspected")
     with _pool() as (pool, workers):
         todo = iter(samples)
         waiting: list[Future[Inspected]] = []
-        for number in range(len(samples)):
+        for number in range(1, len(samples) + 1):
             for sample in islice(todo, 2 * workers - len(waiting)):
                 waiting.append(pool.submit(inspect_sample, sample, sample_set.root(sample).resolution, see))
             yield waiting.pop(0).result()
-            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                left = timedelta(seconds=round((last - start) / (number + 1) * (len(samples) - number - 1)))
-                log.info(f"{number + 1} of {len(samples)} inspected  left {left}")
+            progress.done(number)
 
 
 @contextmanager
