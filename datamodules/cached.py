@@ -166,7 +166,7 @@ class CachedDataModule(PairsDataModule):
             absent = listing([one.sample.key for one in changed])
             raise UserError(f"{absent} not in the cache {cache.folder}: did files change just now? Start again")
         self.sample_set.require_some(present)
-        self.take(present)
+        self.take(present, hashes.get)
 
     def _take_folder(self, folder: Path, wanted: Cache) -> None:
         """Use all samples of a cache."""

@@ -1,7 +1,7 @@
 """Pairs of pictures, decoded in every step."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any, Literal
@@ -14,10 +14,10 @@ from datamodules.errors import UserError
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import PairDataset, collate, leave_signals_to_the_trainer, pictures
 from datamodules.images.framing import Framing, View
-from datamodules.images.held_out import choose_held_out, shown_pictures
+from datamodules.images.held_out import held_out_of
 from datamodules.images.notes import bucket_notes, framing_notes, unusual
 from datamodules.images.roots import RootSetting
-from datamodules.images.sample import Sample, Source
+from datamodules.images.sample import Picture, Sample, Source
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.sampler import SizeBatchSampler
 
@@ -123,27 +123,28 @@ class PairsDataModule(TrainingData):
         self.sample_set.require_some(usable)
         self.take(usable)
 
-    def take(self, usable: Sequence[Usable]) -> None:
+    def take(self, usable: Sequence[Usable], checksum: Callable[[Picture], str | None] = lambda picture: None) -> None:
         """Train on these, except those to hold out, which `validation` gets, a data module of its own.
+
+        Args:
+            checksum: as for `held_out_of`.
 
         Raises:
             UserError: none is left to train on.
         """
         samples = [one.sample for one in usable]
-        first = [self.sample_set.views(one, held_out=True)[0] for one in usable]
+        views = [self.sample_set.views(one) for one in usable]
+        first = [View(one[0].sample, one[0].windows) for one in views]
         sizes = [view.size for view in first]
         noun = _noun(sizes)
         self.notes += framing_notes(usable, first, [self.sample_set.root(sample) for sample in samples], noun)
         self.notes += unusual([sample.prompts for sample in samples], sizes, self.sample_set.framing, noun)
-        keys = [sample.key for sample in samples]
-        shown = shown_pictures(samples, self.val_count)
-        named = {index for index, sample in enumerate(samples) if sample in self.sample_set.held_out}
-        held = choose_held_out(keys, shown, named, self.sample_set.val_paths, self.val_count, noun)
+        held = held_out_of(self.sample_set, samples, self.val_count, noun, checksum)
         self.validation = None
         if held:
             self.validation = copy(self)
             self.validation.use([[first[index]] for index in sorted(held)])
-        self.use([self.sample_set.views(one) for index, one in enumerate(usable) if index not in held])
+        self.use([one for index, one in enumerate(views) if index not in held])
         if all(view.weight == 0 for view in self.views):
             raise UserError("data.root: weight=0 for all samples: there is nothing to learn")
 

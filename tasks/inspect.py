@@ -20,7 +20,7 @@ from datamodules.errors import UserError, printable
 from datamodules.files import replacing
 from datamodules.images.duplicates import repeated
 from datamodules.images.findings import Finding, Kind, mostly_small, worst_first
-from datamodules.images.held_out import choose_held_out, shown_pictures
+from datamodules.images.held_out import held_out_of
 from datamodules.images.inspection import Inspected, inspect_sample, look
 from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
@@ -49,7 +49,7 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
     data, module = cached_data(cfg), frozen_model(cfg)
     data.configure_for(module)
     samples = data.sample_set.find()
-    held = _held_out(samples, data.sample_set, data.val_count)
+    held = held_out_of(data.sample_set, samples, data.val_count, "samples")
     incomplete = [Finding(Kind.INCOMPLETE, *_divided(line)) for line in data.sample_set.incomplete]
     found = worst_first([*incomplete, *find_faults(samples, held, data.sample_set), *_long_captions(samples, module)])
     what = (
@@ -117,14 +117,6 @@ def _pool() -> Iterator[tuple[ThreadPoolExecutor, int]]:
         yield pool, workers
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _held_out(samples: Sequence[Sample], sample_set: SampleSet, val_count: int) -> set[int]:
-    """As training divides them."""
-    pictures = shown_pictures(samples, val_count)
-    named = {number for number, sample in enumerate(samples) if sample in sample_set.held_out}
-    keys = [sample.key for sample in samples]
-    return choose_held_out(keys, pictures, named, sample_set.val_paths, val_count, "samples")
 
 
 def _divided(line: str) -> tuple[str, str]:

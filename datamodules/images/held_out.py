@@ -1,15 +1,36 @@
 """Which samples are held out for validation."""
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed
 from datamodules.images.sample import Picture, Sample, place
+from datamodules.images.sample_set import SampleSet
 
 
-def shown_pictures(samples: Sequence[Sample], count: int) -> list[Hashable]:
+def held_out_of(
+    sample_set: SampleSet,
+    samples: Sequence[Sample],
+    count: int,
+    noun: str,
+    checksum: Callable[[Picture], str | None] = lambda picture: None,
+) -> set[int]:
+    """The numbers of the samples to hold out: those of data.val_root, or `count` others; see `choose_held_out`.
+
+    Args:
+        checksum: the sha256 of a picture, where it is remembered; else it is read.
+    """
+    keys = [sample.key for sample in samples]
+    named = {number for number, sample in enumerate(samples) if sample in sample_set.held_out}
+    shown = shown_pictures(samples, count, checksum)
+    return choose_held_out(keys, shown, named, sample_set.val_paths, count, noun)
+
+
+def shown_pictures(
+    samples: Sequence[Sample], count: int, checksum: Callable[[Picture], str | None] = lambda picture: None
+) -> list[Hashable]:
     """For each sample what its pictures are known by, as `choose_held_out` groups them.
 
     Files are known by their places. What stands inside of a larger file is known by its bytes: tables have a picture
@@ -17,12 +38,14 @@ def shown_pictures(samples: Sequence[Sample], count: int) -> list[Hashable]:
 
     Args:
         count: data.val_count; without it nothing is read.
+        checksum: as for `held_out_of`.
     """
 
     @cache
     def known_by(picture: Picture) -> Hashable:
-        inside = isinstance(picture, Packed) and count > 0
-        return hashlib.sha256(picture.read()).digest() if inside else place(picture)  # type: ignore[union-attr]
+        if not isinstance(picture, Packed) or count == 0:
+            return place(picture)
+        return checksum(picture) or hashlib.sha256(picture.read()).hexdigest()
 
     return [frozenset(map(known_by, (sample.target, *sample.controls))) for sample in samples]
 

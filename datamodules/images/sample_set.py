@@ -94,10 +94,10 @@ class SampleSet:
                 f"{strange[0]}; choose aspect"
             )
 
-    def views(self, usable: Usable, held_out: bool = False) -> list[View]:
-        """All that training sees of a sample; of one that is held out only the first."""
+    def views(self, usable: Usable) -> list[View]:
+        """All that training sees of a sample; of one of val_root only the first."""
         sample = usable.sample
-        return self.framing.views(sample, self.root(sample), usable.sizes, held_out or sample in self.held_out)
+        return self.framing.views(sample, self.root(sample), usable.sizes, sample in self.held_out)
 
     def require_root(self) -> None:
         """Raise a UserError where no data is named."""

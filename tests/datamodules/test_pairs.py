@@ -1,5 +1,6 @@
 """Batches of raw pairs."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -192,6 +193,15 @@ def test_what_stands_in_tables_is_held_out_by_its_bytes(tmp_path):
     assert [len({*shown[first : first + 3]}) for first in (0, 3, 6)] == [1, 1, 1]
     assert len(set(shown)) == 3
     assert len(set(shown_pictures(samples, 0))) == 9, "nothing is read that is not asked for"
+
+
+def test_pictures_whose_checksums_are_known_are_not_read_again_to_hold_some_out(monkeypatch):
+    rows = [Row("a.parquet", number, number // 3) for number in range(9)]
+    samples = [Sample(str(number), row, (), ("",)) for number, row in enumerate(rows)]
+    known = {row: hashlib.sha256(row.read()).hexdigest() for row in rows}
+    expected = shown_pictures(samples, 1)
+    monkeypatch.setattr(Row, "read", lambda row: pytest.fail("read again"))
+    assert shown_pictures(samples, 1, known.get) == expected
 
 
 def test_nothing_to_learn_and_settings_without_effect_are_refused(pairs):
