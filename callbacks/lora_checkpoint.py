@@ -10,6 +10,7 @@ import torch
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import replacing
+from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 
@@ -30,10 +31,12 @@ class LoRACheckpoint(L.Callback):
         save_every: optimizer steps between two savings; 0 saves at the end only.
         model_name: the name of the model's YAML, and
         model: its composed settings, for the header of the LoRA files: predict.py needs no more.
+        dtype: of the LoRA files, a name of `adapters.formats.written.DTYPES`.
     """
 
-    def __init__(self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any]) -> None:
+    def __init__(self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any], dtype: str) -> None:
         self.run = RunFolder(output_dir)
+        self.dtype = export_dtype(dtype)
         self.save_every = save_every
         # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
         self.model: dict[str, Any] = {"name": model_name, **_plain(model)}
@@ -73,7 +76,7 @@ class LoRACheckpoint(L.Callback):
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
         with module.averaged_weights():
-            write = module.trained.export(module.base, header)
+            write = module.trained.export(module.base, header, self.dtype)
             for name in names if trainer.is_global_zero else ():
                 write(self.run.weights(module.adapter.folder, name))
 

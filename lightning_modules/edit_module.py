@@ -132,7 +132,7 @@ class EditModule(L.LightningModule, Family):
             elif self.sampler.sampling is not None:
                 self.transformer = self.base.load_transformer()
                 self.sampler.use(self.transformer)
-                self.sampler.loras.load(self.sampler.pipeline, self.base)
+                self.sampler.loras.load(self.transformer, self.base)
                 self.execution.prepare(self.transformer)
 
     def _load_to_train(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.images.conditions import ConditionImages
+from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -96,7 +97,7 @@ class Family(ABC):
         text_components: the repository's components that only text encoding needs.
         condition_images: how many it takes, and at what sizes.
         geometry: how latents and prompts become tokens.
-        lora_prefix: stands before the names of layers in LoRA files; one of `adapters.formats.diffusers.PREFIXES`.
+        native_names: of the transformer's layers, in other programs' LoRA files.
     """
 
     pipeline_name: ClassVar[str]
@@ -104,7 +105,7 @@ class Family(ABC):
     text_components: ClassVar[tuple[str, ...]]
     condition_images = ConditionImages()
     geometry = Geometry()
-    lora_prefix: ClassVar[str] = "transformer."
+    native_names: ClassVar[NativeNames] = NO_NATIVE_NAMES
 
     @abstractmethod
     def encoding_settings(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Execution:
 
     def adapt(self, transformer: Any) -> None:
         """Inject the adapter and prepare the transformer for training; it may be on the meta device."""
-        self.adapter.inject(transformer)
+        self.adapter.inject(transformer, self.family.native_names)
         self.family.trim_last_block(transformer)
         cast_inputs_once(transformer)
 

@@ -75,7 +75,7 @@ class Sampler:
             if should_stop():
                 return
             together = wanted[start : start + request.batch_size]
-            self.loras.set_scale(self.pipeline(), scale)
+            self.loras.set_scale(self.transformer, scale)
             seconds["denoise"] = seconds["decode"] = 0.0
             chosen = rows(latents, [row for row, _ in together])
             made = self.sample(chosen, self.sampling, request.size, [seed for _, (_, seed) in together])

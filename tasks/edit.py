@@ -14,7 +14,8 @@ from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.peers import peers
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.diffusers import find_weights, read_header
+from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.family import Sampling
 from tasks.placement import frozen_model, place_trainer
 from tasks.resolvers import CONF
@@ -33,7 +34,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     if cfg.lora is None:
         log.info(f"no lora=: the model alone ({cfg.model.pretrained_model_name_or_path})")
     files = [find_weights(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
-    headers = [read_header(file) for file in files]
+    headers = [LoRAFile(file).header for file in files]
     cfg.model = model_settings(cfg, headers, HydraConfig.get().overrides.task)
     check_settings(cfg, PREDICTION)  # again: the file's header may hold any value
     scales = list(dict.fromkeys(map(float, as_list(cfg, "lora_scale"))))

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from datamodules.errors import UserError
 from datamodules.files import reading
-from lightning_modules.adapters.formats.diffusers import HEADER_KEY, read_header, require_finite, save_lora
+from lightning_modules.adapters.formats.lora_file import HEADER_KEY, LoRAFile
+from lightning_modules.adapters.formats.written import require_finite, save_lora
+from lightning_modules.adapters.low_rank import LowRank
 from tests.support.commands import compose
 
 MODELS = {"flux_kontext": ("tokenizer_2", "text_encoder_2"), "qwen_image_edit": ("tokenizer", "text_encoder")}
@@ -121,26 +123,26 @@ def test_a_header_that_is_none_is_named(tmp_path, text):
     path = tmp_path / "lora.safetensors"
     save_file({"transformer.x.lora_A.weight": torch.ones(2, 2)}, path, {HEADER_KEY: text})
     with pytest.raises(UserError, match=r"lora.safetensors is damaged \(.*\); name a LoRA's") as raised:
-        read_header(path)
+        LoRAFile(path).header  # noqa: B018 (reads it)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("header", [{"format": "pt"}, {HEADER_KEY: "{}"}])
 def test_a_header_that_says_nothing_is_as_of_others(tmp_path, header):
     save_file({"x": torch.ones(1)}, tmp_path / "lora.safetensors", header)
-    assert read_header(tmp_path / "lora.safetensors") is None
+    assert LoRAFile(tmp_path / "lora.safetensors").header is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_do_not_replace_others(tmp_path, value):
     path = tmp_path / "lora.safetensors"
-    good = {"x.lora_A.weight": torch.ones(2, 2), "x.lora_B.weight": torch.ones(2, 2)}
-    save_lora(good, path, 1.0, {})
+    good = LowRank(torch.ones(2, 2), torch.ones(2, 2))
+    save_lora({"x": good}, path, {})
     before = path.read_bytes()
-    with pytest.raises(UserError, match=r"not finite \(x.lora_B.weight\) and are not saved"):
-        save_lora(good | {"x.lora_B.weight": torch.full((2, 2), value)}, path, 1.0, {})
+    with pytest.raises(UserError, match=r"not finite \(transformer.x.lora_B.weight\) and are not saved"):
+        save_lora({"x": good._replace(up=torch.full((2, 2), value))}, path, {})
     assert path.read_bytes() == before
-    require_finite(good, "stop")
+    require_finite({"x": good.up}, "stop")
 
 
 def test_task_quantize_on_a_full_disk_leaves_nothing_and_can_be_tried_again(run, repositories, tmp_path):

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.diffusers import find_weights
+from lightning_modules.adapters.formats.find import find_weights
 from tasks.resuming import check_resumable, find_checkpoint, start_anew
 from tests.support.commands import compose, lora_bytes, short
 

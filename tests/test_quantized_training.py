@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.diffusers import read_header
+from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.pretrained import components, transformer
 from lightning_modules.quantization.quantization import Quantization
 from tests.lightning_modules.pretrained.test_weights import FORMATS, write
@@ -37,7 +37,7 @@ def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, format, ba
     run("train", *quantized(tiny, pairs, parts, 4, format, backend, *settings, "ckpt_path=last"))
     assert lora_bytes(whole) == lora_bytes(parts)
     assert lora_bytes(whole) != lora_bytes(parts, "step-000002")
-    header = read_header(whole / "lora/last/pytorch_lora_weights.safetensors")
+    header = LoRAFile(whole / "lora/last/pytorch_lora_weights.safetensors").header
     assert header["base_precision"] == format
     image = pairs / "control_images" / "00.png"
     asked = [f"lora={whole}", f"image={image}", "prompt=x", "num_inference_steps=2", "lora_scale=[0,1]"]
@@ -142,7 +142,7 @@ def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path,
     quick = [f"data.root={pairs}", f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}"]
     quick += ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none"]
     outcome = run("train", f"experiment={experiment}", *quick, "callbacks.sample_images=null", "adapter.rank=2")
-    header = read_header(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors")
+    header = LoRAFile(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors").header
     assert header["base_precision"] == precision
     assert f"({precision}) on cpu" in outcome.text
     assert "may diverge" not in outcome.text
@@ -176,7 +176,9 @@ def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path)
         run("train", *quantized(tiny, pairs, tmp_path / name, 1, "nf4", "bitsandbytes", which, own))
     caches = [path.parent for path in (tmp_path / "cache").glob("*/index.jsonl")]
     assert len(caches) == 2
-    headers = [read_header(tmp_path / name / "lora/last/pytorch_lora_weights.safetensors") for name in ("plain", "t5")]
+    headers = [
+        LoRAFile(tmp_path / name / "lora/last/pytorch_lora_weights.safetensors").header for name in ("plain", "t5")
+    ]
     assert "text_encoder_2_precision" not in headers[0]
     assert headers[1]["text_encoder_2_precision"] == "nf4 by bitsandbytes"
     asked = [f"lora={tmp_path / 't5'}", f"image={pairs / 'control_images/00.png'}", "prompt=x", "num_inference_steps=2"]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from datamodules.images.dataset import collate
-from lightning_modules.adapters.formats.diffusers import read_adapter
+from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.rank_mask import mask_forwards
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses
@@ -147,7 +147,7 @@ def test_plain_lora_has_nothing_of_it(run, tiny, pairs, tmp_path):
     text = run("train", *short(tiny, pairs, tmp_path / "run", 1)).text
     assert "active" not in text + (tmp_path / "run" / "metrics.csv").read_text()
     assert not (tmp_path / "run" / "active_ranks.png").exists()
-    assert "rank_schedule" not in read_adapter(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors")
+    assert "rank_schedule" not in LoRAFile(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors").adapter
 
 
 def test_masks_are_there_whatever_callbacks_a_run_has(run, tiny, pairs, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
@@ -51,8 +52,12 @@ class Adapter(ABC):
         """Raise a UserError for what it cannot be trained with, before any weights are read."""
 
     @abstractmethod
-    def inject(self, part: Any) -> None:
-        """Freeze what stays of a transformer or a text encoder, and let the rest train in float32."""
+    def inject(self, part: Any, native: NativeNames = NO_NATIVE_NAMES) -> None:
+        """Freeze what stays of a transformer or a text encoder, and let the rest train in float32.
+
+        Args:
+            native: the names of its layers in the model's own code, for weights to start from.
+        """
 
     @abstractmethod
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
@@ -60,13 +65,14 @@ class Adapter(ABC):
 
     @abstractmethod
     def export(
-        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any]
+        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
     ) -> Callable[[Path], None]:
         """Gather the weights, in all processes; gives what writes them to a folder, whole or not at all.
 
         Args:
             parts: what trains, by its name in the repository: the transformer, and text encoders.
             header: what there is to say of their making.
+            dtype: of a LoRA's file; a whole pipeline is in the base's.
         """
 
     @abstractmethod

@@ -1,19 +1,25 @@
 """LoRA files that are used in prediction: checked, loaded, scaled, merged into the weights that they adapt."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
-from datamodules.files import reason
-from lightning_modules.adapters.formats.diffusers import check_fits, read_header
+from datamodules.errors import UserError, listing
+from datamodules.files import reading
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.written import FORMATS, encode
+from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_mask import NOT_MERGED, RANK_MASK_CALLBACKS, RankGate, read_rank_gate
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import DTYPES
+
+log = logging.getLogger("retouch")
 
 
 class AppliedLoRAs:
@@ -43,12 +49,10 @@ class AppliedLoRAs:
 
     def check(self, base: FrozenBase) -> None:
         """Raise a UserError for files that do not fit the base, or cannot be merged into it."""
-        for file in self.files:
-            # Files from elsewhere may be in any format that diffusers converts: it will say what does not fit.
-            if read_header(file) is not None:
-                check_fits(file, base.source.meta, base.name)
-                if read_rank_gate(file) is not None and self.merge:
-                    raise UserError(f"merge_lora=true: {NOT_MERGED}")
+        for path in self.files:
+            LoRAFile(path).check(layer_names(base), base.name)
+            if self.merge and read_rank_gate(path) is not None:
+                raise UserError(f"merge_lora=true: {NOT_MERGED}")
         if self.files and self.merge:
             precision = base.source.expected_precision
             if precision not in DTYPES:
@@ -58,42 +62,38 @@ class AppliedLoRAs:
             if base.source.streamed:
                 raise UserError("merge_lora=true does not go with model.offload.blocks")
 
-    def load(self, pipeline_of: Callable[[], Any], base: FrozenBase) -> None:
-        """Put them into the transformer of a diffusers pipeline, frozen.
-
-        Args:
-            pipeline_of: gives the pipeline; it is not asked for where there are no files.
+    def load(self, transformer: Any, base: FrozenBase) -> None:
+        """Put them into a loaded transformer of diffusers, frozen.
 
         Raises:
             UserError: a file holds no LoRA of this model.
         """
         self.rank_gates = []
-        if not self.files:
-            return
-        pipeline = pipeline_of()
-        transformer: nn.Module = pipeline.transformer
-        for name, file in zip(self._names, self.files, strict=True):
-            try:
-                pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=name)
-            except (ValueError, RuntimeError, KeyError) as error:
-                first = reason(error)
-                raise UserError(f"the LoRA {file} does not fit {base.name}: {first}") from error
-            if name not in getattr(transformer, "peft_config", {}):
-                raise UserError(f"the LoRA {file} holds no layer of {base.name}'s transformer")
-            gate = read_rank_gate(file)
+        for name, path in zip(self._names, self.files, strict=True):
+            file = LoRAFile(path)
+            updates = file.read(layer_names(base), base.name)
+            if file.text_encoder_keys:
+                log.warning(
+                    f"note: {path} is for text encoders too: {len(file.text_encoder_keys)} tensors are left out"
+                )
+            state = encode(updates, FORMATS["diffusers"])
+            with reading(path, "please report it"):
+                transformer.load_lora_adapter(state, prefix="transformer", adapter_name=name)
+            require_loaded(transformer, name, updates, path)
+            gate = read_rank_gate(path)
             if gate is not None:
                 gate.attach(transformer, name)
                 self.rank_gates.append(gate)
         transformer.requires_grad_(False)
 
-    def set_scale(self, pipeline: Any, scale: float) -> None:
+    def set_scale(self, transformer: Any, scale: float) -> None:
         """Weigh them, all by the same factor."""
         if not self.files or scale == self._scale:
             return
         self._scale = scale
-        pipeline.set_adapters(self._names, [scale] * len(self.files))
+        transformer.set_adapters(self._names, [scale] * len(self.files))
         if self.merge:
-            self._merged = self._merged or MergedLoRAs(pipeline.transformer, self._names)
+            self._merged = self._merged or MergedLoRAs(transformer, self._names)
             self._merged.merge()
 
     def unmerge(self) -> None:
@@ -101,6 +101,38 @@ class AppliedLoRAs:
         if self._merged is not None:
             self._merged.unmerge()
         self._merged = self._scale = None
+
+
+def layer_names(base: FrozenBase) -> LayerNames:
+    """The layers of a base's transformer, by all names that they have in files."""
+    return LayerNames(base.source.meta, base.family_class.native_names)
+
+
+@torch.no_grad()
+def require_loaded(transformer: nn.Module, adapter_name: str, updates: Mapping[str, LowRank], path: Path) -> None:
+    """Compare the adapter that a loader has put into a transformer with the updates that it was to be.
+
+    Raises:
+        UserError: layers lack, or do something else.
+    """
+    layers = lora_layers(transformer, adapter_name)
+    wrong = sorted(layers.keys() ^ updates.keys())
+    for name, layer in layers.items():
+        down, up = (half[adapter_name].weight for half in (layer.lora_A, layer.lora_B))
+        update = updates.get(name)
+        if update is None or down.is_meta:
+            continue
+        x = torch.randn(down.shape[1], generator=torch.Generator().manual_seed(0)).to(down.device)
+        expected = update.apply(x.cpu())
+        loaded = (layer.scaling[adapter_name] * LowRank(down.float(), up.float()).apply(x)).cpu()
+        same = torch.allclose(loaded, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+        if update.magnitude is not None:
+            own = layer.lora_magnitude_vector[adapter_name].weight.float().cpu()
+            same = same and torch.allclose(own, update.magnitude, rtol=0.01)
+        if not same or layer.use_dora.get(adapter_name, False) != (update.magnitude is not None):
+            wrong.append(name)
+    if wrong:
+        raise UserError(f"{path} was loaded wrongly: {listing(wrong)} differ from the file; please report it")
 
 
 class MergedLoRAs:

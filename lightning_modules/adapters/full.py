@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
-from lightning_modules.adapters.formats.diffusers import require_finite
+from lightning_modules.adapters.formats.written import require_finite
+from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import local_folder, read_index
 
@@ -47,7 +49,7 @@ class FullFineTuning(Adapter):
         if self.trains_text_encoders and training.text_sees_images:
             raise UserError("adapter.text_encoders=true: text encoders that see the condition images stay frozen")
 
-    def inject(self, transformer: nn.Module) -> None:
+    def inject(self, transformer: nn.Module, native: NativeNames = NO_NATIVE_NAMES) -> None:
         transformer.requires_grad_(True).train()
         for parameter in transformer.parameters():
             parameter.data = parameter.data.float()
@@ -56,7 +58,7 @@ class FullFineTuning(Adapter):
         return {name: parameter.detach() for name, parameter in trainable(part).items()}
 
     def export(
-        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any]
+        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
     ) -> Callable[[Path], None]:
         index = read_index(base.components.repository, base.revision)
         trained: dict[str, Any] = dict(parts)

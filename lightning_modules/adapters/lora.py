@@ -1,7 +1,8 @@
 """The LoRA adapter: layers beside frozen ones, their start and their weights."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,24 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
-from lightning_modules.adapters.formats.diffusers import (
-    WEIGHTS_NAME,
-    check_fits,
-    find_weights,
-    read_adapter,
-    read_weights,
-    save_lora,
-)
+from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_weights
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.written import save_lora
+from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import (
     ADAPTER,
     adapter_state,
     adapter_tensors,
     add_adapter,
     cast_inputs,
+    get_weight,
     lora_layers,
     matching,
     set_weight,
+    use_weight,
 )
+from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
@@ -74,7 +75,7 @@ class LoRA(Adapter):
 
     def check(self, base: FrozenBase, training: Training) -> None:
         if self.init_from:
-            check_fits(self.init_from, base.source.meta, base.name)
+            LoRAFile(self.init_from).check(LayerNames(base.source.meta, base.family_class.native_names), base.name)
         self._check_rank(base.source.meta)
         if training.optimizer is not None:
             self.check_optimizer(training.optimizer)
@@ -89,7 +90,7 @@ class LoRA(Adapter):
                 f"adapter.rank={self.rank}: no layer that adapter.target_modules names has a rank above {largest}"
             )
 
-    def inject(self, transformer: nn.Module) -> None:
+    def inject(self, transformer: nn.Module, native: NativeNames = NO_NATIVE_NAMES) -> None:
         """Freeze the transformer and put trainable layers beside its targets.
 
         The initial weights are a function of the seed, whatever the device.
@@ -109,7 +110,7 @@ class LoRA(Adapter):
         self.initialize(transformer)
         transformer.train()
         if self.init_from is not None:
-            self.load(transformer, self.init_from)
+            self.load(transformer, LoRAFile(self.init_from), LayerNames(transformer, native))
 
     def initialize(self, transformer: nn.Module) -> None:
         """Replace peft's initial layers; a plain LoRA keeps them."""
@@ -134,35 +135,33 @@ class LoRA(Adapter):
         return modules
 
     @torch.no_grad()
-    def load(self, transformer: nn.Module, path: Path) -> None:
+    def load(self, transformer: nn.Module, file: LoRAFile, names: LayerNames) -> None:
         """Copy a file's weights into the injected adapter of the same rank; a file of another alpha is rescaled.
 
         Raises:
             UserError: layers, rank or shapes differ.
         """
-        stored, alphas = read_weights(path)
-        schedule = read_adapter(path).get("rank_schedule") or {}
+        start = f"adapter.init_from={file.path}"
+        schedule = file.adapter.get("rank_schedule") or {}
         if schedule.get("width", 1) != self.width:
             made_by = "ortho_tlora" if self.width == 1 else "lora or tlora"
-            raise UserError(f"adapter.init_from={path} was made by adapter={made_by}: choose that")
-        own = adapter_state(transformer)
-        if stored.keys() != own.keys():
-            different = sorted(stored.keys() ^ own.keys())
-            raise UserError(
-                f"adapter.init_from={path} adapts other layers than adapter.target_modules: {listing(different)}"
-            )
-        for key, weight in own.items():
-            if stored[key].shape != weight.shape:
-                raise UserError(
-                    f"adapter.init_from={path}: {key} is {tuple(stored[key].shape)}, here {tuple(weight.shape)} "
-                    f"(adapter.rank={self.rank})"
-                )
-        for name, layer in lora_layers(transformer, ADAPTER).items():
-            down, up = (stored[f"{name}.lora_{half}.weight"] for half in "AB")
-            scale = alphas.get(name, down.shape[0]) / self.file_alpha
+            raise UserError(f"{start} was made by adapter={made_by}: choose that")
+        updates = file.read(names, type(transformer).__name__)
+        layers = lora_layers(transformer, ADAPTER)
+        if updates.keys() != layers.keys():
+            different = [name for name in names.sides if (name in updates) != (name in layers)]
+            raise UserError(f"{start} adapts other layers than adapter.target_modules: {listing(different)}")
+        own = self.alpha / self.rank
+        scale = file.trained_scale or own
+        for name, layer in layers.items():
+            update = updates[name]
+            if update.magnitude is not None:
+                raise UserError(f"{start} is a DoRA, which Retouch does not train")
+            if update.rank != self.rank * self.width:
+                raise UserError(f"{start}: {name} has rank {update.rank // self.width}, here adapter.rank={self.rank}")
             # In the down projection: an orthogonal adapter's singular values are there.
-            set_weight(layer.lora_A[ADAPTER], down.float() * scale)
-            set_weight(layer.lora_B[ADAPTER], up.float())
+            set_weight(layer.lora_A[ADAPTER], update.down * (scale / own))
+            set_weight(layer.lora_B[ADAPTER], update.up / scale)
 
     def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         """Raise a UserError for an optimizer that the adapter cannot be trained with."""
@@ -170,12 +169,37 @@ class LoRA(Adapter):
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return adapter_tensors(part)
 
+    @contextmanager
+    def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """As of `Adapter`; the scale is in the up projections, as in the file."""
+        layers = lora_layers(part, ADAPTER).values()
+        scales = [layer.scaling[ADAPTER] for layer in layers]
+        ups = [get_weight(layer.lora_B[ADAPTER]) * scale for layer, scale in zip(layers, scales, strict=True)]
+        with super().in_dtype(part, dtype):
+            for layer, up in zip(layers, ups, strict=True):
+                layer.scaling[ADAPTER] = 1.0
+                use_weight(layer.lora_B[ADAPTER], up.to(dtype))
+            try:
+                yield
+            finally:
+                for layer, scale in zip(layers, scales, strict=True):
+                    layer.scaling[ADAPTER] = scale
+
+    def updates(self, transformer: nn.Module) -> dict[str, LowRank]:
+        """What it has learned, of each layer, in the host's memory; all processes take part."""
+        weights = {name: tensor.cpu().clone() for name, tensor in adapter_state(transformer).items()}
+        return {
+            name: LowRank(weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]).scaled(
+                self.alpha / self.rank
+            )
+            for name in lora_layers(transformer, ADAPTER)
+        }
+
     def export(
-        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any]
+        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
     ) -> Callable[[Path], None]:
-        state = {name: tensor.cpu().clone() for name, tensor in adapter_state(parts["transformer"]).items()}
-        prefix = base.family_class.lora_prefix
-        return lambda folder: save_lora(state, folder / WEIGHTS_NAME, self.file_alpha, header, prefix)
+        updates = self.updates(parts["transformer"])
+        return lambda folder: save_lora(updates, folder / WEIGHTS_NAME, header, dtype)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])
@@ -187,11 +211,6 @@ class LoRA(Adapter):
 
     def loading_code(self, weights: str) -> list[str]:
         return [f"pipe.load_lora_weights({weights!r})"]
-
-    @property
-    def file_alpha(self) -> float:
-        """Alpha of the LoRA that a file holds, whose rank is `width` times this one's: the scale stays alpha / rank."""
-        return self.alpha * self.width
 
     def metadata(self) -> dict[str, Any]:
         """What a file's header says of the adapter."""

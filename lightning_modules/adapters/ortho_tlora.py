@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
+from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers, use_weight
 from lightning_modules.adapters.tlora import TLoRA
 
 log = logging.getLogger("retouch")
@@ -144,7 +144,7 @@ class OrthoTLoRA(TLoRA):
     def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         halves = [module for module in transformer.modules() if isinstance(module, OrthoHalf)]
         for half in halves:
-            half.inference_weight = half.lora_weight().detach().to(dtype)
+            use_weight(half, get_weight(half).to(dtype))
         try:
             with super().in_dtype(transformer, dtype):
                 yield

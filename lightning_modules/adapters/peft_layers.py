@@ -51,7 +51,7 @@ def cast_inputs(transformer: nn.Module, on: bool) -> None:
 def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
     """The adapter as a plain LoRA: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
     return {
-        f"{name}.{half}.weight": _weight(getattr(layer, half)[ADAPTER])
+        f"{name}.{half}.weight": full_tensor(get_weight(getattr(layer, half)[ADAPTER]))
         for name, layer in lora_layers(transformer, ADAPTER).items()
         for half in ("lora_A", "lora_B")
     }
@@ -67,11 +67,21 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _weight(half: Any) -> Tensor:
-    return full_tensor(half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight())
+def get_weight(half: Any) -> Tensor:
+    """A projection's matrix, which may be split over processes."""
+    return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight().detach()
+
+
+def use_weight(half: Any, weight: Tensor) -> None:
+    """Compute with this matrix, and leave alone what trains."""
+    if isinstance(half, nn.Linear):
+        half.weight = nn.Parameter(weight, requires_grad=False)
+    else:
+        half.inference_weight = weight
 
 
 def set_weight(half: Any, weight: Tensor) -> None:
+    """Take over a matrix."""
     if isinstance(half, nn.Linear):
         half.weight.copy_(weight)
     else:

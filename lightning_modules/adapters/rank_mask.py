@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.diffusers import find_weights, read_adapter
+from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
 from lightning_modules.execution.blocks import with_attribute
@@ -105,7 +106,7 @@ def read_rank_gate(path: Path) -> RankGate | None:
     Raises:
         UserError: the file asks for what there is not.
     """
-    wanted = read_adapter(path).get("rank_schedule")
+    wanted = LoRAFile(path).adapter.get("rank_schedule")
     if wanted is None:
         return None
     try:

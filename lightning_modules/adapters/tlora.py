@@ -13,6 +13,7 @@ from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.rank_mask import RANK_MASK_CALLBACKS, RankGate
 from lightning_modules.adapters.rank_schedule import RankSchedule
+from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
 
 WITHOUT_SCHEDULE = "a loader that does not apply rank_schedule uses the full rank at every timestep"
 
@@ -37,8 +38,8 @@ class TLoRA(LoRA):
         self.update_masked = update_masked
         self._hold: HoldMasked | None = None
 
-    def inject(self, transformer: nn.Module) -> None:
-        super().inject(transformer)
+    def inject(self, transformer: nn.Module, native: NativeNames = NO_NATIVE_NAMES) -> None:
+        super().inject(transformer, native)
         self.gate.attach(transformer, ADAPTER)
 
     def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:

@@ -64,9 +64,9 @@ class TrainedParts:
                 "Use the settings of the run that wrote it (its config.yaml)"
             )
 
-    def export(self, base: FrozenBase, header: Mapping[str, Any]) -> Callable[[Path], None]:
+    def export(self, base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype) -> Callable[[Path], None]:
         """`Adapter.export` of all parts."""
-        return self.adapter.export(self.parts, base, header)
+        return self.adapter.export(self.parts, base, header, dtype)
 
     @contextmanager
     def in_dtype(self, dtype: torch.dtype) -> Iterator[None]:

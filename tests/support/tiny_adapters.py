@@ -6,8 +6,7 @@ from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.diffusers import save_lora
-from lightning_modules.adapters.peft_layers import adapter_state
+from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.rank_mask import mask_forwards
 from tests.support.commands import compose
 
@@ -59,7 +58,7 @@ def gradients(module):
 def export(module, path):
     """Its adapter as a run would save it."""
     adapter = module.adapter
-    save_lora(adapter_state(module.transformer), path, adapter.file_alpha, {"adapter": adapter.metadata()})
+    save_lora(adapter.updates(module.transformer), path, {"adapter": adapter.metadata()})
 
 
 def quantize(transformer):

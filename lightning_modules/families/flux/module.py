@@ -9,6 +9,7 @@ from torch import Tensor
 from datamodules.images.conditions import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux import denoise
+from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.family import Geometry, Parts
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class FluxKontext(EditModule):
     transformer_class = "FluxTransformer2DModel"
     text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
     geometry = Geometry(preferred_sizes=PREFERRED_SIZES)
+    native_names = NATIVE_NAMES
 
     def __init__(self, max_sequence_length: int, training_guidance_scale: float, **settings: Any) -> None:
         super().__init__(**settings)

@@ -30,7 +30,6 @@ class QwenImageEdit(EditModule):
     pipeline_name = "QwenImageEditPipeline"
     transformer_class = "QwenImageTransformer2DModel"
     text_components = ("tokenizer", "processor", "text_encoder")
-    lora_prefix = "diffusion_model."
     geometry = Geometry(side_multiple=32)  # its pipelines round so
     most_condition_images = 1
 

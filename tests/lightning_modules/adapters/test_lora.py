@@ -6,9 +6,14 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.diffusers import check_fits, find_weights, read_header, save_lora
+from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.lora import LoRA
-from lightning_modules.adapters.peft_layers import adapter_state
+from lightning_modules.adapters.peft_layers import adapter_state, lora_layers
+from lightning_modules.native_names import NO_NATIVE_NAMES
+from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import build_pipeline
 
 DEFAULTS = {
@@ -79,28 +84,34 @@ def test_new_adapter_changes_nothing(stock):
     assert torch.equal(stock(**arguments, generator=torch.Generator().manual_seed(0)).images, before)
 
 
-def test_file_has_diffusers_names_and_the_alpha_of_each_layer(stock, tmp_path):
-    inject(stock, alpha=3)
-    save_lora(adapter_state(stock.transformer), tmp_path / "x.safetensors", 3, {"step": 7})
+def test_file_has_diffusers_names_and_alpha_in_the_up_projection(stock, tmp_path):
+    lora = inject(stock, alpha=3)
+    randomize(stock.transformer)
+    save_lora(lora.updates(stock.transformer), tmp_path / "x.safetensors", {"step": 7})
     state = safetensors.torch.load_file(tmp_path / "x.safetensors")
     layer = "transformer.transformer_blocks.0.attn.to_q"
     assert state[f"{layer}.lora_A.weight"].shape == (4, 64)
     assert state[f"{layer}.lora_B.weight"].shape == (64, 4)
-    assert state[f"{layer}.alpha"] == 3
-    assert read_header(tmp_path / "x.safetensors") == {"step": 7}
+    own = adapter_state(stock.transformer)["transformer_blocks.0.attn.to_q.lora_B.weight"]
+    assert torch.equal(state[f"{layer}.lora_B.weight"], own * (3 / 4))
+    assert {key.rpartition(".lora_")[2] for key in state} == {"A.weight", "B.weight"}
+    assert LoRAFile(tmp_path / "x.safetensors").header == {"step": 7}
 
 
 def test_scale_survives_save_and_load_in_diffusers_and_peft(stock, tiny, tmp_path):
     """The existing system lost alpha on saving: a scale of 2 came back as 1."""
     from diffusers import FluxKontextPipeline
 
-    inject(stock, alpha=8)
-    save_lora(adapter_state(stock.transformer), tmp_path / "pytorch_lora_weights.safetensors", 8, {})
+    lora = inject(stock, alpha=8)
+    randomize(stock.transformer)
+    save_lora(lora.updates(stock.transformer), tmp_path / "pytorch_lora_weights.safetensors", {})
     again = FluxKontextPipeline.from_pretrained(tiny)
     again.load_lora_weights(tmp_path, adapter_name="a")
-    layers = [m for m in again.transformer.modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)]
-    assert len(layers) == 4
-    assert all(float(layer.scaling["a"]) == 2.0 for layer in layers)
+    own, loaded = lora_layers(stock.transformer), lora_layers(again.transformer)
+    assert own.keys() == loaded.keys()
+    assert len(own) == 4
+    for name, layer in own.items():
+        torch.testing.assert_close(loaded[name].get_delta_weight("a"), layer.get_delta_weight("default"))
 
 
 def test_weights_are_found_in_a_run_a_folder_and_a_file(tmp_path):
@@ -121,7 +132,7 @@ def test_weights_are_found_in_a_run_a_folder_and_a_file(tmp_path):
 def test_file_that_is_no_safetensors(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(b"nonsense")
     with pytest.raises(UserError, match=r"x\.safetensors is damaged \(.*; name a LoRA's"):
-        read_header(tmp_path / "x.safetensors")
+        LoRAFile(tmp_path / "x.safetensors")
 
 
 def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
@@ -129,17 +140,17 @@ def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
 
     build_pipeline(tmp_path / "wide", seed=1, heads=6)
     wide = FluxKontextPipeline.from_pretrained(tmp_path / "wide")
-    inject(wide)
-    save_lora(adapter_state(wide.transformer), tmp_path / "x.safetensors", 4, {"base": "wide-model"})
-    with pytest.raises(UserError, match=r"to_q has another shape.* it was made for wide-model"):
-        check_fits(tmp_path / "x.safetensors", stock.transformer, "tiny-model")
+    lora = inject(wide)
+    save_lora(lora.updates(wide.transformer), tmp_path / "x.safetensors", {"base": "wide-model"})
+    with pytest.raises(UserError, match=r"to_q is 96x96, in the model 64x64.* it was made for wide-model"):
+        LoRAFile(tmp_path / "x.safetensors").check(LayerNames(stock.transformer, NO_NATIVE_NAMES), "tiny-model")
 
 
 def test_starting_weights_of_another_rank_are_refused(stock, tiny, tmp_path):
     from diffusers import FluxKontextPipeline
 
-    inject(stock)
-    save_lora(adapter_state(stock.transformer), tmp_path / "x.safetensors", 4, {})
+    lora = inject(stock)
+    save_lora(lora.updates(stock.transformer), tmp_path / "x.safetensors", {})
     for settings, message in (
         ({"rank": 8}, "adapter.rank=8"),
         ({"target_modules": ["to_q", "to_k"]}, "adapts other layers"),

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.diffusers import read_weights, save_lora
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.peft_layers import ADAPTER, adapter_state, adapter_tensors, lora_layers
+from lightning_modules.native_names import NO_NATIVE_NAMES
 from tests.support.tiny_adapters import LAYER, RANK, build, export, learn, quantize, velocity
 
 
@@ -98,12 +101,11 @@ def test_orthogonal_file_is_the_exact_lora_of_twice_the_rank_its_components_in_p
     module = build(tiny, "ortho_tlora")
     learn(module)
     export(module, tmp_path / "x.safetensors")
-    stored, alphas = read_weights(tmp_path / "x.safetensors")
+    update = LoRAFile(tmp_path / "x.safetensors").read(LayerNames(module.transformer, NO_NATIVE_NAMES), "tiny")[LAYER]
     layer = module.transformer.get_submodule(LAYER)
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-    a, b = stored[f"{LAYER}.lora_A.weight"], stored[f"{LAYER}.lora_B.weight"]
+    a, b = update.down, update.up / (6 / RANK)
     assert (a.shape, b.shape) == ((2 * RANK, 64), (64, 2 * RANK))
-    assert alphas[LAYER] / (2 * RANK) == 6 / RANK
     for r in range(RANK + 1):
         dense = (up.weight[:, :r] * down.singular_values[:r]) @ down.weight[:r] - up.initial[:, :r] @ down.initial[:r]
         torch.testing.assert_close(b[:, : 2 * r] @ a[: 2 * r], dense.detach(), rtol=1e-5, atol=1e-5)
@@ -112,8 +114,8 @@ def test_orthogonal_file_is_the_exact_lora_of_twice_the_rank_its_components_in_p
 def test_init_from_a_file_in_bf16_keeps_a_small_change(tiny, tmp_path):
     module = build(tiny, "ortho_tlora", "adapter.sig_type=principal")
     learn(module, spread=1e-4)
-    state = {name: weight.bfloat16() for name, weight in adapter_state(module.transformer).items()}
-    save_lora(state, tmp_path / "x.safetensors", 12, {"adapter": module.adapter.metadata()})
+    updates = module.adapter.updates(module.transformer)
+    save_lora(updates, tmp_path / "x.safetensors", {"adapter": module.adapter.metadata()}, torch.bfloat16)
     again = build(tiny, "ortho_tlora", f"adapter.init_from={tmp_path / 'x.safetensors'}")
     for name, exact in adapter_state(module.transformer).items():
         got = adapter_state(again.transformer)[name]

@@ -10,8 +10,9 @@ from hydra.utils import instantiate
 from peft import LoraConfig
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.diffusers import read_adapter, save_lora
-from lightning_modules.adapters.peft_layers import ADAPTER, adapter_state, lora_layers
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.written import save_lora
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.rank_mask import RankGate, attach_rank_schedule, mask_forwards
 from lightning_modules.adapters.rank_schedule import RankSchedule
 from tests.support.commands import compose
@@ -165,12 +166,12 @@ def test_attaching_names_what_is_wrong(tiny, tmp_path):
 def test_header_says_what_happens_without_the_schedule_and_damaged_ones_are_told(tiny, tmp_path):
     module = build(tiny, "ortho_tlora", "adapter.min_rank=2")
     export(module, tmp_path / "x.safetensors")
-    schedule = read_adapter(tmp_path / "x.safetensors")["rank_schedule"]
+    schedule = LoRAFile(tmp_path / "x.safetensors").adapter["rank_schedule"]
     note = schedule.pop("note")
     assert schedule == {"kind": "timestep", "rank": RANK, "min_rank": 2, "alpha_rank_scale": 1.0, "width": 2}
     assert "uses the full rank at every timestep" in note
     header = {"adapter": {"rank_schedule": {"kind": "timestep", "rank": RANK}}}
-    save_lora(adapter_state(module.transformer), tmp_path / "x.safetensors", 6, header)
+    save_lora(module.adapter.updates(module.transformer), tmp_path / "x.safetensors", header)
     with pytest.raises(UserError, match=r"x\.safetensors has a rank schedule that this version of Retouch"):
         attach_rank_schedule(FluxKontextPipeline.from_pretrained(tiny), tmp_path / "x.safetensors")
 

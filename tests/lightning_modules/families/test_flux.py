@@ -7,8 +7,7 @@ from hydra.utils import instantiate
 from datamodules.batch import RawBatch
 from datamodules.images.transforms import to_tensor
 from lightning_modules import flow
-from lightning_modules.adapters.formats.diffusers import save_lora
-from lightning_modules.adapters.peft_layers import adapter_state
+from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.families.flux.denoise import position_ids
 from lightning_modules.family import Sampling
@@ -88,7 +87,7 @@ def test_image_latents_and_ids_equal_the_pipelines(module, stock, size):
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 3.0])
 def test_edited_picture_equals_the_pipelines(module, stock, tmp_path, size, true_cfg_scale):
     weights = tmp_path / "pytorch_lora_weights.safetensors"
-    save_lora(adapter_state(module.transformer), weights, alpha=6, header={})
+    save_lora(module.adapter.updates(module.transformer), weights, {})
     image = photograph("astronaut", 64, 64)
     arguments = {
         "image": image,

@@ -6,8 +6,7 @@ from diffusers import FluxPipeline
 from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
-from lightning_modules.adapters.formats.diffusers import save_lora
-from lightning_modules.adapters.peft_layers import adapter_state
+from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.family import Sampling
 from tests.support.commands import compose
 from tests.support.same_adapters import randomize
@@ -48,9 +47,7 @@ def test_prompt_embeddings_equal_the_pipelines(module, stock):
 @pytest.mark.parametrize("size", [(64, 48), (48, 80)])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 3.0])
 def test_picture_equals_the_pipelines(module, stock, tmp_path, size, true_cfg_scale):
-    save_lora(
-        adapter_state(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", 6, {}, module.lora_prefix
-    )
+    save_lora(module.adapter.updates(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", {})
     arguments = {
         "prompt": PROMPT,
         "negative_prompt": "blurry" if true_cfg_scale > 1 else None,

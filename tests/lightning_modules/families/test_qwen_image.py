@@ -12,8 +12,7 @@ from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import collate
 from datamodules.images.transforms import Window, size_of_area, to_tensor
 from lightning_modules import flow
-from lightning_modules.adapters.formats.diffusers import save_lora
-from lightning_modules.adapters.peft_layers import adapter_state
+from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.family import Sampling
 from tests.support.commands import compose
 from tests.support.losses import losses
@@ -122,9 +121,7 @@ def test_image_latents_equal_the_pipelines(name, sizes, repositories, monkeypatc
 def test_edited_picture_equals_the_pipelines(name, sizes, true_cfg_scale, repositories, monkeypatch, tmp_path):
     module = build(name, repositories)
     stock = stock_pipeline(name, repositories, monkeypatch)
-    save_lora(
-        adapter_state(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", 6, {}, module.lora_prefix
-    )
+    save_lora(module.adapter.updates(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", {})
     images = condition_images(sizes)
     arguments = {
         "image": images if name == "qwen_image_edit_plus" else images[0],

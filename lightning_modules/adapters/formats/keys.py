@@ -1,0 +1,45 @@
+"""How tensors are called in LoRA files."""
+
+import re
+from collections.abc import Iterable
+
+# How the parts of a layer end. peft has the name of the adapter in them, as long as it is not saved by itself.
+PARTS = {
+    "down": re.compile(r"\.(?:lora_A(?:\.[^.]+)?|lora_down|lora\.down)\.weight$"),
+    "up": re.compile(r"\.(?:lora_B(?:\.[^.]+)?|lora_up|lora\.up)\.weight$"),
+    "alpha": re.compile(r"\.alpha$"),
+    "magnitude": re.compile(r"\.(?:lora_magnitude_vector(?:\.[^.]+){0,2}|dora_scale)$"),
+}
+# x-flux: double_blocks.0.processor.qkv_lora1.down.weight
+PROCESSORS = re.compile(r"(?<=_lora|lora[12])\.(down|up)\.weight$")
+TEXT_ENCODER = re.compile(r"(base_model\.model\.)?(lora_te\d*_|text_encoders?(_\d)?\.|te\d?\.|t5xxl\.|clip_[lg]\.)")
+# What files of other kinds have beside each layer, and what that is.
+OTHER_KINDS = {
+    "lokr_": "LoKr",
+    "hada_": "LoHa",
+    "oft_": "OFT",
+    "lora_B.bias": "a LoRA with biases",
+    "lora_mid": "a LoCon of convolutions",
+    ".diff": "whole differences of weights",
+    "_ia3": "IA3",
+}
+
+
+def divide(key: str) -> tuple[str, str | None]:
+    """A tensor's name -> that of its layer, and which part it is; None for one that no LoRA has."""
+    if found := PROCESSORS.search(key):
+        return key[: found.start()], found[1]
+    for part, end in PARTS.items():
+        if found := end.search(key):
+            return key[: found.start()], part
+    return key, None
+
+
+def is_text_encoders(key: str) -> bool:
+    """Whether a tensor is for a text encoder."""
+    return TEXT_ENCODER.match(key) is not None
+
+
+def other_kind(keys: Iterable[str]) -> str | None:
+    """What tensors are that Retouch does not read; None where it does not know."""
+    return next((kind for part, kind in OTHER_KINDS.items() if any(part in key for key in keys)), None)

@@ -1,0 +1,101 @@
+"""The names that programs give a transformer's layers in LoRA files, and which of its layers each of them means."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.native_names import NativeNames
+
+# What may stand before a layer's name, in files of diffusers, ComfyUI, peft, kohya's tools, OneTrainer and LyCORIS.
+PREFIXES = (
+    "transformer.",
+    "diffusion_model.",
+    "model.diffusion_model.",
+    "base_model.model.",
+    "lora_unet_",
+    "lora_transformer_",
+    "lycoris_",
+)
+
+
+class Sides(NamedTuple):
+    """Of a linear layer's weight."""
+
+    out_features: int
+    in_features: int
+
+
+class Meaning(NamedTuple):
+    """What a name in a file stands for.
+
+    Attributes:
+        layers: of the transformer, whose outputs it gives one after the other.
+        swapped: whether the two halves of its outputs stand the other way round in the transformer.
+    """
+
+    layers: tuple[str, ...]
+    swapped: bool = False
+
+    def split(self, up: Tensor, sides: Iterable[Sides]) -> list[Tensor]:
+        """Rows of a file -> those of each layer."""
+        return list(swap_halves(up, self.swapped).split([one.out_features for one in sides]))
+
+
+class LayerNames:
+    """The linear layers of a transformer, by all names that they have in files.
+
+    Args:
+        transformer: it may be on the meta device, and have adapters.
+        native: the names in the model's own code.
+    """
+
+    def __init__(self, transformer: nn.Module, native: NativeNames) -> None:
+        self.sides: dict[str, Sides] = {}
+        for name, module in transformer.named_modules():
+            if isinstance(module, nn.Linear) and ".lora_" not in name:
+                self.sides[name.removesuffix(".base_layer")] = Sides(module.out_features, module.in_features)
+        self.swapped = frozenset(native.swapped)
+        self.native = self._in_blocks(native.layers)
+        self._meanings: dict[str, Meaning] = {}
+        for known in ({name: (name,) for name in self.sides}, self.native, self._in_blocks(native.read_only)):
+            for name, layers in known.items():
+                # Where it is called as in diffusers, its halves stand as there.
+                swapped = name not in self.sides and layers[0] in self.swapped
+                self._meanings[name] = self._meanings[flat(name)] = Meaning(layers, swapped)
+
+    def meaning(self, name: str) -> Meaning | None:
+        """What a file means by this name, with any of `PREFIXES`; None where the transformer has no such layer."""
+        if name in self._meanings:
+            return self._meanings[name]
+        shorter = (self.meaning(name.removeprefix(prefix)) for prefix in PREFIXES if name.startswith(prefix))
+        return next((meaning for meaning in shorter if meaning is not None), None)
+
+    def sides_of(self, layers: Iterable[str]) -> list[Sides]:
+        """Of several layers."""
+        return [self.sides[layer] for layer in layers]
+
+    def _in_blocks(self, patterns: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """The names of all blocks that the transformer has."""
+        found = {}
+        numbers = sorted({int(part) for name in self.sides for part in name.split(".") if part.isdigit()})
+        for native, layers in patterns.items():
+            for number in numbers if "{}" in native else [0]:
+                named = tuple(layer.format(number) for layer in layers)
+                if all(layer in self.sides for layer in named):
+                    found[native.format(number)] = named
+        return found
+
+    def __contains__(self, layer: Any) -> bool:
+        return layer in self.sides
+
+
+def flat(name: str) -> str:
+    """A layer's name as kohya's tools write it."""
+    return name.replace(".", "_")
+
+
+def swap_halves(rows: Tensor, swapped: bool = True) -> Tensor:
+    """The second half of the rows before the first."""
+    return torch.cat(rows.chunk(2)[::-1]) if swapped else rows

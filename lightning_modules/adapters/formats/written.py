@@ -1,0 +1,154 @@
+"""LoRA files for any program: the formats, and writing them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from datamodules.errors import UserError, listing
+from datamodules.files import replacing
+from lightning_modules.adapters.formats.conversion import as_native
+from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME
+from lightning_modules.adapters.formats.lora_file import HEADER_KEY
+from lightning_modules.adapters.formats.names import LayerNames, flat
+from lightning_modules.adapters.low_rank import LowRank
+
+# What the weights of a file can be written in, by the names that people give them.
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+class Format(NamedTuple):
+    """How a program names what is in a LoRA file.
+
+    Attributes:
+        prefix: before each layer's name.
+        native: whether layers have the names of the model's own code, where these are others.
+        flat: whether layers' names have `_` in place of `.`.
+        halves: what the down and the up projection are called.
+        magnitude: what DoRA's magnitude is called, and whether it is a column.
+        alpha: whether each layer has one, its rank: everything else is in the weights.
+        file: the name that its programs look for; None where each LoRA has its own.
+    """
+
+    prefix: str
+    native: bool = False
+    flat: bool = False
+    halves: tuple[str, str] = ("lora_A", "lora_B")
+    magnitude: tuple[str, bool] = ("lora_magnitude_vector", False)
+    alpha: bool = False
+    file: str | None = None
+
+
+DOWN_UP, DORA_SCALE = ("lora_down", "lora_up"), ("dora_scale", True)
+FORMATS = {
+    "diffusers": Format("transformer.", file=WEIGHTS_NAME),
+    "comfyui": Format("diffusion_model.", native=True, magnitude=DORA_SCALE),
+    "kohya": Format("lora_unet_", native=True, flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
+    "peft": Format("base_model.model.", file=PEFT_WEIGHTS_NAME),
+    "onetrainer": Format("lora_transformer_", flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
+}
+
+
+def export_dtype(name: str) -> torch.dtype:
+    """A value of export.dtype; raises UserError for another."""
+    if name not in DTYPES:
+        raise UserError(f"export.dtype={name}: choose float32, bfloat16 or float16")
+    return DTYPES[name]
+
+
+def save_lora(
+    updates: Mapping[str, LowRank],
+    path: Path,
+    header: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+    format: str = "diffusers",
+    names: LayerNames | None = None,
+) -> None:
+    """Write updates of layers, whole or not at all.
+
+    Every factor is in the up projections: alpha beside the weights is refused by some loaders of diffusers and dropped
+    by others, and a header's by ComfyUI.
+
+    Args:
+        updates: by diffusers' names of the layers.
+        path: of the file; beside peft's comes its adapter_config.json.
+        header: what there is to say of their making.
+        names: of the model's layers, for a format with native ones.
+
+    Raises:
+        UserError: a weight is not finite, also not in `dtype`, or the file cannot be written.
+    """
+    how = FORMATS[format]
+    tensors = encode(updates, how, names)
+    require_finite(tensors, "or resume from an earlier saving by adapter.init_from=RUN/lora/step-N")
+    cast = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in tensors.items()}
+    if bad := [key for key, tensor in cast.items() if not tensor.isfinite().all()]:
+        raise UserError(f"export.dtype={str(dtype)[6:]}: {listing(bad)} has numbers beyond its range: choose bfloat16")
+    # One entry only: safetensors writes several in random order, and equal weights should be equal files.
+    blob = safetensors.torch.save(cast, {HEADER_KEY: json.dumps(header, sort_keys=True)})
+    with replacing(path) as temporary:
+        temporary.write_bytes(blob)
+    if path.name == PEFT_WEIGHTS_NAME:
+        with replacing(path.with_name(PEFT_CONFIG_NAME)) as temporary:
+            temporary.write_text(json.dumps(_peft_settings(updates), indent=2), encoding="utf-8")
+
+
+def require_finite(state: Mapping[str, Tensor], remedy: str) -> None:
+    """Raise a UserError for weights that have diverged: they must not take the place of earlier ones.
+
+    Args:
+        remedy: what to do instead of lowering the learning rate.
+    """
+    if bad := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
+        raise UserError(
+            f"the weights are not finite ({listing(bad)}) and are not saved; what was saved before is untouched. Lower "
+            f"optimizer.lr, {remedy}"
+        )
+
+
+def encode(updates: Mapping[str, LowRank], how: Format, names: LayerNames | None = None) -> dict[str, Tensor]:
+    """The tensors of a file.
+
+    Raises:
+        UserError: DoRA of a part of the layers that are one in the model's own code.
+    """
+    tensors = {}
+    for name, update in (as_native(updates, names) if how.native and names is not None else updates).items():
+        layer = how.prefix + (flat(name) if how.flat else name)
+        for half, matrix in zip(how.halves, (update.down, update.up), strict=True):
+            tensors[f"{layer}.{half}.weight"] = matrix
+        if update.magnitude is not None:
+            magnitude, column = how.magnitude
+            tensors[f"{layer}.{magnitude}"] = update.magnitude[:, None] if column else update.magnitude
+        if how.alpha:
+            tensors[f"{layer}.alpha"] = torch.tensor(float(update.rank))
+    return tensors
+
+
+def _peft_settings(updates: Mapping[str, LowRank]) -> dict[str, Any]:
+    """peft's adapter_config.json: each layer has its own rank, and a scale of 1."""
+    from peft import LoraConfig
+
+    ranks = [update.rank for update in updates.values()]
+    rank = max(set(ranks), key=ranks.count)
+    others = {layer: update.rank for layer, update in updates.items() if update.rank != rank}
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        rank_pattern=others,
+        alpha_pattern=others,
+        target_modules=list(updates),
+        use_dora=any(update.magnitude is not None for update in updates.values()),
+    ).to_dict()
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    return {key: getattr(value, "value", value) for key, value in plain.items()}

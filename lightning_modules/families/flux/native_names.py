@@ -1,0 +1,48 @@
+"""FLUX.1's layers in Black Forest Labs' own code, by which ComfyUI, kohya's tools and others name them."""
+
+from lightning_modules.native_names import NativeNames
+
+DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
+IMAGE_QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
+TEXT_QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj"))
+SINGLE_QKV = tuple(f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
+
+NATIVE_NAMES = NativeNames(
+    layers={
+        "img_in": ("x_embedder",),
+        "txt_in": ("context_embedder",),
+        "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+        "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+        "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+        "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+        "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+        "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+        "double_blocks.{}.img_mod.lin": (f"{DOUBLE}.norm1.linear",),
+        "double_blocks.{}.txt_mod.lin": (f"{DOUBLE}.norm1_context.linear",),
+        "double_blocks.{}.img_attn.qkv": IMAGE_QKV,
+        "double_blocks.{}.txt_attn.qkv": TEXT_QKV,
+        "double_blocks.{}.img_attn.proj": (f"{DOUBLE}.attn.to_out.0",),
+        "double_blocks.{}.txt_attn.proj": (f"{DOUBLE}.attn.to_add_out",),
+        "double_blocks.{}.img_mlp.0": (f"{DOUBLE}.ff.net.0.proj",),
+        "double_blocks.{}.img_mlp.2": (f"{DOUBLE}.ff.net.2",),
+        "double_blocks.{}.txt_mlp.0": (f"{DOUBLE}.ff_context.net.0.proj",),
+        "double_blocks.{}.txt_mlp.2": (f"{DOUBLE}.ff_context.net.2",),
+        "single_blocks.{}.modulation.lin": (f"{SINGLE}.norm.linear",),
+        "single_blocks.{}.linear1": (*SINGLE_QKV, f"{SINGLE}.proj_mlp"),
+        "single_blocks.{}.linear2": (f"{SINGLE}.proj_out",),
+        "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+        "final_layer.linear": ("proj_out",),
+    },
+    # Of x-flux, and the queries, keys and values alone of a single block.
+    read_only={
+        "double_blocks.{}.processor.qkv_lora1": IMAGE_QKV,
+        "double_blocks.{}.processor.qkv_lora2": TEXT_QKV,
+        "double_blocks.{}.processor.proj_lora1": (f"{DOUBLE}.attn.to_out.0",),
+        "double_blocks.{}.processor.proj_lora2": (f"{DOUBLE}.attn.to_add_out",),
+        "single_blocks.{}.processor.qkv_lora": SINGLE_QKV,
+        "single_blocks.{}.processor.proj_lora": (f"{SINGLE}.proj_out",),
+        "single_blocks.{}.linear1_qkv": SINGLE_QKV,
+    },
+    # There shift and scale, in diffusers scale and shift.
+    swapped=("norm_out.linear",),
+)
