@@ -25,7 +25,7 @@ from datamodules.batch import LatentBatch
 from lightning_modules import flow
 from lightning_modules.estimation.activations import FakeStep, empty_latents
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
-from tasks import footprint
+from tasks import models
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,13 +52,13 @@ def write_shallow(
         changes: of the transformer's other settings.
     """
     family: Any = hydra.utils.get_class(compose(model, "x", "float32").model._target_)
-    known = [json.loads(path.read_text())["files"] for path in sorted(footprint.CONFIGURATIONS.glob("*.json"))]
+    known = [json.loads(path.read_text())["files"] for path in sorted(models.CONFIGURATIONS.glob("*.json"))]
     files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
     for content in files.values() if depth is not None else ():
         content |= {key: depth for key in ("num_layers", "num_single_layers") if key in content}
     transformer = files["transformer/config.json"]
     transformer |= {key: value for key, value in changes.items() if key in transformer}
-    footprint.write_files(files, Path(folder))
+    models.write_files(files, Path(folder))
 
 
 def empty_batch(module: Any, side: int, samples: int) -> LatentBatch:

@@ -19,7 +19,8 @@ from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.activations import Heaviest
-from tasks.footprint import Footprint, measure, without_network
+from tasks.footprint import Footprint, measure
+from tasks.models import without_network
 from tasks.terminal import log, silence_libraries
 
 

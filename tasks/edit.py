@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import hydra
 import lightning.pytorch as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
 from callbacks.graceful_stop import GracefulStop
 from callbacks.image_writer import PREDICTIONS, ImageWriter
@@ -17,13 +16,10 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.formats.find import find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.family import Sampling
+from tasks.models import Header, model_settings
 from tasks.placement import frozen_model, place_trainer
-from tasks.resolvers import CONF
 from tasks.settings import PREDICTION, check_settings
 from tasks.terminal import log, silence_libraries
-
-# What is written into a LoRA's file, as far as it could be read.
-Header = dict[str, Any] | None
 
 
 def edit(cfg: DictConfig, output_dir: Path) -> None:
@@ -87,40 +83,6 @@ def as_list(cfg: DictConfig, key: str) -> list[Any]:
     if not values:
         raise UserError(f"{key}=[]: the list is empty")
     return values
-
-
-def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
-    """The settings of the model that the first LoRA was trained on, changed by what the command line says of it."""
-    trained = ((headers or [None])[0] or {}).get("model")
-    if any(override.startswith("model=") for override in overrides) or not trained:
-        return cfg.model
-    own = [override for override in overrides if override.startswith(("model.", "model/"))]
-    quantization = trained.get("quantization") or {}
-    if any(override.startswith("model/quantization=") for override in own):
-        quantization = {}
-    elif quantization:  # any of them: its values come from the header
-        own.append("model/quantization=fp8")
-    name = str(trained.get("name"))
-    if not (CONF / "model" / f"{name}.yaml").is_file() or "/" in name or name.startswith("_"):
-        raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
-    model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
-    given = {override.split("=")[0].removeprefix("model.").removeprefix("model/") for override in own}
-    if "quantization.format" in given:
-        quantization = {key: value for key, value in quantization.items() if key != "backend"}
-    settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
-    for key, value in settings.items():
-        # A file from elsewhere may set values, never what is called or looked up.
-        private = any(part.startswith("_") for part in key.split("."))
-        if _plain(value) and not private and key not in given and OmegaConf.select(model, key, default=...) is not ...:
-            OmegaConf.update(model, key, value, merge=False)
-    return model
-
-
-def _plain(value: Any) -> bool:
-    """Whether a value of a header is only a value: interpolations would look things up."""
-    if isinstance(value, list):
-        return all(isinstance(one, str) and _plain(one) for one in value)
-    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
 
 
 def warn_of_other_base(module: Any, files: list[Path], headers: list[Header]) -> None:

@@ -1,18 +1,11 @@
 """What a run will need, worked out without any weights: from the configuration, by a training step on fake tensors."""
 
-import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import psutil
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -33,8 +26,6 @@ from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.pretrained.repository import meta_component
 
 log = logging.getLogger("retouch")
-
-CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 
 
 @dataclass
@@ -76,28 +67,6 @@ class Footprint:
     cache: int
     read_ahead: int
     process: int
-
-
-@contextmanager
-def without_network(model: DictConfig) -> Iterator[EditModule]:
-    """Inside, the module of these settings; of a model that is known here, the configuration is read in its place."""
-    name = model.pretrained_model_name_or_path
-    file = CONFIGURATIONS / f"{name.replace('/', '--')}.json"
-    known = file.is_file() and not Path(name).is_dir()
-    with TemporaryDirectory() as folder:
-        if known:
-            write_files(json.loads(file.read_text(encoding="utf-8"))["files"], Path(folder))
-        module = instantiate(model, pretrained_model_name_or_path=folder if known else name, _convert_="all")
-        module.base.name = name
-        yield module
-
-
-def write_files(files: Mapping[str, Any], folder: Path) -> None:
-    """A configuration's JSON files in a repository's layout."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def measure(module: EditModule, data: PairsDataModule) -> Footprint:

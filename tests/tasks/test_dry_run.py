@@ -12,7 +12,8 @@ from lightning_modules import flow
 from lightning_modules.estimation.activations import bytes_per_parameter
 from lightning_modules.estimation.fake_tensors import PeakMemory
 from lightning_modules.execution.checkpointing import set_checkpointing
-from tasks.footprint import measure, without_network
+from tasks.footprint import measure
+from tasks.models import without_network
 from tests.support.commands import ROOT, compose, short
 from tests.support.pictures import make_pairs
 from tests.support.tiny_pipelines import MODELS

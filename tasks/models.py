@@ -1,0 +1,139 @@
+"""The model that LoRA files are for, and what can be known of it without the network and without weights."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.applied import layer_names
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.edit_module import EditModule
+from tasks.resolvers import CONF
+
+CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
+# What is written into a LoRA's file, as far as it could be read.
+Header = dict[str, Any] | None
+
+
+class KnownModel(NamedTuple):
+    """A model whose layers are known.
+
+    Attributes:
+        name: of its YAML.
+        base: its folder or hub id.
+        names: of its transformer's layers.
+        guessed: whether it was found by the file's layers alone.
+    """
+
+    name: str
+    base: str
+    names: LayerNames
+    guessed: bool = False
+
+
+def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
+    """The model that LoRA files are for: that of model=, else of the first one's header, else one that they fit.
+
+    Raises:
+        UserError: there is none.
+    """
+    overrides = HydraConfig.get().overrides.task
+    chosen = any(override.startswith("model=") for override in overrides)
+    if chosen or any(file.header for file in files):
+        settings = model_settings(cfg, [file.header for file in files], overrides)
+        trained = ((files[0].header or {}).get("model") or {}).get("name") if files else None
+        name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained)
+        try:
+            return _known(name, settings)
+        except UserError:
+            if chosen:
+                raise  # else the base is not on this machine, and its layers are those of one that is known
+    tried = []
+    for name in sorted(path.stem for path in (CONF / "model").glob("[!_]*.yaml")):
+        model = hydra.compose("predict", overrides=[f"model={name}"]).model
+        if model.quantization is not None or model.pretrained_model_name_or_path in tried:
+            continue
+        tried.append(model.pretrained_model_name_or_path)
+        known = _known(name, model)
+        try:
+            for file in files:
+                file.check(known.names, known.base)
+        except UserError:
+            continue
+        return known._replace(guessed=True)
+    for file in files:
+        file.parts  # noqa: B018 (a file that is no LoRA at all says so)
+    raise UserError(
+        f"the LoRA {files[0].path} fits none of the models that Retouch knows ({', '.join(tried)}): pass model=NAME "
+        "model.pretrained_model_name_or_path=FOLDER"
+    )
+
+
+def _known(name: str, settings: DictConfig) -> KnownModel:
+    with without_network(settings) as module:
+        return KnownModel(name, module.base.name, layer_names(module.base))
+
+
+@contextmanager
+def without_network(model: DictConfig) -> Iterator[EditModule]:
+    """Inside, the module of these settings; of a model that is known here, the configuration is read in its place."""
+    name = model.pretrained_model_name_or_path
+    file = CONFIGURATIONS / f"{name.replace('/', '--')}.json"
+    known = file.is_file() and not Path(name).is_dir()
+    with TemporaryDirectory() as folder:
+        if known:
+            write_files(json.loads(file.read_text(encoding="utf-8"))["files"], Path(folder))
+        module = instantiate(model, pretrained_model_name_or_path=folder if known else name, _convert_="all")
+        module.base.name = name
+        yield module
+
+
+def write_files(files: Mapping[str, Any], folder: Path) -> None:
+    """A configuration's JSON files in a repository's layout."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
+    """The settings of the model that the first LoRA was trained on, changed by what the command line says of it."""
+    trained = ((headers or [None])[0] or {}).get("model")
+    if any(override.startswith("model=") for override in overrides) or not trained:
+        return cfg.model
+    own = [override for override in overrides if override.startswith(("model.", "model/"))]
+    quantization = trained.get("quantization") or {}
+    if any(override.startswith("model/quantization=") for override in own):
+        quantization = {}
+    elif quantization:  # any of them: its values come from the header
+        own.append("model/quantization=fp8")
+    name = str(trained.get("name"))
+    if not (CONF / "model" / f"{name}.yaml").is_file() or "/" in name or name.startswith("_"):
+        raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
+    model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
+    given = {override.split("=")[0].removeprefix("model.").removeprefix("model/") for override in own}
+    if "quantization.format" in given:
+        quantization = {key: value for key, value in quantization.items() if key != "backend"}
+    settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
+    for key, value in settings.items():
+        # A file from elsewhere may set values, never what is called or looked up.
+        private = any(part.startswith("_") for part in key.split("."))
+        if _plain(value) and not private and key not in given and OmegaConf.select(model, key, default=...) is not ...:
+            OmegaConf.update(model, key, value, merge=False)
+    return model
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value of a header is only a value: interpolations would look things up."""
+    if isinstance(value, list):
+        return all(isinstance(one, str) and _plain(one) for one in value)
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
