@@ -10,7 +10,7 @@ from callbacks.run_folder import shorten
 from callbacks.signals import stop
 from tasks.folders import in_use
 from tasks.resolvers import CONF
-from tasks.settings import PREDICTION, check_settings, chosen_task
+from tasks.settings import PREDICTION, check_settings, check_task_settings, chosen_task
 from tasks.terminal import command_line, end_workers, one_line_errors, quote_values
 
 # By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
@@ -23,6 +23,7 @@ TASKS = {
     "inspect": "tasks.inspect.inspect",
     "compare_precision": "tasks.compare_precision.compare_precision",
     "caption": "tasks.caption.caption",
+    "export": "tasks.export.export",
 }
 # These write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")
@@ -38,6 +39,7 @@ def run(cfg: DictConfig) -> None:
         with one_line_errors(), stop.listening():
             check_settings(cfg, PREDICTION)
             task = chosen_task(cfg, TASKS)
+            check_task_settings(cfg.task, HydraConfig.get().overrides.task)
             with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else in_use(output_dir):
                 get_method(task)(cfg, output_dir)
             stop.check()

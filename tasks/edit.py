@@ -36,25 +36,31 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     scales = list(dict.fromkeys(map(float, as_list(cfg, "lora_scale"))))
     if not files and scales != [1.0]:
         raise UserError("lora_scale needs lora=: name the weights that it scales")
+    place_trainer(cfg)
+    make_pictures(cfg, files, scales, output_dir)
+    log.info(f"done: {output_dir}")
+
+
+def make_pictures(cfg: DictConfig, files: list[Path], scales: list[float], folder: Path) -> None:
+    """Make what is asked for with LoRA files, at each scale, and write it to a folder; the trainer has its place."""
     sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt)
     if sampling.negative is not None and cfg.negative_prompt is None:
         log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
     data = requests(cfg, sampling.negative, scales)
     # Hydra would turn objects among its arguments into configs: finish the call without it.
     module = frozen_model(cfg, _partial_=True)(loras=files, merge_lora=cfg.merge_lora, sampling=sampling)
-    warn_of_other_base(module, files, headers)
+    warn_of_other_base(module, files, [LoRAFile(file).header for file in files])
     silence_libraries()
-    place_trainer(cfg)
-    callbacks = [ImageWriter(str(output_dir)), GracefulStop()]
+    callbacks = [ImageWriter(str(folder)), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     peers.follow(trainer)
+    records = folder / PREDICTIONS
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)
     except BaseException as error:
         if records.exists():
-            error.add_note(f"finished pictures are in {output_dir}")
+            error.add_note(f"finished pictures are in {folder}")
         raise
-    log.info(f"done: {output_dir}")
 
 
 def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float]) -> EditsDataModule:

@@ -31,12 +31,14 @@ class KnownModel(NamedTuple):
         name: of its YAML.
         base: its folder or hub id.
         names: of its transformer's layers.
+        settings: of `model` in conf/predict.yaml.
         guessed: whether it was found by the file's layers alone.
     """
 
     name: str
     base: str
     names: LayerNames
+    settings: DictConfig
     guessed: bool = False
 
 
@@ -48,10 +50,10 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
     """
     overrides = HydraConfig.get().overrides.task
     chosen = any(override.startswith("model=") for override in overrides)
-    if chosen or any(file.header for file in files):
+    trained = ((files[0].header or {}).get("model") or {}) if files else {}
+    if chosen or trained:
         settings = model_settings(cfg, [file.header for file in files], overrides)
-        trained = ((files[0].header or {}).get("model") or {}).get("name") if files else None
-        name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained)
+        name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained.get("name"))
         try:
             return _known(name, settings)
         except UserError:
@@ -80,7 +82,7 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
 
 def _known(name: str, settings: DictConfig) -> KnownModel:
     with without_network(settings) as module:
-        return KnownModel(name, module.base.name, layer_names(module.base))
+        return KnownModel(name, module.base.name, layer_names(module.base), settings)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What every number and switch among the settings may be: one table, looked through when the config is composed."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,6 +182,8 @@ PREDICTION: dict[str, Number | Switch] = {
     "max_area": Number(256, whole=True),
     "batch_size": COUNT,
     "merge_lora": Switch(),
+    "rank": replace(COUNT, null=True),
+    "merge_weights": Number(null=True, several=True),
     "delete": Switch(),
     "overwrite": Switch(),
     "captioner.max_new_tokens": COUNT,
@@ -189,6 +191,11 @@ PREDICTION: dict[str, Number | Switch] = {
     "captioner.batch_size": COUNT,
     "captioner.quantization.bnb_4bit_use_double_quant": Switch(),
     "captioner.quantization.cache": Switch(),
+}
+# Settings of predict.py that only one task looks at; what stands below them is meant too.
+OF_ONE_TASK = {
+    **dict.fromkeys(("format", "rank", "merge", "merge_weights", "export"), "export"),
+    **dict.fromkeys(("lora_scale", "merge_lora"), "edit"),
 }
 
 
@@ -213,6 +220,15 @@ def chosen_task(cfg: DictConfig, tasks: Mapping[str, str]) -> str:
         *names, last = tasks
         raise UserError(f"task={cfg.task}: choose {', '.join(names)} or {last}")
     return tasks[cfg.task]
+
+
+def check_task_settings(task: str, overrides: Sequence[str]) -> None:
+    """Raise a UserError for a setting on the command line that the task does not look at."""
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        only = OF_ONE_TASK.get(key.partition(".")[0], task)
+        if only != task:
+            raise UserError(f"{key} has no effect with task={task}: it is a setting of task={only}")
 
 
 def _select(cfg: Any, parts: list[str], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ PATHS = {
     "image",
     "prompts_file",
     "lora",
+    "merge",
     "output_dir",
     "ckpt_path",
     "data.cache_dir",

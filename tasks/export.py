@@ -1,0 +1,89 @@
+"""task=export: write a LoRA for other programs, of another rank, or several as one."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from datamodules.errors import UserError
+from datamodules.files import short_name
+from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, find_weights
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.written import FORMATS, export_dtype, save_lora
+from tasks.edit import as_list
+from tasks.export_ranks import warn_of_constant_rank, with_constant_rank, with_rank
+from tasks.export_table import say_written
+from tasks.exported_pictures import PICTURES, are_asked_for, check_pictures, compare_pictures
+from tasks.loras_read import ReadLoRA, alone, sum_of, title
+from tasks.models import model_for
+from tasks.settings import PREDICTION, check_settings
+from tasks.terminal import log
+
+
+def export(cfg: DictConfig, output_dir: Path) -> None:
+    """Write cfg.lora, or the sum of cfg.merge, to output_dir."""
+    dtype = export_dtype(cfg.export.dtype)
+    if cfg.format not in FORMATS:
+        raise UserError(f"format={cfg.format}: choose {', '.join(FORMATS)}")
+    files, weights = chosen(cfg)
+    # The first one that tells its model does so for all.
+    model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
+    cfg.model = model.settings
+    check_settings(cfg, PREDICTION)  # again: a file's header may hold any value
+    path = free_path(cfg, files, output_dir)
+    pictures = are_asked_for(cfg)
+    if pictures:
+        check_pictures(cfg, model, output_dir)
+    ones = [ReadLoRA(file, model) for file in files]
+    ranks = None
+    if cfg.merge is not None:
+        lora = with_rank(sum_of(ones, weights), cfg.rank)
+    elif ones[0].gate is not None:
+        lora, ranks = with_constant_rank(cfg, ones[0], model)
+    else:
+        lora = with_rank(alone(ones[0]), cfg.rank)
+    made = {"format": cfg.format, "from": [title(file.path) for file in files]}
+    made |= {"weights": weights} if cfg.merge is not None else {}
+    made |= {"rank": cfg.rank} if cfg.rank is not None else {}
+    save_lora(lora.updates, path, lora.header_of(made), dtype, cfg.format, model.names)
+    say_written(path, lora, model, cfg.format, cfg.export.dtype)
+    if ranks is not None:
+        warn_of_constant_rank(cfg, ranks, ones[0].updates)
+    if pictures:
+        found = compare_pictures(cfg, files[0].path, path, output_dir)
+        log.info(
+            f"the pictures differ by {found.exported:.1f} of 255 on average, the edit itself changes {found.edit:.1f}"
+            f" (look at them: {output_dir / PICTURES})"
+        )
+    log.info(f"done: {path}")
+
+
+def free_path(cfg: DictConfig, files: list[LoRAFile], output_dir: Path) -> Path:
+    """Where the file goes; raises UserError where something is that is not to be overwritten."""
+    name = "+".join(title(file.path) for file in files) + ("" if cfg.rank is None else f"_rank{cfg.rank}")
+    path = output_dir / (FORMATS[cfg.format].file or f"{short_name(name, 200)}_{cfg.format}.safetensors")
+    written = [path, *([path.with_name(PEFT_CONFIG_NAME)] if path.name == PEFT_WEIGHTS_NAME else [])]
+    for one in written:
+        if one.exists() and not cfg.overwrite:
+            raise UserError(f"{one} exists: choose another output_dir=FOLDER, or replace it by overwrite=true")
+    return path
+
+
+def chosen(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
+    """The files of lora= or merge=, and each one's weight."""
+    if (cfg.lora is None) == (cfg.merge is None):
+        both = "merge= names all that are added up: leave lora= out" if cfg.lora is not None else "name it by lora=RUN"
+        raise UserError(f"task=export writes one LoRA, or several as one by merge=[RUN,RUN]: {both}")
+    key = "lora" if cfg.merge is None else "merge"
+    found = [LoRAFile(find_weights(lora)) for lora in as_list(cfg, key)]
+    if cfg.merge is None:
+        if len(found) > 1:
+            raise UserError(f"lora={cfg.lora}: to write several as one, name them by merge=")
+        if cfg.merge_weights is not None:
+            raise UserError("merge_weights has no effect without merge=")
+        return found, [1.0]
+    if len(found) == 1 and cfg.merge_weights is None:
+        raise UserError(f"merge={cfg.merge}: name two or more, or what to multiply the one by with merge_weights=")
+    weights = [1.0] * len(found) if cfg.merge_weights is None else list(map(float, as_list(cfg, "merge_weights")))
+    if len(weights) != len(found):
+        raise UserError(f"merge_weights={cfg.merge_weights}: {len(weights)} for {len(found)} LoRAs: give one for each")
+    return found, weights

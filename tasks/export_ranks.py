@@ -1,0 +1,69 @@
+"""Other ranks for task=export: the closest LoRA of a rank, and a T-LoRA at one rank."""
+
+from collections.abc import Mapping
+
+from omegaconf import DictConfig
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.constant_rank import ActiveRanks
+from lightning_modules.adapters.low_rank import LowRank, relative_change
+from tasks.export_table import percent
+from tasks.exported_pictures import are_asked_for
+from tasks.loras_read import LoRA, ReadLoRA, alone
+from tasks.models import KnownModel, without_network
+from tasks.terminal import log
+
+# Layers that are named because they change most.
+WORST = 3
+
+
+def with_rank(lora: LoRA, rank: int | None) -> LoRA:
+    """The closest LoRA of this rank; says how close that is."""
+    if rank is None:
+        return lora
+    if any(update.magnitude is not None for update in lora.updates.values()):
+        raise UserError(f"rank={rank}: this is a DoRA, which scales whole rows of weights: it keeps its rank")
+    reduced = lora._replace(updates={name: update.reduced(rank) for name, update in lora.updates.items()})
+    if all(update.rank <= rank for update in lora.updates.values()):
+        log.info(f"rank={rank}: no layer has a higher one, all stay as they are")
+        return reduced
+    errors = {name: relative_change({name: one}, {name: reduced.updates[name]}) for name, one in lora.updates.items()}
+    worst = sorted(errors, key=lambda name: -errors[name])[:WORST]
+    log.info(
+        f"rank {lora.rank} to {rank}: the update changes by {percent(relative_change(lora.updates, reduced.updates))}, "
+        f"most in {', '.join(f'{name} ({percent(errors[name])})' for name in worst)}"
+    )
+    return reduced
+
+
+def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tuple[LoRA, ActiveRanks]:
+    """The first components of a T-LoRA, and the ranks that it has in sampling."""
+    gate = one.gate
+    assert gate is not None
+    with without_network(model.settings) as module:
+        side = module.geometry.resolution
+        tokens = module.geometry.image_tokens(module.base.latent_size(side, side))
+        ranks = ActiveRanks.of(gate, module.base.sampling_timesteps(tokens, cfg.num_inference_steps))
+    schedule = gate.schedule
+    if cfg.rank is None or cfg.rank > schedule.rank:
+        given = "" if cfg.rank is None else f"rank={cfg.rank}: "
+        raise UserError(
+            f"{given}{one.path} is a T-LoRA, whose rank follows the timestep, and a file for other programs has one: "
+            f"pass rank=N, from {max(schedule.min_rank, 1)}, its rank at noise, to {schedule.rank}, what programs use "
+            f"that do not follow the schedule; its mean over {cfg.num_inference_steps} sampling steps is "
+            f"{ranks.mean:.1f}, which is rank={max(round(ranks.mean), 1)}"
+        )
+    lora = alone(one)
+    return lora._replace(updates=ranks.first(lora.updates, cfg.rank)), ranks
+
+
+def warn_of_constant_rank(cfg: DictConfig, ranks: ActiveRanks, updates: Mapping[str, LowRank]) -> None:
+    """Say what is lost where the rank no longer follows the timestep."""
+    schedule = ranks.gate.schedule
+    how = "" if are_asked_for(cfg) else '; to measure it on a picture, pass image=photo.png prompt="..."'
+    log.warning(
+        f"note: the file has rank {cfg.rank} at every timestep, the T-LoRA {schedule.min_rank} to {schedule.rank}, "
+        f"{ranks.mean:.1f} on average over {len(ranks.ranks)} sampling steps. In a step the update of the weights is "
+        f"{percent(ranks.difference(updates, cfg.rank))} of its norm away from the T-LoRA's, on average; pictures may "
+        f"differ by less or more{how}"
+    )

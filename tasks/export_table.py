@@ -1,0 +1,55 @@
+"""What task=export says of the file that it has written."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.readers import Reader, readers
+from lightning_modules.adapters.formats.written import FORMATS
+from lightning_modules.adapters.low_rank import relative_change
+from tasks.loras_read import LoRA
+from tasks.models import KnownModel
+
+# What no rounding in float32 explains: the file would not be what was read.
+TOO_DIFFERENT = 1e-5
+
+
+def say_written(path: Path, lora: LoRA, model: KnownModel, format: str, dtype: str) -> None:
+    """A table of what was written, by the file itself, and of who reads it.
+
+    Raises:
+        UserError: the file is not what was to be written.
+    """
+    written = LoRAFile(path)
+    error = relative_change(lora.updates, written.read(model.names, model.base))
+    if dtype == "float32" and error > TOO_DIFFERENT:
+        raise UserError(f"{path} differs by {percent(error)} from what was to be written; please report it")
+    found = sorted({written.shapes[parts["down"]][0] for parts in written.parts.values()})
+    dora = any(update.magnitude is not None for update in lora.updates.values())
+    table = Table(title=escape(str(path)), title_justify="left", show_header=False)
+    table.add_row("format", format)
+    table.add_row("model", f"{model.base}{', or another one of these layers' if model.guessed else ''}")
+    table.add_row("layers", f"{len(written.parts)}{', DoRA' if dora else ''}")
+    table.add_row("rank", str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}")
+    table.add_row("numbers", dtype + ("" if error < TOO_DIFFERENT else f", {percent(error)} off"))
+    table.add_row("size", decimal(path.stat().st_size))
+    table.add_section()
+    for reader in readers(FORMATS[format], model.names, lora.updates, dora):
+        table.add_row(reader.program, escape(reads(reader)))
+    Console(stderr=True).print(table)
+
+
+def reads(reader: Reader) -> str:
+    """In words."""
+    verdict = {True: "reads it", False: "does not read it", None: "not tried"}[reader.reads]
+    return f"{verdict}: {reader.note}" if reader.note else verdict
+
+
+def percent(share: float) -> str:
+    """To three digits."""
+    return f"{100 * share:.3g} %"

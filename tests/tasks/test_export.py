@@ -1,0 +1,303 @@
+"""task=export by the command line: what is read back is what was trained."""
+
+import json
+
+import pytest
+import safetensors
+import torch
+from diffusers import DiffusionPipeline
+from peft import PeftModel
+
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.written import FORMATS, save_lora
+from tests.support.lora_files import layer_names, random_updates, relative
+
+ADAPTER = {"rank": 3, "alpha": 6.0, "target_modules": "all-linear"}
+
+
+@pytest.fixture(scope="module")
+def names(repositories):
+    """Of each model's layers."""
+    found = {}
+    for model in ("flux_kontext", "qwen_image_edit"):
+        found[model] = layer_names(model, DiffusionPipeline.from_pretrained(repositories[model]).transformer)
+    return found
+
+
+@pytest.fixture
+def made(repositories, names, tmp_path):
+    """Write a LoRA file as a run of ours leaves it, or as another program does; gives its path and updates."""
+
+    def made(name, model="flux_kontext", format="diffusers", header=True, **settings):
+        updates = random_updates(names[model], **settings)
+        path = tmp_path / "outputs" / name / "lora" / "last" / "pytorch_lora_weights.safetensors"
+        path = path if header else tmp_path / f"{name}.safetensors"
+        facts = {"name": model, "pretrained_model_name_or_path": str(repositories[model]), "dtype": "float32"}
+        own = {"adapter": ADAPTER | {"rank": settings.get("rank", 3)}, "model": facts, "step": 7, "base": facts["name"]}
+        save_lora(updates, path, own if header else {}, format=format, names=names[model])
+        return path, updates
+
+    return made
+
+
+@pytest.fixture
+def export(run, tmp_path, monkeypatch):
+    """Run task=export; gives the one file that it wrote, and what it said."""
+    monkeypatch.chdir(tmp_path)
+    number = iter(range(100))
+
+    def export(*overrides, **more):
+        folder = tmp_path / f"out{next(number)}"
+        text = run("predict", "task=export", *overrides, f"output_dir={folder}").text
+        [path] = folder.glob("*.safetensors")
+        return path, text
+
+    return export
+
+
+def header_of(path):
+    with safetensors.safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["retouch"])
+
+
+def read(path, names):
+    return LoRAFile(path).read(names, "tiny")
+
+
+def same(one, other, tolerance=1e-6):
+    assert relative(one, other) < tolerance
+    for name, update in one.items():
+        magnitude = other[name].magnitude if name in other else None
+        assert (update.magnitude is None) == (magnitude is None)
+        if magnitude is not None:
+            torch.testing.assert_close(magnitude, update.magnitude)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("targets", ["default", "all-linear", "to_q", "single projections"])
+@pytest.mark.parametrize("model", ["flux_kontext", "qwen_image_edit"])
+def test_every_format_is_read_back_as_what_was_exported(run, export, made, names, model, targets, dora):
+    """norm_out.linear has its halves swapped, to_q is a part of a fused layer; an export is what is exported next."""
+    if model == "qwen_image_edit" and targets == "single projections":
+        return
+    lora, updates = made("snow", model, targets=targets, dora=dora)
+    fused = model == "flux_kontext" and targets in ("default", "to_q") and dora
+    for format, how in FORMATS.items():
+        if fused and how.native:
+            refused = run("predict", "task=export", f"lora={lora}", f"format={format}", ok=False).error
+            assert "only some of them have DoRA: choose format=diffusers" in refused
+            continue
+        path, text = export(f"lora={lora}", f"format={format}")
+        assert path.name == (how.file or f"snow_{format}.safetensors")
+        same(updates, read(path, names[model]))
+        for part in ("layers", "rank", "size", "float32", "ComfyUI", "diffusers", "Retouch"):
+            assert part in text
+        assert ("DoRA" in text) == dora
+        if how.file is None:
+            lora = path
+
+
+def test_names_in_the_file_are_those_of_its_program(export, made):
+    lora, _ = made("snow", targets="all-linear")
+    expected = {
+        "diffusers": "transformer.norm_out.linear.lora_A.weight",
+        "comfyui": "diffusion_model.final_layer.adaLN_modulation.1.lora_A.weight",
+        "kohya": "lora_unet_final_layer_adaLN_modulation_1.lora_down.weight",
+        "peft": "base_model.model.norm_out.linear.lora_A.weight",
+        "onetrainer": "lora_transformer_norm_out_linear.lora_down.weight",
+    }
+    for format, key in expected.items():
+        path, _ = export(f"lora={lora}", f"format={format}")
+        assert key in LoRAFile(path).shapes
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_diffusers_loads_an_export_and_computes_the_same(export, made, repositories, dora):
+    """And peft its folder: equal velocities of a transformer that has the whole matrices in its weights."""
+    lora, updates = made("snow", targets="all-linear", dora=dora)
+    kohya = export(f"lora={lora}", "format=onetrainer")[0]
+    file, folder = export(f"lora={kohya}", f"model.pretrained_model_name_or_path={repositories['flux_kontext']}",
+                          "model=flux_kontext")[0], export(f"lora={lora}", "format=peft")[0].parent  # fmt: skip
+    fresh, loaded, by_peft = (
+        DiffusionPipeline.from_pretrained(repositories["flux_kontext"]).transformer for _ in range(3)
+    )
+    before = velocity(fresh)
+    with torch.no_grad():
+        for name, update in updates.items():
+            layer = fresh.get_submodule(name)
+            weight = layer.weight + update.up @ update.down
+            if dora:
+                weight *= (update.magnitude / weight.norm(dim=1))[:, None]
+            layer.weight.copy_(weight)
+    expected = velocity(fresh)
+    loaded.load_lora_adapter(file, prefix="transformer")
+    assert (expected - before).norm() > 0.1 * before.norm()
+    torch.testing.assert_close(velocity(loaded), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(velocity(PeftModel.from_pretrained(by_peft, folder)), expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def velocity(transformer):
+    generator = torch.Generator().manual_seed(1)
+    x, text, pooled = (torch.randn(*shape, generator=generator) for shape in ((1, 16, 32), (1, 5, 32), (1, 32)))
+    ids = torch.stack([torch.zeros(16), torch.arange(16) // 4, torch.arange(16) % 4], dim=1)
+    return transformer(
+        hidden_states=x, encoder_hidden_states=text, pooled_projections=pooled, timestep=torch.tensor([0.6]),
+        img_ids=ids, txt_ids=torch.zeros(5, 3), guidance=torch.tensor([2.5]), return_dict=False,
+    )[0]  # fmt: skip
+
+
+def test_merge_is_the_weighted_sum_of_any_formats_ranks_and_layers(export, made, names):
+    one, first = made("snow", targets="all-linear")
+    other, second = made("rain", format="kohya", header=False, rank=5, targets="default", seed=1)
+    path, _ = export(f"merge=[{one},{other}]", "merge_weights=[0.7,-0.4]", "format=comfyui")
+    assert path.name == "snow+rain_comfyui.safetensors"
+    expected = {name: update.scaled(0.7) for name, update in first.items()}
+    for name, update in second.items():
+        joined = [expected[name], update.scaled(-0.4)]
+        expected[name] = first[name]._replace(
+            down=torch.cat([one.down for one in joined]), up=torch.cat([one.up for one in joined], dim=1)
+        )
+    same(expected, read(path, names["flux_kontext"]))
+    header = header_of(path)
+    assert header["export"] == {"format": "comfyui", "from": ["snow", "rain"], "weights": [0.7, -0.4]}
+    assert header["model"]["name"] == "flux_kontext"
+    assert "step" not in header
+    assert "rank_schedule" not in header["adapter"]
+    backwards, _ = export(f"merge=[{other},{one}]", "merge_weights=[-0.4,0.7]")
+    same(expected, read(backwards, names["flux_kontext"]))
+
+
+def test_merge_of_a_lower_rank_in_half_precision_is_the_closest(export, made, names):
+    """merge, rank, kohya and bfloat16 at once: the figures that are printed are those of the file."""
+    one, first = made("snow", rank=40)
+    other, second = made("rain", rank=40, seed=1)
+    settings = [f"merge=[{one},{other}]", "rank=8", "format=kohya"]
+    path, text = export(*settings, "export.dtype=bfloat16")
+    exact, _ = export(f"merge=[{one},{other}]")
+    whole = read(exact, names["flux_kontext"])
+    written = read(path, names["flux_kontext"])
+    assert path.name == "snow+rain_rank8_kohya.safetensors"
+    discarded = total = 0.0
+    for name in first:
+        values = torch.linalg.svdvals(
+            sum(part[name].up.double() @ part[name].down.double() for part in (first, second))
+        )
+        discarded, total = discarded + float(values[8:].square().sum()), total + float(values.square().sum())
+    error = (discarded / total) ** 0.5
+    assert relative(whole, written) == pytest.approx(error, rel=1e-3)
+    assert f"the update changes by {100 * error:.3g} %" in text
+    reduced, _ = export(*settings)
+    assert f"bfloat16, {100 * relative(read(reduced, names['flux_kontext']), written):.3g} % off" in text
+    assert set(LoRAFile(path).dtypes.values()) == {"BF16", "F32"}, "alphas are exact"
+    assert {update.rank for update in written.values()} == {8}
+
+
+def test_rank_above_a_layers_own_changes_nothing(export, made, names):
+    lora, updates = made("snow")
+    path, text = export(f"lora={lora}", "rank=50", "format=peft")
+    assert "no layer has a higher one" in text
+    same(updates, read(path, names["flux_kontext"]))
+    assert header_of(path)["adapter"] == ADAPTER
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_training_starts_from_an_export_with_the_same_update(run, export, trained, arguments, tmp_path, rank):
+    """alpha / rank in the header stays what was trained; alpha 8 for rank 4 there."""
+    path, _ = export(f"lora={trained}", "format=kohya", *([] if rank is None else [f"rank={rank}"]))
+    [weights] = [trained / "lora" / "last" / "pytorch_lora_weights.safetensors"]
+    assert header_of(path)["adapter"]["alpha"] == 2 * (rank or 4)
+    assert LoRAFile(path).trained_scale == LoRAFile(weights).trained_scale == 2.0
+    settings = [one for one in arguments("flux_kontext", tmp_path / "again", 1) if one != "adapter.rank=4"]
+    run(
+        "train",
+        *settings,
+        f"adapter.rank={rank or 4}",
+        "adapter.alpha=3",
+        f"adapter.init_from={path}",
+        "optimizer.lr=0",
+    )
+    names = layer_names("flux_kontext", DiffusionPipeline.from_pretrained(header_of(path)["base"]).transformer)
+    again = tmp_path / "again" / "lora" / "last" / "pytorch_lora_weights.safetensors"
+    same(read(path, names), read(again, names))
+
+
+def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, made, names, repositories, run):
+    """The tiny model is none that is known by its layers."""
+    lora, updates = made("elsewhere", format="kohya", header=False)
+    assert "fits none of the models" in run("predict", "task=export", f"lora={lora}", ok=False).error
+    model = ["model=flux_kontext", f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"]
+    path, _ = export(f"lora={lora}", *model, "format=comfyui")
+    assert path.name == "elsewhere_comfyui.safetensors"
+    same(updates, read(path, names["flux_kontext"]))
+    again, _ = export(f"lora={path}", *model)
+    same(updates, read(again, names["flux_kontext"]))
+
+
+def test_a_file_that_is_there_is_replaced_only_when_told_to(run, made, tmp_path):
+    lora, _ = made("snow")
+    request = ["task=export", f"lora={lora}", "format=peft", f"output_dir={tmp_path / 'out'}"]
+    run("predict", *request)
+    before = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
+    assert "exists: choose another output_dir" in run("predict", *request, "rank=1", ok=False).error
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == before
+    run("predict", *request, "rank=1", "overwrite=true")
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() != before
+    (tmp_path / "out" / "adapter_model.safetensors").unlink()
+    assert "adapter_config.json exists" in run("predict", *request, ok=False).error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lora={snow}", "format=lycoris"], "format=lycoris: choose diffusers, comfyui, kohya, peft, onetrainer"),
+        (["lora={snow}", "rank=0"], "rank=0: must be a whole number from 1 on or null"),
+        (["lora={snow}", "export.dtype=int8"], "export.dtype=int8: choose float32, bfloat16 or float16"),
+        (["merge=[{snow},{qwen}]"], "does not fit"),
+        (["merge=[{snow},{rain}]", "merge_weights=[1]"], "1 for 2 LoRAs: give one for each"),
+        (["merge=[{snow},{rain}]", "merge_weights=[1,x]"], "merge_weights=[1, 'x']: must be a number"),
+        (["merge=[{snow},{dora}]"], "is a DoRA, which scales whole rows of weights: it cannot be added up"),
+        (["merge=[{snow}]"], "name two or more"),
+        (["merge=[]"], "merge=[]: the list is empty"),
+        (["lora={dora}", "rank=2"], "rank=2: this is a DoRA"),
+        (["lora={snow}", "merge=[{snow},{rain}]"], "leave lora= out"),
+        (["lora=[{snow},{rain}]"], "name them by merge="),
+        (["lora={snow}", "merge_weights=[1]"], "merge_weights has no effect without merge="),
+        ([], "name it by lora=RUN"),
+        (["lora=/nowhere"], "LoRA weights /nowhere: no such file or folder"),
+        (["lora={snow}", "output_dir=/proc/nothing"], "output_dir=/proc/nothing cannot be made"),
+        (["lora={snow}", "output_dir={snow}"], "it is a file"),
+        (["lora={snow}", "lora_scale=0.5"], "lora_scale has no effect with task=export: it is a setting of task=edit"),
+        (["lora={snow}", "task=edit", "rank=4"], "rank has no effect with task=edit: it is a setting of task=export"),
+        (["task=clean", "export.dtype=float16"], "export.dtype has no effect with task=clean"),
+        (["lora={snow}", "prompt=x", "image=/nowhere.png"], "image=/nowhere.png: no such file"),
+        (["merge=[{snow},{rain}]", "prompt=x"], "with merge= leave image= and prompt= out"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mistakes_are_one_line(run, made, tmp_path, monkeypatch, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    files = {"snow": made("snow")[0], "rain": made("rain", seed=1)[0], "dora": made("dora", dora=True)[0]}
+    files["qwen"] = made("qwen", "qwen_image_edit")[0]
+    settings = [override.format(**files) for override in overrides]
+    task = [] if any(one.startswith("task=") for one in settings) else ["task=export"]
+    folder = [] if any(one.startswith("output_dir=") for one in settings) else ["output_dir=out"]
+    assert message in run("predict", *task, *settings, *folder, ok=False).error
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk_is_one_line(run, made, monkeypatch, tmp_path):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    lora, _ = made("snow")
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    error = run("predict", "task=export", f"lora={lora}", f"output_dir={tmp_path / 'out'}", ok=False).error
+    assert "cannot write" in error
+    assert "No space left on device" in error
+
+
+def test_one_lora_is_written_at_a_strength(export, made, names):
+    lora, updates = made("snow")
+    path, _ = export(f"merge=[{lora}]", "merge_weights=[0.25]")
+    same({name: update.scaled(0.25) for name, update in updates.items()}, read(path, names["flux_kontext"]))

@@ -1,0 +1,135 @@
+"""task=export of T-LoRAs, whose rank follows the timestep, and what it says of the pictures."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from lightning_modules.adapters.applied import layer_names
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from tests.support.commands import compose
+from tests.support.lora_files import dense, relative
+from tests.support.pictures import level
+from tests.support.tiny_adapters import ADAPTERS
+
+
+@pytest.fixture
+def names(tiny):
+    module = instantiate(compose("train", "model=flux_kontext").model, pretrained_model_name_or_path=str(tiny))
+    return layer_names(module.base)
+
+
+def read(path, names):
+    return LoRAFile(path).read(names, "tiny")
+
+
+def weights_of(run):
+    return run / "lora" / "last" / "pytorch_lora_weights.safetensors"
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, names, tmp_path, adapter):
+    """An orthogonal T-LoRA's component is two rows: its rank 3 is one of 6 to other programs."""
+    lora = learned(adapter)
+    text = run("predict", "task=export", f"lora={lora}", "rank=3", "format=kohya", f"output_dir={tmp_path}").text
+    [path] = tmp_path.glob("*.safetensors")
+    assert path.name == f"{adapter}_rank3_kohya.safetensors"
+    width = {"tlora": 1, "ortho_tlora": 2}[adapter]
+    before, after = read(weights_of(lora), names), read(path, names)
+    for name, one in after.items():
+        first = before[name].up[:, : 3 * width].double() @ before[name].down[: 3 * width].double()
+        torch.testing.assert_close(dense(one), first, rtol=1e-5, atol=1e-6)
+        assert one.rank == 3 * width
+    assert relative(before, after) > 0.01
+    facts = LoRAFile(path).adapter
+    assert "rank_schedule" not in facts
+    assert facts["rank"] == 3 * width
+    assert LoRAFile(path).trained_scale == LoRAFile(weights_of(lora)).trained_scale == 2.0
+    assert "rank 3 at every timestep, the T-LoRA 1 to 4, " in text
+    assert re.search(r"the update of the weights is [\d.]+ % of its norm away", text)
+    assert 'to measure it on a picture, pass image=photo.png prompt="..."' in text
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_training_starts_from_the_constant_rank_as_a_lora(run, learned, arguments, names, tmp_path, adapter):
+    lora = learned(adapter)
+    run("predict", "task=export", f"lora={lora}", "rank=2", f"output_dir={tmp_path / 'file'}")
+    [path] = (tmp_path / "file").glob("*.safetensors")
+    rank = {"tlora": 2, "ortho_tlora": 4}[adapter]
+    settings = [one for one in arguments("flux_kontext", tmp_path / "run", 1) if one != "adapter.rank=4"]
+    run("train", *settings, f"adapter.rank={rank}", f"adapter.init_from={path}", "optimizer.lr=0")
+    assert relative(read(path, names), read(weights_of(tmp_path / "run"), names)) < 1e-6
+
+
+@pytest.mark.parametrize("given", [[], ["rank=5"]])
+def test_the_rank_must_be_chosen_and_is_proposed(run, learned, tmp_path, given):
+    error = run("predict", "task=export", f"lora={learned('tlora')}", *given, f"output_dir={tmp_path}", ok=False).error
+    assert "is a T-LoRA, whose rank follows the timestep" in error
+    assert "pass rank=N, from 1, its rank at noise, to 4, what programs use that do not follow the schedule" in error
+    mean = float(re.search(r"its mean over 28 sampling steps is ([\d.]+)", error)[1])
+    assert f"which is rank={round(mean)}" in error
+    assert 1 < mean < 4
+
+
+def test_the_mean_rank_is_that_of_the_steps_that_are_asked_for(run, learned, tmp_path):
+    request = ["task=export", f"lora={learned('tlora')}", "num_inference_steps=1", f"output_dir={tmp_path}"]
+    assert "its mean over 1 sampling steps is 1.0, which is rank=1" in run("predict", *request, ok=False).error
+
+
+def test_a_t_lora_is_not_merged(run, learned, tmp_path):
+    one, other = learned("tlora"), learned("lora")
+    error = run("predict", "task=export", f"merge=[{other},{one}]", "rank=2", f"output_dir={tmp_path}", ok=False).error
+    assert "is a T-LoRA, whose rank follows the timestep: write it with task=export rank=N first" in error
+
+
+def test_a_schedule_that_masks_nothing_needs_no_rank(run, arguments, names, tmp_path):
+    run(
+        "train",
+        *arguments("flux_kontext", tmp_path / "run", 2, "adapter=ortho_tlora", "adapter.rank_schedule=constant"),
+    )
+    run("predict", "task=export", f"lora={tmp_path / 'run'}", f"output_dir={tmp_path / 'out'}")
+    [path] = (tmp_path / "out").glob("*.safetensors")
+    assert relative(read(weights_of(tmp_path / "run"), names), read(path, names)) < 1e-6
+    facts = LoRAFile(path).adapter
+    assert "rank_schedule" not in facts
+    assert (facts["rank"], facts["alpha"]) == (8, 8.0)
+
+
+def test_pictures_say_what_the_constant_rank_costs(run, learned, photo, tmp_path):
+    """Those with the schedule are task=edit's of the run, those of the file are task=edit's of the file."""
+    lora, out = learned("tlora"), tmp_path / "out"
+    request = [f"image={photo}", "prompt=[make it snow,mirror picture 1]", "num_inference_steps=3", "seed=[1,2]"]
+    text = run("predict", "task=export", f"lora={lora}", "rank=4", "format=comfyui", *request, f"output_dir={out}").text
+    [path] = out.glob("*.safetensors")
+    for name, file in (("before", lora), ("exported", path)):
+        scales = "lora_scale=[0,1]" if name == "before" else "lora_scale=1"
+        model = [] if name == "before" else ["model.dtype=float32"]
+        run("predict", f"lora={file}", *request, scales, *model, f"output_dir={tmp_path / name}")
+        made, again = (sorted(folder.glob("*.png")) for folder in (out / "pictures" / name, tmp_path / name))
+        assert len(made) == {"before": 8, "exported": 4}[name]
+        assert [one.name for one in made] == [one.name for one in again]
+        assert all(np.array_equal(level(one), level(other)) for one, other in zip(made, again, strict=True))
+    folders = [
+        (out / "pictures" / "before", 1.0),
+        (out / "pictures" / "exported", 1.0),
+        (out / "pictures" / "before", 0.0),
+    ]
+    before, exported, without = (
+        np.stack([level(one) for one in sorted(folder.glob(f"*lora{scale}.png"))]) for folder, scale in folders
+    )
+    differ, edit = np.abs(before - exported).mean(), np.abs(before - without).mean()
+    assert differ > 0.5
+    assert f"the pictures differ by {differ:.1f} of 255 on average, the edit itself changes {edit:.1f}" in text
+    assert "to measure it on a picture" not in text
+
+
+def test_pictures_of_a_plain_lora_are_those_of_its_file(run, learned, photo, tmp_path):
+    request = [f"image={photo}", "prompt=make it snow", "num_inference_steps=2", f"output_dir={tmp_path / 'out'}"]
+    text = run("predict", "task=export", f"lora={learned('lora')}", "format=kohya", *request).text
+    assert "the pictures differ by 0.0 of 255 on average" in text
+    assert (
+        "already contains pictures"
+        in run("predict", "task=export", f"lora={learned('lora')}", "format=comfyui", *request, ok=False).error
+    )
