@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
+from lightning_modules.adapters.formats.checked import check_with_diffusers
 from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
@@ -200,6 +201,11 @@ class LoRA(Adapter):
     ) -> Callable[[Path], None]:
         updates = self.updates(parts["transformer"])
         return lambda folder: save_lora(updates, folder / WEIGHTS_NAME, header, dtype)
+
+    def check_exported(self, folder: Path, base: FrozenBase) -> None:
+        path = folder / WEIGHTS_NAME
+        updates = LoRAFile(path).read(LayerNames(base.source.meta, base.family_class.native_names), base.name)
+        check_with_diffusers(path, updates, base.family_class.pipeline_name, base.source.meta)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])

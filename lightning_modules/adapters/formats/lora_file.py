@@ -117,21 +117,22 @@ class LoRAFile:
         Raises:
             UserError: it was made for another model.
         """
-        found, wrong = {}, []
+        found: dict[str, Meaning] = {}
+        unknown, wide = [], []
         for name, parts in self.parts.items():
             down, up = self.shapes[parts["down"]], self.shapes[parts["up"]]
             meaning = names.meaning(name)
             if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] == 0:
                 raise UserError(f"the LoRA {self.path} is damaged: {name} has matrices of {down} and {up}")
             if meaning is None:
-                wrong.append(f"{name} is not in the model")
+                unknown.append(f"{name} is not in the model")
                 continue
             sides = names.sides_of(meaning.layers)
             wanted = sum(one.out_features for one in sides), sides[0].in_features
             if wanted != (up[0], down[1]):
-                wrong.append(f"{name} is {up[0]}x{down[1]}, in the model {wanted[0]}x{wanted[1]}")
+                wide.append(f"{name} is {up[0]}x{down[1]}, in the model {wanted[0]}x{wanted[1]}")
             found[name] = meaning
-        if wrong:
+        if wrong := unknown + wide:
             made_for = (self.header or {}).get("base")
             hint = f"; it was made for {made_for}" if made_for else ""
             if not found:
