@@ -203,9 +203,11 @@ class LoRA(Adapter):
         return lambda folder: save_lora(updates, folder / WEIGHTS_NAME, header, dtype)
 
     def check_exported(self, folder: Path, base: FrozenBase) -> None:
-        path = folder / WEIGHTS_NAME
+        import diffusers
+
+        path, pipeline_class = folder / WEIGHTS_NAME, getattr(diffusers, base.family_class.pipeline_name)
         updates = LoRAFile(path).read(LayerNames(base.source.meta, base.family_class.native_names), base.name)
-        check_with_diffusers(path, updates, base.family_class.pipeline_name, base.source.meta)
+        check_with_diffusers(path, updates, pipeline_class, base.source.meta)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])

@@ -15,30 +15,29 @@ from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import lora_layers
 
 
-def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_name: str, transformer: Any) -> None:
+def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_class: Any, transformer: Any) -> None:
     """Load a file into a copy of a transformer, by the stock pipeline.
 
     Args:
         updates: what the file is to do.
-        pipeline_name: a class of diffusers.
+        pipeline_class: of diffusers.
         transformer: without an adapter, on the meta device; it stays as it is.
 
     Raises:
         UserError: diffusers refuses the file, leaves layers out, or makes something else of it.
     """
-    import diffusers
-
-    pipeline_class: Any = getattr(diffusers, pipeline_name)
-    arguments = [name for name in inspect.signature(pipeline_class.__init__).parameters if name != "self"]
+    arguments = inspect.signature(pipeline_class.__init__).parameters.items()
+    needed = [name for name, one in arguments if one.default is one.empty and name not in ("self", "transformer")]
     copy = _without_memory(transformer)
-    pipeline = pipeline_class(**{name: None for name in arguments if name != "transformer"}, transformer=copy)
+    pipeline = pipeline_class(**dict.fromkeys(needed), transformer=copy)
     try:
         if hasattr(pipeline, "load_lora_weights"):
             pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
         else:
             copy.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name="check")
     except Exception as error:  # whatever a loader of another library raises
-        raise UserError(f"{path} is written, but diffusers' {pipeline_name} cannot load it: {reason(error)}") from error
+        name = pipeline_class.__name__
+        raise UserError(f"{path} is written, but diffusers' {name} cannot load it: {reason(error)}") from error
     require_loaded(copy, "check", updates, path)
 
 
