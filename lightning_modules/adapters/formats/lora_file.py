@@ -97,9 +97,7 @@ class LoRAFile:
             if part is None:
                 others.append(key)
             elif part in layers.setdefault(name, {}):
-                raise UserError(
-                    f"the LoRA {self.path} holds several adapters ({_some([layers[name][part], key])}): name one"
-                )
+                raise self._error(f"holds several adapters ({_some([layers[name][part], key])}): name one")
             else:
                 layers[name][part] = key
         halves = {name: parts for name, parts in layers.items() if "down" in parts or "up" in parts}
@@ -107,7 +105,7 @@ class LoRAFile:
         if others or not halves:
             self._refuse(sorted(others), bool(halves))
         if unpaired := sorted(parts.popitem()[1] for parts in halves.values() if not {"down", "up"} <= parts.keys()):
-            raise UserError(f"the LoRA {self.path} is incomplete: {_some(unpaired)} without the other half")
+            raise self._error(f"is incomplete: {_some(unpaired)} without the other half")
         return dict(sorted(halves.items()))
 
     def check(self, names: LayerNames, base: str) -> dict[str, Meaning]:
@@ -125,7 +123,7 @@ class LoRAFile:
             down, up = self.shapes[parts["down"]], self.shapes[parts["up"]]
             meaning = names.meaning(name)
             if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] == 0:
-                raise UserError(f"the LoRA {self.path} is damaged: {_short(name)} has matrices of {down} and {up}")
+                raise self._error(f"is damaged: {_short(name)} has matrices of {down} and {up}")
             if meaning is None:
                 unknown.append(f"{_short(name)} is not in the model")
                 continue
@@ -139,7 +137,7 @@ class LoRAFile:
             hint = f"; it was made for {made_for}" if made_for else ""
             if not found:
                 hint += "; looked for diffusers' names of the layers" + (" and for native ones" if names.native else "")
-            raise UserError(f"the LoRA {self.path} does not fit {base}: {listing(wrong)}{hint}")
+            raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
         return found
 
     def read(self, names: LayerNames, base: str) -> dict[str, LowRank]:
@@ -154,9 +152,7 @@ class LoRAFile:
             for name, parts in self.parts.items():
                 tensors = {part: file.get_tensor(key).float() for part, key in parts.items()}
                 if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
-                    raise UserError(
-                        f"the LoRA {self.path} holds numbers that are not finite ({_short(bad[0])}): it diverged"
-                    )
+                    raise self._error(f"holds numbers that are not finite ({_short(bad[0])}): it diverged")
                 rank = tensors["down"].shape[0]
                 scale = self._scale(names, name, rank, tensors.get("alpha"))
                 if not math.isfinite(scale):
@@ -165,9 +161,7 @@ class LoRAFile:
                 whole = LowRank(tensors["down"], tensors["up"] * scale, magnitude)
                 for layer, update in split(whole, meanings[name], names).items():
                     if layer in updates:
-                        raise UserError(
-                            f"the LoRA {self.path} has {layer} twice, once as {_short(name)}: which is right?"
-                        )
+                        raise self._error(f"has {layer} twice, once as {_short(name)}: which is right?")
                     updates[layer] = update
         return {layer: updates[layer] for layer in names.sides if layer in updates}
 
@@ -209,9 +203,9 @@ class LoRAFile:
             return None
         magnitude, rows = tensors["magnitude"], tensors["up"].shape[0]
         if magnitude.shape not in ((rows,), (rows, 1)):
-            raise UserError(
-                f"the LoRA {self.path}: {_short(parts['magnitude'])} is {tuple(magnitude.shape)}: Retouch reads DoRA with a "
-                "number for each output"
+            raise self._error(
+                f"has {_short(parts['magnitude'])} of {tuple(magnitude.shape)}: Retouch reads DoRA with a number for each "
+                "output"
             )
         return magnitude.flatten()
 
@@ -224,11 +218,14 @@ class LoRAFile:
             raise ValueError(f"its header {key} is none")
         return value
 
+    def _error(self, text: str) -> UserError:
+        return UserError(f"the LoRA {self.path} {text}")
+
     def _refuse(self, others: list[str], halves: bool) -> None:
         """Raise the UserError for tensors that Retouch cannot use."""
         if not others:
             text = ", only weights of text encoders" if self.text_encoder_keys else ""
-            raise UserError(f"the LoRA {self.path} holds no layer of a transformer{text}")
+            raise self._error(f"holds no layer of a transformer{text}")
         kind = other_kind(others)
         known = f"is {kind}" if kind and not halves else f"has {kind} in it" if kind else "holds more than a LoRA"
         raise UserError(
