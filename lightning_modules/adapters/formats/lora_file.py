@@ -203,10 +203,8 @@ class LoRAFile:
             return None
         magnitude, rows = tensors["magnitude"], tensors["up"].shape[0]
         if magnitude.shape not in ((rows,), (rows, 1)):
-            raise self._error(
-                f"has {_short(parts['magnitude'])} of {tuple(magnitude.shape)}: Retouch reads DoRA with a number for each "
-                "output"
-            )
+            key, shape = _short(parts["magnitude"]), tuple(magnitude.shape)
+            raise self._error(f"has {key} of {shape}: Retouch reads DoRA with a number for each output")
         return magnitude.flatten()
 
     def _json(self, key: str) -> dict[str, Any]:
