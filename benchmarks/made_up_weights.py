@@ -37,8 +37,8 @@ def write_weights(model: nn.Module, folder: Path, start: str, dtype: torch.dtype
     (folder / f"{start}.safetensors.index.json").write_text(json.dumps(index))
 
 
-def write_transformer(folder: Path, depth: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """FLUX.1 Kontext of the real widths."""
+def write_transformer(folder: Path, depth: int | None, dtype: torch.dtype = torch.bfloat16) -> None:
+    """FLUX.1 Kontext of the real widths; without a depth of all its blocks."""
     from diffusers import FluxTransformer2DModel
 
     write_shallow("flux_kontext", depth, str(folder))

@@ -14,6 +14,7 @@ from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 
+CHECKS = ("always", "once", "never")
 # Settings of a run, and of the machine that it ran on.
 NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "cache", "cache_dir")
 
@@ -32,11 +33,17 @@ class LoRACheckpoint(L.Callback):
         model_name: the name of the model's YAML, and
         model: its composed settings, for the header of the LoRA files: predict.py needs no more.
         dtype: of the LoRA files, a name of `adapters.formats.written.DTYPES`.
+        check: whether a file is read back by diffusers' own loader: `always`, `once` in a run, or `never`.
     """
 
-    def __init__(self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any], dtype: str) -> None:
+    def __init__(
+        self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any], dtype: str, check: str
+    ) -> None:
+        if check not in CHECKS:
+            raise UserError(f"export.check={check}: choose {', '.join(CHECKS)}")
         self.run = RunFolder(output_dir)
         self.dtype = export_dtype(dtype)
+        self.check = check
         self.save_every = save_every
         # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
         self.model: dict[str, Any] = {"name": model_name, **_plain(model)}
@@ -92,3 +99,6 @@ class LoRACheckpoint(L.Callback):
         else:
             trainer.save_checkpoint(self.run.checkpoint)  # all processes take part; the first one writes
         trainer.strategy.barrier()  # no process leaves before the files are in place
+        if self.check != "never" and trainer.is_global_zero:
+            module.adapter.check_exported(self.run.weights(module.adapter.folder, "last"), module.base)
+            self.check = "never" if self.check == "once" else self.check

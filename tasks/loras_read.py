@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, printable
 from lightning_modules.adapters.formats.find import PEFT_WEIGHTS_NAME, WEIGHTS_NAME
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.written import FORMATS
@@ -113,7 +113,7 @@ def title(path: Path) -> str:
 
     outputs/snow/lora/last -> snow; outputs/snow/lora/step-000200 -> snow_step-000200; a job of a sweep has the sweep's.
     """
-    path = path.absolute()
+    path = Path(printable(str(path.absolute())))
     if path.name not in (WEIGHTS_NAME, PEFT_WEIGHTS_NAME):
         return re.sub(rf"_({'|'.join(FORMATS)})$", "", path.stem)
     folder = path.parent

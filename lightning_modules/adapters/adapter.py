@@ -75,6 +75,10 @@ class Adapter(ABC):
             dtype: of a LoRA's file; a whole pipeline is in the base's.
         """
 
+    def check_exported(self, folder: Path, base: FrozenBase) -> None:
+        """Raise a UserError where diffusers would not load what `export` has written as it is."""
+        return
+
     @abstractmethod
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         """What trains, for the summary."""

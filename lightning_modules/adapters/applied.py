@@ -1,19 +1,19 @@
 """LoRA files that are used in prediction: checked, loaded, scaled, merged into the weights that they adapt."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from datamodules.files import reading
+from lightning_modules.adapters.formats.checked import require_loaded
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import FORMATS, encode
-from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_mask import NOT_MERGED, RANK_MASK_CALLBACKS, RankGate, read_rank_gate
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -106,33 +106,6 @@ class AppliedLoRAs:
 def layer_names(base: FrozenBase) -> LayerNames:
     """The layers of a base's transformer, by all names that they have in files."""
     return LayerNames(base.source.meta, base.family_class.native_names)
-
-
-@torch.no_grad()
-def require_loaded(transformer: nn.Module, adapter_name: str, updates: Mapping[str, LowRank], path: Path) -> None:
-    """Compare the adapter that a loader has put into a transformer with the updates that it was to be.
-
-    Raises:
-        UserError: layers lack, or do something else.
-    """
-    layers = lora_layers(transformer, adapter_name)
-    wrong = sorted(layers.keys() ^ updates.keys())
-    for name, layer in layers.items():
-        down, up = (half[adapter_name].weight for half in (layer.lora_A, layer.lora_B))
-        update = updates.get(name)
-        if update is None or down.is_meta:
-            continue
-        x = torch.randn(down.shape[1], generator=torch.Generator().manual_seed(0)).to(down.device)
-        expected = update.apply(x.cpu())
-        loaded = (layer.scaling[adapter_name] * LowRank(down.float(), up.float()).apply(x)).cpu()
-        same = torch.allclose(loaded, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-        if update.magnitude is not None:
-            own = layer.lora_magnitude_vector[adapter_name].weight.float().cpu()
-            same = same and torch.allclose(own, update.magnitude, rtol=0.01)
-        if not same or layer.use_dora.get(adapter_name, False) != (update.magnitude is not None):
-            wrong.append(name)
-    if wrong:
-        raise UserError(f"{path} was loaded wrongly: {listing(wrong)} differ from the file; please report it")
 
 
 class MergedLoRAs:

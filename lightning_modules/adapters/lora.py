@@ -1,5 +1,6 @@
 """The LoRA adapter: layers beside frozen ones, their start and their weights."""
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
+from lightning_modules.adapters.formats.checked import check_with_diffusers
 from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.low_rank import LowRank, relative_change
 from lightning_modules.adapters.peft_layers import (
     ADAPTER,
     adapter_state,
@@ -30,6 +32,8 @@ from lightning_modules.adapters.peft_layers import (
 )
 from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained.frozen_base import FrozenBase
+
+log = logging.getLogger("retouch")
 
 
 class LoRA(Adapter):
@@ -72,6 +76,7 @@ class LoRA(Adapter):
         self.target_modules = target_modules if isinstance(target_modules, str) else list(target_modules)
         self.init_from = None if init_from is None else find_weights(init_from)
         self.seed = seed
+        self._told_of_rounding = False
 
     def check(self, base: FrozenBase, training: Training) -> None:
         if self.init_from:
@@ -199,7 +204,18 @@ class LoRA(Adapter):
         self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
     ) -> Callable[[Path], None]:
         updates = self.updates(parts["transformer"])
+        if dtype != torch.float32 and not self._told_of_rounding:
+            self._told_of_rounding = True
+            change = relative_change(updates, {name: one.to(dtype) for name, one in updates.items()})
+            log.info(f"export.dtype={str(dtype)[6:]}: rounding changes the update by {change:.2%}")
         return lambda folder: save_lora(updates, folder / WEIGHTS_NAME, header, dtype)
+
+    def check_exported(self, folder: Path, base: FrozenBase) -> None:
+        import diffusers
+
+        path, pipeline_class = folder / WEIGHTS_NAME, getattr(diffusers, base.family_class.pipeline_name)
+        updates = LoRAFile(path).read(LayerNames(base.source.meta, base.family_class.native_names), base.name)
+        check_with_diffusers(path, updates, pipeline_class, base.source.meta)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])

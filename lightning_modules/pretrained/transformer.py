@@ -12,22 +12,24 @@ from datamodules.cached import memo
 from datamodules.errors import UserError
 from lightning_modules.execution.block_offload import streamed_blocks
 from lightning_modules.pretrained.assembly import assemble
-from lightning_modules.pretrained.component_files import indexed_files, read_json
 from lightning_modules.pretrained.quantized_cache import QuantizedTransformer
 from lightning_modules.pretrained.repository import (
     content,
     load_model,
-    repository_file,
     resolve_repository,
 )
-from lightning_modules.pretrained.weights import SafetensorsWeights, check_names
+from lightning_modules.pretrained.transformer_files import (
+    empty_transformer,
+    settings_of,
+    transformer_config,
+    transformer_weights,
+)
+from lightning_modules.pretrained.weights import check_names
 from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.fp8 import log_kernels
 from lightning_modules.quantization.quantization import Quantization
 
 log = logging.getLogger("retouch")
-
-WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 class TransformerSource:
@@ -73,7 +75,7 @@ class TransformerSource:
     def meta(self) -> Any:
         """The transformer without weights: names and shapes, to check against before anything is loaded."""
         with torch.device("meta"):
-            return self._class.from_config(_settings(self.config()))
+            return self._class.from_config(settings_of(self.config()))
 
     def config(self) -> dict[str, Any]:
         """Its config.json."""
@@ -183,37 +185,6 @@ class TransformerSource:
             raise UserError(f"{what} needs unquantized weights; {self.name} is {self.stored_format} on disk")
 
 
-def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """The transformer's config.json, from its subfolder or from a repository that holds nothing else."""
-    for filename in ("transformer/config.json", "config.json"):
-        if path := repository_file(repository, filename, revision):
-            return read_json(path) | {"_subfolder": filename.rpartition("/")[0] or None}
-    raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in ("_subfolder", "quantization_config")}
-
-
-def transformer_weights(repository: str, revision: str | None = None) -> SafetensorsWeights | None:
-    """The transformer's weights on disk, downloaded if need be; None where they are no safetensors files.
-
-    Raises:
-        UserError: a shard is missing or damaged.
-    """
-    folder = transformer_config(repository, revision)["_subfolder"]
-    start = f"{folder}/" if folder else ""
-    index = repository_file(repository, f"{start}{WEIGHTS_FILE}.index.json", revision)
-    names = [WEIGHTS_FILE] if index is None else indexed_files(index)
-    files = [repository_file(repository, start + name, revision) for name in names]
-    if index is None and files == [None]:
-        return None
-    for name, file in zip(names, files, strict=True):
-        if file is None:
-            raise UserError(f"{repository} lacks {start}{name}: the download is incomplete; download it again")
-    return SafetensorsWeights([file for file in files if file is not None])
-
-
 def load_transformer(
     cls: type[Any],
     repository: str,
@@ -232,8 +203,6 @@ def load_transformer(
         quantization: of weights that are not quantized on disk.
         placement: the device that a parameter or layer of this name ends on; None for `device`.
     """
-    from accelerate import init_empty_weights
-
     config = transformer_config(repository, revision)
     weights = transformer_weights(repository, revision)
     if weights is None and (quantization is not None or placement is not None):
@@ -243,8 +212,7 @@ def load_transformer(
 
     asked = None if quantization is None else f"quantizing to {quantization}"
     log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))
-    with init_empty_weights():
-        model = cls.from_config(_settings(config))
+    model = empty_transformer(cls, config)
     check_names(weights, model, repository)
     assemble(model, weights, dtype=dtype, device=device, quantization=quantization, placement=placement)
     return model.requires_grad_(False).eval()

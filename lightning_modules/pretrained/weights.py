@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from lightning_modules.pretrained.component_files import GET_AGAIN
 from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.stored import OnDisk
 
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Pages of a file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
 
@@ -59,6 +61,16 @@ class SafetensorsWeights(Weights):
             tensor = self._open[1].get_tensor(name)
             self._touched += tensor.nbytes
             return tensor
+
+    def on_meta(self) -> dict[str, Tensor]:
+        """Their shapes and dtypes."""
+        shapes = {}
+        for file in sorted(set(self._file.values())):
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    one = opened.get_slice(name)
+                    shapes[name] = torch.empty(one.get_shape(), dtype=DTYPES[one.get_dtype()], device="meta")
+        return shapes
 
     @cached_property
     def format(self) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError, listing, printable
 from datamodules.files import reading
 from lightning_modules.adapters.formats.conversion import split
 from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME
@@ -97,7 +97,7 @@ class LoRAFile:
             if part is None:
                 others.append(key)
             elif part in layers.setdefault(name, {}):
-                raise UserError(f"the LoRA {self.path} holds several adapters ({layers[name][part]}, {key}): name one")
+                raise self._error(f"holds several adapters ({_some([layers[name][part], key])}): name one")
             else:
                 layers[name][part] = key
         halves = {name: parts for name, parts in layers.items() if "down" in parts or "up" in parts}
@@ -105,7 +105,7 @@ class LoRAFile:
         if others or not halves:
             self._refuse(sorted(others), bool(halves))
         if unpaired := sorted(parts.popitem()[1] for parts in halves.values() if not {"down", "up"} <= parts.keys()):
-            raise UserError(f"the LoRA {self.path} is incomplete: {_some(unpaired)} without the other half")
+            raise self._error(f"is incomplete: {_some(unpaired)} without the other half")
         return dict(sorted(halves.items()))
 
     def check(self, names: LayerNames, base: str) -> dict[str, Meaning]:
@@ -117,26 +117,27 @@ class LoRAFile:
         Raises:
             UserError: it was made for another model.
         """
-        found, wrong = {}, []
+        found: dict[str, Meaning] = {}
+        unknown, wide = [], []
         for name, parts in self.parts.items():
             down, up = self.shapes[parts["down"]], self.shapes[parts["up"]]
             meaning = names.meaning(name)
             if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] == 0:
-                raise UserError(f"the LoRA {self.path} is damaged: {name} has matrices of {down} and {up}")
+                raise self._error(f"is damaged: {_short(name)} has matrices of {down} and {up}")
             if meaning is None:
-                wrong.append(f"{name} is not in the model")
+                unknown.append(f"{_short(name)} is not in the model")
                 continue
             sides = names.sides_of(meaning.layers)
             wanted = sum(one.out_features for one in sides), sides[0].in_features
             if wanted != (up[0], down[1]):
-                wrong.append(f"{name} is {up[0]}x{down[1]}, in the model {wanted[0]}x{wanted[1]}")
+                wide.append(f"{_short(name)} is {up[0]}x{down[1]}, in the model {wanted[0]}x{wanted[1]}")
             found[name] = meaning
-        if wrong:
+        if wrong := unknown + wide:
             made_for = (self.header or {}).get("base")
             hint = f"; it was made for {made_for}" if made_for else ""
             if not found:
                 hint += "; looked for diffusers' names of the layers" + (" and for native ones" if names.native else "")
-            raise UserError(f"the LoRA {self.path} does not fit {base}: {_some(wrong)}{hint}")
+            raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
         return found
 
     def read(self, names: LayerNames, base: str) -> dict[str, LowRank]:
@@ -151,14 +152,16 @@ class LoRAFile:
             for name, parts in self.parts.items():
                 tensors = {part: file.get_tensor(key).float() for part, key in parts.items()}
                 if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
-                    raise UserError(f"the LoRA {self.path} holds numbers that are not finite ({bad[0]}): it diverged")
+                    raise self._error(f"holds numbers that are not finite ({_short(bad[0])}): it diverged")
                 rank = tensors["down"].shape[0]
                 scale = self._scale(names, name, rank, tensors.get("alpha"))
+                if not math.isfinite(scale):
+                    raise ValueError(f"the alpha of {_short(name)} is not finite")
                 magnitude = self._magnitude(parts, tensors)
                 whole = LowRank(tensors["down"], tensors["up"] * scale, magnitude)
                 for layer, update in split(whole, meanings[name], names).items():
                     if layer in updates:
-                        raise UserError(f"the LoRA {self.path} has {layer} twice, once as {name}: which is right?")
+                        raise self._error(f"has {layer} twice, once as {_short(name)}: which is right?")
                     updates[layer] = update
         return {layer: updates[layer] for layer in names.sides if layer in updates}
 
@@ -200,10 +203,8 @@ class LoRAFile:
             return None
         magnitude, rows = tensors["magnitude"], tensors["up"].shape[0]
         if magnitude.shape not in ((rows,), (rows, 1)):
-            raise UserError(
-                f"the LoRA {self.path}: {parts['magnitude']} is {tuple(magnitude.shape)}: Retouch reads DoRA with a "
-                "number for each output"
-            )
+            key, shape = _short(parts["magnitude"]), tuple(magnitude.shape)
+            raise self._error(f"has {key} of {shape}: Retouch reads DoRA with a number for each output")
         return magnitude.flatten()
 
     def _json(self, key: str) -> dict[str, Any]:
@@ -215,11 +216,14 @@ class LoRAFile:
             raise ValueError(f"its header {key} is none")
         return value
 
+    def _error(self, text: str) -> UserError:
+        return UserError(f"the LoRA {self.path} {text}")
+
     def _refuse(self, others: list[str], halves: bool) -> None:
         """Raise the UserError for tensors that Retouch cannot use."""
         if not others:
             text = ", only weights of text encoders" if self.text_encoder_keys else ""
-            raise UserError(f"the LoRA {self.path} holds no layer of a transformer{text}")
+            raise self._error(f"holds no layer of a transformer{text}")
         kind = other_kind(others)
         known = f"is {kind}" if kind and not halves else f"has {kind} in it" if kind else "holds more than a LoRA"
         raise UserError(
@@ -228,6 +232,10 @@ class LoRAFile:
         )
 
 
+def _short(name: str) -> str:
+    """A file's name of something, which may be of any length and hold anything, as part of a line."""
+    return printable(name if len(name) <= 100 else f"{name[:100]}...")
+
+
 def _some(names: list[str]) -> str:
-    """A few of a file's names, which may be of any length."""
-    return listing([name if len(name) <= 150 else f"{name[:150]}..." for name in names])
+    return listing(list(map(_short, names)))

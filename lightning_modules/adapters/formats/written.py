@@ -91,8 +91,10 @@ def save_lora(
     how = FORMATS[format]
     tensors = encode(updates, how, names)
     require_finite(tensors, "or resume from an earlier saving by adapter.init_from=RUN/lora/step-N")
-    # An alpha stays as it is: bfloat16 has not every whole number above 256.
-    cast = {key: tensor.to("cpu", dtype if tensor.ndim else None).contiguous() for key, tensor in tensors.items()}
+    # Copies: safetensors refuses tensors that share memory, as layers that were one do. An alpha stays as it is: bfloat16
+    # has not every whole number above 256.
+    dtypes = {key: dtype if tensor.ndim else tensor.dtype for key, tensor in tensors.items()}
+    cast = {key: tensor.to("cpu", dtypes[key], copy=True).contiguous() for key, tensor in tensors.items()}
     if bad := [key for key, tensor in cast.items() if not tensor.isfinite().all()]:
         raise UserError(f"export.dtype={str(dtype)[6:]}: {listing(bad)} has numbers beyond its range: choose bfloat16")
     # One entry only: safetensors writes several in random order, and equal weights should be equal files.

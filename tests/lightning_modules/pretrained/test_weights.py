@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.pretrained.transformer import load_transformer, transformer_weights
+from lightning_modules.pretrained.transformer import load_transformer
+from lightning_modules.pretrained.transformer_files import transformer_weights
 from lightning_modules.quantization.float8 import E4M3, E5M2
 from lightning_modules.quantization.four_bit import FourBitLinear
 from lightning_modules.quantization.fp8 import Fp8Linear

@@ -1,0 +1,102 @@
+"""A LoRA of what a fully fine-tuned transformer has learned: the best of its rank, layer by layer."""
+
+import logging
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from datamodules.errors import UserError, listing
+from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.pretrained.transformer import TransformerSource
+from lightning_modules.pretrained.transformer_files import transformer_weights
+from lightning_modules.pretrained.weights import SafetensorsWeights
+from lightning_modules.timing import SECONDS_BETWEEN_LINES
+
+log = logging.getLogger("retouch")
+
+
+class Extracted(NamedTuple):
+    """What was found.
+
+    Attributes:
+        updates: of the linear layers whose weights differ.
+        errors: for each, the share of the difference (Frobenius norm) that the update lacks.
+        error: the same of all of them together.
+        others: names of the other tensors that differ, which a LoRA cannot hold: biases and norms.
+    """
+
+    updates: dict[str, LowRank]
+    errors: dict[str, float]
+    error: float
+    others: list[str]
+
+
+@torch.no_grad()
+def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device) -> Extracted:
+    """The difference of two transformers, of which one layer at a time is in memory.
+
+    Args:
+        tuned: the folder or hub id of a whole pipeline or of nothing but the transformer.
+        device: to compute on.
+
+    Raises:
+        UserError: they are no two transformers of one kind in 16 or 32 bits, or they do not differ.
+    """
+    before, after = _weights(base.repository, base.revision), _weights(tuned, None)
+    if different := sorted(before.dtypes.keys() ^ after.dtypes.keys()):
+        raise UserError(f"extract={tuned} is no other version of {base.name}: {listing(different)} is in one of them")
+    layers = {f"{name}.weight" for name, module in base.meta.named_modules() if isinstance(module, torch.nn.Linear)}
+    updates, errors, others, squares = {}, {}, [], [0.0, 0.0]
+    last = time.monotonic()
+    for number, name in enumerate(sorted(before.dtypes), 1):
+        one, other = (weights.read(name).to(device).float() for weights in (before, after))
+        if one.shape != other.shape:
+            raise UserError(f"extract={tuned}: {name} is {tuple(other.shape)}, in {base.name} {tuple(one.shape)}")
+        difference = other - one
+        if not difference.isfinite().all():
+            raise UserError(f"extract={tuned}: {name} holds numbers that are not finite")
+        if not difference.any():
+            continue
+        if name not in layers:
+            others.append(name)
+            continue
+        layer = name.removesuffix(".weight")
+        updates[layer], lost = best_of_rank(difference, rank)
+        whole = float(difference.double().square().sum())
+        errors[layer] = (lost / whole) ** 0.5
+        squares = [squares[0] + lost, squares[1] + whole]
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            log.info(f"{number} of {len(before.dtypes)} tensors")
+    if not updates:
+        raise UserError(f"extract={tuned} does not differ from {base.name} in any linear layer")
+    return Extracted(updates, errors, (squares[0] / squares[1]) ** 0.5, others)
+
+
+def best_of_rank(matrix: Tensor, rank: int) -> tuple[LowRank, float]:
+    """The update of a rank that is nearest to a matrix (out, in), and the square of the distance (Frobenius norm).
+
+    By the eigenvectors of the smaller Gram matrix, in double precision: as exact as an SVD in single precision, and
+    several times as fast. The singular values are shared by both factors, as trained LoRAs have them.
+    """
+    tall = matrix.shape[0] > matrix.shape[1]
+    wide = (matrix.T if tall else matrix).double()
+    _, vectors = torch.linalg.eigh(wide @ wide.T)
+    kept = vectors[:, -rank:].flip(1)  # (side, rank), the largest first
+    rest = kept.T @ wide
+    lost = float((wide.square().sum() - rest.square().sum()).clamp_min(0))
+    share = rest.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+    left, right = kept * share, rest / share[:, None]
+    down, up = (left.T, right.T) if tall else (right, left)
+    return LowRank(down.float().cpu().contiguous(), up.float().cpu().contiguous()), lost
+
+
+def _weights(repository: str, revision: str | None) -> SafetensorsWeights:
+    weights = transformer_weights(repository, revision)
+    if weights is None:
+        raise UserError(f"{repository}: only safetensors weights can be compared")
+    if weights.format is not None:
+        raise UserError(f"{repository} is {weights.format} on disk: extract= needs both in 16 or 32 bits")
+    return weights

@@ -1,0 +1,76 @@
+"""LoRA files read back by diffusers' own loader, as others will read them."""
+
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from datamodules.errors import UserError, listing
+from datamodules.files import reason
+from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.peft_layers import lora_layers
+
+
+def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_class: Any, transformer: Any) -> None:
+    """Load a file into a copy of a transformer, by the stock pipeline.
+
+    Args:
+        updates: what the file is to do.
+        pipeline_class: of diffusers.
+        transformer: without an adapter, on the meta device; it stays as it is.
+
+    Raises:
+        UserError: diffusers refuses the file, leaves layers out, or makes something else of it.
+    """
+    arguments = inspect.signature(pipeline_class.__init__).parameters.items()
+    needed = [name for name, one in arguments if one.default is one.empty and name not in ("self", "transformer")]
+    copy = _without_memory(transformer)
+    pipeline = pipeline_class(**dict.fromkeys(needed), transformer=copy)
+    try:
+        if hasattr(pipeline, "load_lora_weights"):
+            pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
+        else:
+            copy.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name="check")
+    except Exception as error:  # whatever a loader of another library raises
+        name = pipeline_class.__name__
+        raise UserError(f"{path} is written, but diffusers' {name} cannot load it: {reason(error)}") from error
+    require_loaded(copy, "check", updates, path)
+
+
+def _without_memory(transformer: Any) -> Any:
+    """A transformer of zeros, all of a tensor in one number: loaders move what they load to where the weights are."""
+    copy = deepcopy(transformer)
+    for module in copy.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+    return copy
+
+
+@torch.no_grad()
+def require_loaded(transformer: nn.Module, adapter_name: str, updates: Mapping[str, LowRank], path: Path) -> None:
+    """Compare the adapter that a loader has put into a transformer with the updates that it was to be.
+
+    Raises:
+        UserError: layers lack, or do something else.
+    """
+    layers = lora_layers(transformer, adapter_name)
+    wrong = sorted(layers.keys() ^ updates.keys())
+    for name in layers.keys() & updates.keys():
+        layer, update = layers[name], updates[name]
+        down, up = (half[adapter_name].weight for half in (layer.lora_A, layer.lora_B))
+        x = torch.randn(down.shape[1], generator=torch.Generator().manual_seed(0)).to(down.device)
+        expected = update.apply(x.cpu())
+        loaded = (layer.scaling[adapter_name] * LowRank(down.float(), up.float()).apply(x)).cpu()
+        same = torch.allclose(loaded, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+        if update.magnitude is not None:
+            own = layer.lora_magnitude_vector[adapter_name].weight.float().cpu()
+            same = same and torch.allclose(own, update.magnitude, rtol=0.01)
+        if not same or layer.use_dora.get(adapter_name, False) != (update.magnitude is not None):
+            wrong.append(name)
+    if wrong:
+        raise UserError(f"{path} is read wrongly by diffusers: {listing(wrong)} differ from the file; please report it")

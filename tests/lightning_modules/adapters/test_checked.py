@@ -1,0 +1,133 @@
+"""What is written, by diffusers' own loaders: of today's families and of those to come."""
+
+from typing import ClassVar
+
+import diffusers
+import pytest
+import safetensors.torch
+import torch
+from diffusers.loaders.lora_pipeline import Flux3LoraLoaderMixin
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.formats.checked import check_with_diffusers
+from lightning_modules.adapters.formats.written import save_lora
+from lightning_modules.adapters.low_rank import LowRank
+from tests.support.commands import short
+from tests.support.foreign_files import flux, qwen
+
+
+class Flux3Pipeline(Flux3LoraLoaderMixin):
+    """FLUX.3's is a modular one, of which only the loader is used here."""
+
+    hf_device_map: ClassVar = None
+    components: ClassVar = {}
+
+    def __init__(self, transformer):
+        self.transformer = transformer
+
+
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+LAYERS = {"num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32}
+TRANSFORMERS = {
+    "FluxKontextPipeline": flux,
+    "QwenImageEditPlusPipeline": qwen,
+    "QwenImagePipeline": qwen,
+    "Flux2Pipeline": lambda: diffusers.Flux2Transformer2DModel(
+        in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
+    ),
+    "Flux3": lambda: diffusers.Flux3Transformer2DModel(
+        in_channels=16, cond_in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
+    ),
+    "ZImagePipeline": lambda: diffusers.ZImageTransformer2DModel(
+        in_channels=4, dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32,
+        axes_dims=[4, 6, 6], axes_lens=[16, 16, 16],
+    ),
+    "Krea2Pipeline": lambda: diffusers.Krea2Transformer2DModel(
+        in_channels=16, num_layers=1, **HEADS, num_key_value_heads=1, intermediate_size=32, timestep_embed_dim=32,
+        text_hidden_dim=32, num_text_layers=2, text_num_attention_heads=2, text_num_key_value_heads=2,
+        text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
+    ),
+}  # fmt: skip
+
+
+def on_meta(name):
+    with torch.device("meta"):
+        return TRANSFORMERS[name]()
+
+
+def pipeline_class(name):
+    return Flux3Pipeline if name == "Flux3" else getattr(diffusers, name)
+
+
+def updates_of(transformer, chosen):
+    """Random ones of an adapter of rank 2, its scale in the up projections."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: LowRank(
+            torch.randn(2, module.in_features, generator=generator),
+            torch.randn(module.out_features, 2, generator=generator) * 1.5,
+        )
+        for name, module in transformer.named_modules()
+        if isinstance(module, nn.Linear) and (chosen is None or name.endswith(chosen))
+    }
+
+
+@pytest.mark.parametrize("chosen", [None, ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_stock_pipelines_take_our_files_as_they_are(tmp_path, name, chosen):
+    transformer = on_meta(name)
+    updates = updates_of(transformer, chosen)
+    assert len(updates) > 3
+    save_lora(updates, tmp_path / "x.safetensors", {"adapter": {"rank": 2}})
+    check_with_diffusers(tmp_path / "x.safetensors", updates, pipeline_class(name), transformer)
+
+
+@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux3", "Krea2Pipeline", "ZImagePipeline"])
+def test_alpha_beside_the_layers_is_what_their_loaders_refuse(tmp_path, name):
+    transformer = on_meta(name)
+    updates = updates_of(transformer, ("to_q",))
+    save_lora(updates, tmp_path / "x.safetensors", {})
+    state = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    state |= {f"transformer.{layer}.alpha": torch.tensor(2.0) for layer in updates}
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    with pytest.raises(
+        UserError, match=r"x.safetensors (is written, but diffusers' .* cannot load it|is read wrongly)"
+    ):
+        check_with_diffusers(tmp_path / "x.safetensors", updates, pipeline_class(name), transformer)
+
+
+def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path):
+    transformer = on_meta("FluxKontextPipeline")
+    updates = updates_of(transformer, ("to_q", "to_k"))
+    save_lora(updates, tmp_path / "x.safetensors", {})
+    first, second, *_ = updates
+    missing = dict(updates)
+    del missing[first]
+    for expected, name in ((missing, first), (updates | {second: updates[second].scaled(2)}, second)):
+        with pytest.raises(
+            UserError, match=rf"x.safetensors is read wrongly by diffusers: {name} differ from the file"
+        ):
+            check_with_diffusers(tmp_path / "x.safetensors", expected, diffusers.FluxKontextPipeline, transformer)
+
+
+@pytest.mark.parametrize(("check", "times"), [("always", 3), ("once", 1), ("never", 0)])
+def test_savings_are_read_back_as_often_as_they_are_to_be(run, tiny, pairs, tmp_path, monkeypatch, check, times):
+    made = []
+    load = diffusers.FluxKontextPipeline.load_lora_weights
+    monkeypatch.setattr(
+        diffusers.FluxKontextPipeline, "load_lora_weights", lambda self, *a, **k: made.append(a) or load(self, *a, **k)
+    )
+    run("train", *short(tiny, pairs, tmp_path / "run", 3), "save_every=1", f"export.check={check}")
+    assert len(made) == times
+
+
+def test_a_failed_check_keeps_the_weights(run, tiny, pairs, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("unexpected keys: a.b\nand more")
+
+    monkeypatch.setattr(diffusers.FluxKontextPipeline, "load_lora_weights", refuse)
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), ok=False)
+    assert "is written, but diffusers' FluxKontextPipeline cannot load it: unexpected keys: a.b" in outcome.error
+    assert (tmp_path / "run/lora/last/pytorch_lora_weights.safetensors").is_file()
+    assert (tmp_path / "run/checkpoints/last.ckpt").is_file()

@@ -1,0 +1,214 @@
+"""LoRA files of other programs: each does what it does there."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+from diffusers.loaders import lora_conversion_utils
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.applied import AppliedLoRAs
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.families.flux.module import FluxKontext
+from lightning_modules.families.flux.native_names import NATIVE_NAMES
+from lightning_modules.families.qwen_image.module import QwenImageEdit
+from tests.support import foreign_files
+from tests.support.foreign_files import ALPHA, FLUX, FORMS, QWEN, RANK, add_dense, draw, of_diffusers, velocity, write
+
+FAMILIES = {"flux": (foreign_files.flux, FLUX, FluxKontext), "qwen": (foreign_files.qwen, QWEN, QwenImageEdit)}
+
+
+def base_of(transformer, family):
+    return SimpleNamespace(source=SimpleNamespace(meta=transformer), family_class=family, name="tiny-model")
+
+
+def apply(path, transformer, family):
+    loras = AppliedLoRAs([path], merge=False)
+    base = base_of(transformer, family)
+    loras.load(transformer, base)
+
+
+def relative_error(got, expected):
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+REAL = (24, 128, (16, 56, 56))
+
+
+@pytest.mark.parametrize("sizes", [(), pytest.param(REAL, marks=pytest.mark.slow)], ids=["tiny", "real width"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_of_file_does_what_its_weights_say(tmp_path, family, sizes):
+    build, groups, family_class = FAMILIES[family]
+    transformer, dense = build(*sizes), build(*sizes)
+    native = draw(transformer, groups)
+    ours = of_diffusers(native, groups, transformer)
+    before, expected, sum_of_scales = velocity(dense), {}, 0.0
+    for scale in (1.0, ALPHA / RANK):
+        add_dense(dense, ours, scale - sum_of_scales)
+        expected[scale], sum_of_scales = velocity(dense), scale
+    assert relative_error(before, expected[1.0]) > 0.01, "the file does something"
+    assert relative_error(expected[ALPHA / RANK], expected[1.0]) > 0.01, "its scale does something"
+    for form in FORMS:
+        path, scale = write(tmp_path / form, form, native, ours)
+        apply(path, transformer, family_class)
+        assert relative_error(velocity(transformer), expected[scale]) < 1e-5, form
+        transformer.delete_adapters("lora_0")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["diffusers", "kohya", "native with A and B", "PEFT"])
+def test_files_in_half_precision(tmp_path, form, dtype):
+    build, groups, family = FAMILIES["flux"]
+    transformer, dense = build(), build()
+    native = {name: tuple(one.to(dtype).float() for one in both) for name, both in draw(transformer, groups).items()}
+    ours = of_diffusers(native, groups, transformer)
+    path, scale = write(tmp_path / "file", form, native, ours, dtype)
+    add_dense(dense, ours, scale)
+    apply(path, transformer, family)
+    assert relative_error(velocity(transformer), velocity(dense)) < 1e-3
+
+
+@pytest.mark.parametrize("prefix", ["", "diffusion_model."])
+def test_x_flux(tmp_path, prefix):
+    transformer, dense = foreign_files.flux(), foreign_files.flux()
+    groups = {
+        "double_blocks.0.processor.qkv_lora1": FLUX["double_blocks.0.img_attn.qkv"],
+        "double_blocks.0.processor.qkv_lora2": FLUX["double_blocks.0.txt_attn.qkv"],
+        "double_blocks.0.processor.proj_lora1": FLUX["double_blocks.0.img_attn.proj"],
+        "single_blocks.0.processor.qkv_lora": FLUX["single_blocks.0.linear1"][:3],
+    }
+    native = draw(transformer, groups)
+    state = {
+        f"{prefix}{name}.{half}.weight": one
+        for name, both in native.items()
+        for half, one in zip(("down", "up"), both, strict=True)
+    }
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    add_dense(dense, of_diffusers(native, groups, transformer), 1.0)
+    apply(tmp_path / "x.safetensors", transformer, FluxKontext)
+    assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
+
+
+@pytest.mark.parametrize("peft", [{"use_rslora": True}, {"alpha_pattern": {"attn.to_q": 2.0}}])
+def test_settings_of_peft_are_followed(tmp_path, peft):
+    transformer, dense = foreign_files.qwen(), foreign_files.qwen()
+    native = draw(transformer, QWEN)
+    path, _ = write(tmp_path, "PEFT", native, native)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | peft))
+    for layer, update in native.items():
+        alpha = peft.get("alpha_pattern", {}).get("attn.to_q", ALPHA) if layer.endswith("to_q") else ALPHA
+        add_dense(dense, {layer: update}, alpha / (RANK**0.5 if peft.get("use_rslora") else RANK))
+    apply(path, transformer, QwenImageEdit)
+    assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["lora_magnitude_vector", "dora_scale", "lora_magnitude_vector.default.weight"])
+@pytest.mark.parametrize("form", ["diffusers", "kohya"])
+def test_dora_by_all_its_names(tmp_path, form, name):
+    """The update W + BA, each row of a length of its own (arXiv 2402.09353)."""
+    transformer, dense = foreign_files.flux(), foreign_files.flux()
+    groups = {name: layers for name, layers in FLUX.items() if "final" not in name}
+    native = draw(transformer, groups)
+    ours = of_diffusers(native, groups, transformer)
+    path, scale = write(tmp_path, form, native, ours)
+    state = safetensors.torch.load_file(path)
+    prefix, by_native, flat, *_ = FORMS[form]
+    lengths = {layer: torch.rand(transformer.get_submodule(layer).out_features) + 0.5 for layer in ours}
+    for layer, layers in groups.items() if by_native else ((layer, [layer]) for layer in ours):
+        rows = torch.cat([lengths[one] for one in layers])
+        key = prefix + (layer.replace(".", "_") if flat else layer)
+        state[f"{key}.{name}"] = rows[:, None].contiguous() if name == "dora_scale" else rows
+    safetensors.torch.save_file(state, path)
+    add_dense(dense, ours, scale)
+    with torch.no_grad():
+        for layer, length in lengths.items():
+            weight = dense.get_submodule(layer).weight
+            weight *= (length / weight.norm(dim=1))[:, None]
+    apply(path, transformer, FluxKontext)
+    assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
+
+
+def test_text_encoders_are_left_out_with_a_note(tmp_path, caplog):
+    transformer, dense = foreign_files.flux(), foreign_files.flux()
+    native = draw(transformer, FLUX)
+    path, scale = write(tmp_path, "kohya", native, {})
+    state = safetensors.torch.load_file(path)
+    for key in ("lora_te1_text_model_encoder_layers_0_mlp_fc1", "text_encoder.text_model.encoder.layers.0.mlp.fc1"):
+        state |= {f"{key}.lora_down.weight": torch.ones(2, 4), f"{key}.lora_up.weight": torch.ones(4, 2)}
+    safetensors.torch.save_file(state, path)
+    add_dense(dense, of_diffusers(native, FLUX, transformer), scale)
+    with caplog.at_level("INFO", logger="retouch"):
+        apply(path, transformer, FluxKontext)
+    assert "is for text encoders too: 4 tensors are left out" in caplog.text
+    assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
+
+
+def test_native_names_are_those_of_diffusers_converters():
+    """At the width at which these work; where they swap the halves of norm_out they do so in both factors."""
+    with torch.device("meta"):
+        transformer = foreign_files.FluxTransformer2DModel(guidance_embeds=True)
+    names = LayerNames(transformer, NATIVE_NAMES)
+    assert {layer for layers in names.native.values() for layer in layers} == names.sides.keys()
+    generator = torch.Generator().manual_seed(0)
+    state, expected = {}, {}
+    for native, layers in names.native.items():
+        sides = names.sides_of(layers)
+        down = torch.randn(2, sides[0].in_features, generator=generator)
+        up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
+        state |= {f"{native}.lora_A.weight": down, f"{native}.lora_B.weight": up}
+        meaning = names.meaning(native)
+        expected |= {layer: (down, rows) for layer, rows in zip(layers, meaning.split(up, sides), strict=True)}
+    for block in ("double_blocks.{}.img_attn", "double_blocks.{}.txt_attn", "single_blocks.{}"):
+        for number, half in itertools.product(range(38 if "single" in block else 19), ("query", "key")):
+            state[f"{block.format(number)}.norm.{half}_norm.scale"] = torch.ones(1)
+    converted = lora_conversion_utils._convert_bfl_flux_control_lora_to_diffusers(dict(state))
+    layers = {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted if ".lora_" in key}
+    assert layers == expected.keys()
+    for layer, (down, up) in expected.items():
+        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
+        if layer != "norm_out.linear":
+            assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
+
+
+def test_another_models_file_is_told_by_its_names_or_widths(tmp_path):
+    transformer = foreign_files.flux()
+    path, _ = write(tmp_path / "wide", "kohya", draw(foreign_files.flux(6), FLUX), {})
+    with pytest.raises(UserError, match=r"does not fit tiny-model: .* is \d+x\d+, in the model \d+x\d+") as raised:
+        apply(path, transformer, FluxKontext)
+    assert len(str(raised.value)) < 600
+    path, _ = write(tmp_path / "qwen", "diffusers", {}, draw(foreign_files.qwen(), QWEN))
+    with pytest.raises(UserError, match=r"img_mlp.net.0.proj is not in the model") as raised:
+        apply(path, transformer, FluxKontext)
+    assert "other layers" not in str(raised.value)
+
+
+def test_a_loader_that_makes_something_else_of_a_file_is_caught(tmp_path, monkeypatch):
+    """What diffusers did with `transformer.` and lora_down, lora_up, alpha: it dropped alpha, and nobody was told."""
+    transformer = foreign_files.flux()
+    native = draw(transformer, FLUX)
+    path, _ = write(tmp_path, "transformer. with down and up", native, of_diffusers(native, FLUX, transformer))
+    load = type(transformer).load_lora_adapter
+
+    def without_alpha(self, state, **more):
+        state = {key: tensor / (ALPHA / RANK) if "lora_B" in key else tensor for key, tensor in state.items()}
+        return load(self, state, **more)
+
+    monkeypatch.setattr(type(transformer), "load_lora_adapter", without_alpha)
+    with pytest.raises(UserError, match=r"is read wrongly by diffusers: .* differ from the file"):
+        apply(path, transformer, FluxKontext)
+
+
+def test_the_same_layer_by_two_names_is_refused(tmp_path):
+    transformer = foreign_files.flux()
+    native = draw(transformer, FLUX)
+    kohya, _ = write(tmp_path / "a", "kohya", native, {})
+    plain, _ = write(tmp_path / "b", "diffusers", {}, of_diffusers(native, FLUX, transformer))
+    both = safetensors.torch.load_file(kohya) | safetensors.torch.load_file(plain)
+    safetensors.torch.save_file(both, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x.safetensors has .* twice, once as "):
+        LoRAFile(tmp_path / "x.safetensors").read(LayerNames(transformer, NATIVE_NAMES), "tiny-model")

@@ -1,0 +1,201 @@
+"""Updates in a transformer's weights, plain and quantized, and updates of two transformers' difference."""
+
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+from hydra.utils import instantiate
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.extraction import best_of_rank, extract
+from lightning_modules.adapters.fusing import write_fused
+from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.pretrained.transformer_files import transformer_weights
+from tests.support.commands import compose
+
+CPU = torch.device("cpu")
+LAYERS = ("transformer_blocks.0.attn.to_q", "single_transformer_blocks.1.proj_mlp", "norm_out.linear")
+
+
+def source_of(folder, *more, dtype="float32"):
+    settings = [f"model.dtype={dtype}", f"model.transformer_name_or_path={folder}", *more]
+    model = compose("predict", "model=flux_kontext", *settings).model
+    return instantiate(model, pretrained_model_name_or_path=str(folder)).base.source
+
+
+def quantized(format):
+    group = format if format in ("fp8", "fp4") else "fp4"
+    return [
+        f"model/quantization={group}",
+        f"model.quantization.format={format}",
+        "model.quantization.cache=false",
+    ]
+
+
+def updates_of(transformer, size=0.1, dora=False):
+    generator = torch.Generator().manual_seed(2)
+    found = {}
+    for name in LAYERS:
+        module = transformer.get_submodule(name)
+        down = torch.randn(3, module.in_features, generator=generator)
+        up = torch.randn(module.out_features, 3, generator=generator) * size
+        magnitude = torch.rand(module.out_features, generator=generator) + 0.5 if dora else None
+        found[name] = LowRank(down, up, magnitude)
+    return found
+
+
+def expected_weight(weight, update):
+    dense = weight.double() + update.up.double() @ update.down.double()
+    if update.magnitude is None:
+        return dense
+    return dense * (update.magnitude.double() / dense.norm(dim=1))[:, None]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_weights_are_the_dense_sums_rounded_once(tiny, tmp_path, dtype, dora, monkeypatch):
+    monkeypatch.setattr("lightning_modules.adapters.fusing.FILE_SIZE", 100_000)  # several files
+    stored = tmp_path / "base"
+    shutil.copytree(tiny / "transformer", stored)
+    [file] = stored.glob("*.safetensors")
+    state = {name: one.to(getattr(torch, dtype)) for name, one in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(state, file, {"format": "pt"})
+    source = source_of(tiny, f"model.transformer_name_or_path={stored}", dtype=dtype)
+    updates = updates_of(source.meta, dora=dora)
+    rounding = write_fused(source, updates, tmp_path / "fused", CPU)
+    assert len(list((tmp_path / "fused").glob("*.safetensors"))) > 2
+    fused = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'fused'}", dtype=dtype).load(CPU)
+    lost = whole = 0.0
+    for name, weight in fused.state_dict().items():
+        layer = name.removesuffix(".weight")
+        if layer in updates and name.endswith(".weight"):
+            wanted = expected_weight(state[name], updates[layer])
+            torch.testing.assert_close(
+                weight, wanted.to(weight.dtype), rtol=1e-6 if dtype == "float32" else 0.01, atol=1e-6
+            )
+            lost += float((weight.double() - wanted).square().sum())
+            whole += float((wanted - state[name].double()).square().sum())
+        else:
+            assert torch.equal(weight, state[name]), name
+    assert rounding.share == pytest.approx((lost / whole) ** 0.5, rel=0.05, abs=1e-6)
+
+
+def test_diffusers_loads_what_was_fused(tiny, tmp_path):
+    from diffusers import FluxTransformer2DModel
+
+    source = source_of(tiny)
+    updates = updates_of(source.meta)
+    write_fused(source, updates, tmp_path / "fused", CPU)
+    loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "fused")
+    base = FluxTransformer2DModel.from_pretrained(tiny / "transformer")
+    for name in LAYERS:
+        dense = expected_weight(base.get_submodule(name).weight, updates[name])
+        torch.testing.assert_close(loaded.get_submodule(name).weight.double(), dense, rtol=1e-6, atol=1e-6)
+    assert "path" not in (tmp_path / "fused" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("format", ["fp8", "nf4", "fp4", "int8"])
+def test_on_a_base_that_is_to_be_quantized_the_sum_is_quantized(tiny, tmp_path, format):
+    source = source_of(tiny, *quantized(format), dtype="bfloat16")
+    updates = {name: one for name, one in updates_of(source.meta).items() if "norm" not in name}
+    assert write_fused(source, updates, tmp_path / "fused", CPU) is None
+    fused = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'fused'}", dtype="bfloat16")
+    assert fused.stored_format == format
+    loaded, weights = fused.load(CPU), transformer_weights(str(tiny))
+    for name, update in updates.items():
+        dense = expected_weight(weights.read(f"{name}.weight"), update)
+        linear = nn.Linear(*reversed(dense.shape), bias=False, dtype=torch.bfloat16)
+        linear.weight = nn.Parameter(dense.bfloat16(), requires_grad=False)
+        alone = source.quantization.quantize(linear)
+        got = loaded.get_submodule(name).dequantize(torch.float32)
+        assert relative(got, alone.dequantize(torch.float32)) < 0.01, name
+
+
+def relative(one, other):
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+@pytest.mark.parametrize(("format", "most"), [("fp8", 0.04), ("int8", 0.03), ("nf4", 0.15), ("fp4", 0.2)])
+def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(run, tiny, tmp_path, format, most):
+    settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", *quantized(format)]
+    run("predict", "task=quantize", *settings, f"output_dir={tmp_path / 'base'}")
+    source = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'base'}", dtype="bfloat16")
+    before = source.load(CPU)
+    updates = updates_of(source.meta)
+    rounding = write_fused(source, updates, tmp_path / "fused", CPU)
+    after = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'fused'}", dtype="bfloat16")
+    assert after.stored_format == format
+    loaded = after.load(CPU)
+    lost = whole = 0.0
+    for name, module in before.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        old, new = (
+            one.dequantize(torch.float32) if hasattr(one, "dequantize") else one.weight.float()
+            for one in (module, loaded.get_submodule(name))
+        )
+        if name not in updates:
+            assert torch.equal(old, new), name
+            continue
+        dense = expected_weight(old, updates[name])
+        assert relative(new, dense) < most, name
+        lost += float((new.double() - dense).square().sum())
+        whole += float((dense - old.double()).square().sum())
+    assert rounding.share == pytest.approx((lost / whole) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
+@pytest.mark.parametrize("rank", [1, 5, 12, 40])
+def test_best_of_a_rank_is_the_truncated_svd(shape, rank):
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    update, lost = best_of_rank(matrix, rank)
+    assert update.rank == min(rank, *shape)
+    torch.testing.assert_close(update.up @ update.down, ((u * s)[:, :rank] @ vh[:rank]).float(), rtol=1e-5, atol=1e-5)
+    assert lost == pytest.approx(float(s[rank:].square().sum()), rel=1e-9, abs=1e-10)
+    torch.testing.assert_close(update.down.norm(dim=1), update.up.norm(dim=0), rtol=1e-4, atol=1e-6)
+
+
+def test_what_was_fused_is_extracted_again(tiny, tmp_path):
+    """The difference has the updates' rank: nothing of it is lost."""
+    source = source_of(tiny)
+    updates = updates_of(source.meta)
+    write_fused(source, updates, tmp_path / "fused", CPU)
+    found = extract(source, str(tmp_path / "fused"), 3, CPU)
+    assert found.updates.keys() == updates.keys()
+    assert found.error < 1e-5
+    for name, update in found.updates.items():
+        dense = updates[name].up @ updates[name].down
+        torch.testing.assert_close(update.up @ update.down, dense, rtol=1e-4, atol=1e-5)
+
+
+def test_extracting_says_what_a_lora_cannot_hold_and_how_much_a_rank_lacks(tiny, tmp_path):
+    tuned = tmp_path / "tuned"
+    shutil.copytree(tiny / "transformer", tuned)
+    [file] = tuned.glob("*.safetensors")
+    state = safetensors.torch.load_file(file)
+    layer, bias = f"{LAYERS[0]}.weight", f"{LAYERS[1]}.bias"
+    difference = torch.randn(state[layer].shape, generator=torch.Generator().manual_seed(1))
+    state[layer] = state[layer] + difference
+    state[bias] = state[bias] + 1
+    safetensors.torch.save_file(state, file, {"format": "pt"})
+    found = extract(source_of(tiny), str(tuned), 4, CPU)
+    assert list(found.updates) == [LAYERS[0]]
+    assert found.others == [bias]
+    s = torch.linalg.svdvals(difference.double())
+    assert found.error == pytest.approx(float(s[4:].norm() / s.norm()), rel=1e-4)
+    assert found.errors[LAYERS[0]] == found.error
+
+
+def test_transformers_that_cannot_be_compared_are_refused(run, tiny, repositories, tmp_path):
+    source = source_of(tiny)
+    with pytest.raises(UserError, match=r"does not differ from .* in any linear layer"):
+        extract(source, str(tiny), 4, CPU)
+    with pytest.raises(UserError, match=r"is no other version of .*: .* is in one of them"):
+        extract(source, str(repositories["qwen_image_edit"]), 4, CPU)
+    settings = ["model=flux_kontext_fp8", f"model.pretrained_model_name_or_path={tiny}"]
+    run("predict", "task=quantize", *settings, f"output_dir={tmp_path / 'base'}")
+    with pytest.raises(UserError, match=r"is fp8 on disk: extract= needs both in 16 or 32 bits"):
+        extract(source, str(tmp_path / "base"), 4, CPU)
