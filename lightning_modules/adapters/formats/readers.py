@@ -54,7 +54,7 @@ DIFFUSERS = {
     (False, True): {Names("lora_unet_", flat=True)},
 }
 PEFT = "base_model.model."
-MASKED = "uses its full rank at every timestep, which is not what was trained: export it with rank=N"
+MASKED = "uses its full rank at every timestep, which is not what was trained: task=export rank=N"
 
 
 def readers(
@@ -70,19 +70,20 @@ def readers(
         masked: whether it is a T-LoRA that has its rank schedule in its header, and all its components.
     """
     own = bool(names.native)
-    named = Names(how.prefix, how.native and own, how.flat)
+    named = Names(how.prefix, how.native and own, how.flat)  # of Qwen-Image the same as diffusers'
     found = [_comfyui(how, named, own, dora), _diffusers(how, named, own, list(layers), dora)]
-    if how.prefix == PEFT:
+    if named == Names(PEFT):
         found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
     if masked:
-        found = [one if not one.reads else Reader(one.program, False, MASKED) for one in found]
+        found = [Reader(one.program, False, MASKED) if one.reads else one for one in found]
     return [*found, Reader("Retouch", True, "lora=, adapter.init_from=")]
 
 
 def _comfyui(how: Format, named: Names, own: bool, dora: bool) -> Reader:
     if named not in COMFYUI[own]:
-        known = named.prefix in (PEFT, "lora_transformer_")  # others may be converted by what was not looked at
-        return Reader("ComfyUI", False if known else None, "does not know these names: format=comfyui")
+        if named.prefix in (PEFT, "lora_transformer_"):
+            return Reader("ComfyUI", False, "does not know these names: format=comfyui")
+        return Reader("ComfyUI", None, "nobody has tried these names: format=comfyui")
     if dora and how.magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, f"leaves {how.magnitude[0]} out, half of the DoRA: format=comfyui")
     return Reader("ComfyUI", True)
@@ -90,7 +91,7 @@ def _comfyui(how: Format, named: Names, own: bool, dora: bool) -> Reader:
 
 def _diffusers(how: Format, named: Names, own: bool, layers: list[str], dora: bool) -> Reader:
     """By load_lora_weights of the model's pipeline."""
-    if named.prefix == PEFT:
+    if named == Names(PEFT):
         return Reader(
             "diffusers", True, f"pipe.transformer.load_lora_adapter(FOLDER, prefix={PEFT[:-1]!r}, weight_name=...)"
         )

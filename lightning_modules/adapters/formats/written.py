@@ -91,8 +91,8 @@ def save_lora(
     how = FORMATS[format]
     tensors = encode(updates, how, names)
     require_finite(tensors, "or resume from an earlier saving by adapter.init_from=RUN/lora/step-N")
-    # Copies: safetensors refuses tensors that share memory, as layers that were one do. An alpha stays as it is: bfloat16
-    # has not every whole number above 256.
+    # An alpha stays as it is: bfloat16 has not every whole number above 256. Copies, since safetensors refuses tensors
+    # that share memory, as layers that were one do.
     dtypes = {key: dtype if tensor.ndim else tensor.dtype for key, tensor in tensors.items()}
     cast = {key: tensor.to("cpu", dtypes[key], copy=True).contiguous() for key, tensor in tensors.items()}
     if bad := [key for key, tensor in cast.items() if not tensor.isfinite().all()]:

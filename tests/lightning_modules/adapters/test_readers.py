@@ -22,7 +22,10 @@ OTHERS = {
         for prefix in PREFIXES
         if "." not in prefix
     },
-    **{f"{prefix} native": Format(prefix, native=True) for prefix in ("", "transformer.", "diffusion_model.")},
+    **{
+        f"{prefix} native": Format(prefix, native=True)
+        for prefix in ("", "transformer.", "diffusion_model.", "base_model.model.")
+    },
 }
 HOW = FORMATS | OTHERS
 
