@@ -1,15 +1,17 @@
 """task=export by the command line: what is read back is what was trained."""
 
 import json
+from pathlib import Path
 
 import pytest
 import safetensors
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxTransformer2DModel, QwenImageTransformer2DModel
 from peft import PeftModel
 
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.written import FORMATS, save_lora
+from tasks.loras_read import title
 from tests.support.lora_files import layer_names, random_updates, relative
 
 ADAPTER = {"rank": 3, "alpha": 6.0, "target_modules": "all-linear"}
@@ -232,6 +234,43 @@ def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, ma
     same(updates, read(path, names["flux_kontext"]))
     again, _ = export(f"lora={path}", *model)
     same(updates, read(again, names["flux_kontext"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "base", "build"),
+    [
+        ("flux_kontext", "black-forest-labs/FLUX.1", FluxTransformer2DModel),
+        ("qwen_image_edit", "Qwen/Qwen-Image-Edit", QwenImageTransformer2DModel),
+    ],
+)
+def test_a_file_of_the_real_model_is_known_by_its_layers(run, export, tmp_path, model, base, build):
+    """Without its weights and without a network; pictures need to be told which of the models it is."""
+    with torch.device("meta"):
+        names = layer_names(model, build(guidance_embeds=model == "flux_kontext"))
+    updates = random_updates(names, "to_q", rank=1)
+    save_lora(updates, tmp_path / "elsewhere.safetensors", {}, format="kohya", names=names)
+    path, text = export("lora=elsewhere.safetensors", "format=diffusers")
+    assert f"{base}" in text
+    assert "or another one of these layers" in text
+    same(updates, read(path, names))
+    request = ["task=export", "lora=elsewhere.safetensors", "prompt=x", "output_dir=out"]
+    assert "pictures need the model that the LoRA is for" in run("predict", *request, ok=False).error
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("outputs/snow/lora/last/pytorch_lora_weights.safetensors", "snow"),
+        ("outputs/snow/lora/step-000200/pytorch_lora_weights.safetensors", "snow_step-000200"),
+        ("outputs/sweep/3/lora/last/pytorch_lora_weights.safetensors", "sweep_3"),
+        ("downloads/rain/pytorch_lora_weights.safetensors", "rain"),
+        ("downloads/rain/adapter_model.safetensors", "rain"),
+        ("downloads/rain.v2.safetensors", "rain.v2"),
+        ("out/snow_rank8_comfyui.safetensors", "snow_rank8"),
+    ],
+)
+def test_a_file_is_called_after_what_it_is_of(path, expected):
+    assert title(Path(path)) == expected
 
 
 def test_a_file_that_is_there_is_replaced_only_when_told_to(run, made, tmp_path):
