@@ -133,6 +133,7 @@ TRAINING: dict[str, Number | Switch] = {
     "trainer.num_sanity_val_steps": COUNT_OR_NONE,
     "save_every": COUNT_OR_NONE,
     "sample_every": COUNT_OR_NONE,
+    "hub.private": Switch(),
     "adapter.rank": COUNT,
     "adapter.alpha": Number(0, above=True, null=True),
     "adapter.dropout": Number(0, 0.999),
