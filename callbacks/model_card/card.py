@@ -8,6 +8,7 @@ import jinja2
 import lightning.pytorch as L
 from omegaconf import OmegaConf
 
+from callbacks.best_effort import best_effort
 from callbacks.image_writer import save_png
 from callbacks.lookup import find_callback
 from callbacks.model_card.origin import Origin
@@ -56,7 +57,10 @@ class Card(NamedTuple):
 
     def write(self, trainer: L.Trainer, path: Path) -> None:
         """Write the pictures, and then the text: what has a text is whole."""
-        shown, strips = self._write_pictures()
+        shown: int = 0
+        strips: list[Strip] = []
+        with best_effort(f"pictures in {path}"):
+            shown, strips = self._write_pictures()
         template = TEMPLATES.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
         data, config = TrainingData.of(trainer), self._config()
         words = {**self._what(trainer), **self._learned_from(data, config), **self._use(trainer, strips)}

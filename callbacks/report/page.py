@@ -106,10 +106,11 @@ def write_grid(run: RunFolder, path: Path | None = None, step: int | None = None
     samples = {at: files for at, files in sample_files(run).items() if step is None or at <= step}
     if len(samples) < 2:
         return False
-    first, last = samples[min(samples)], samples[max(samples)]
-    names = [name for name in last if name in first][:most]
-    before, after = ({name: read_strip(files[name]) for name in names} for files in (first, last))
-    rows = [[*s.controls[:1], before[name].result, s.result, s.target] for name, s in after.items()]
+    before, after = (
+        {name: read_strip(path) for name, path in samples[at].items()} for at in (min(samples), max(samples))
+    )
+    known = [(before[name], strip) for name, strip in after.items() if name in before][:most]
+    rows = [[*strip.controls[:1], base.result, strip.result, strip.target] for base, strip in known]
     if not rows:
         return False
     side = max(max(part.size) for row in rows for part in row)

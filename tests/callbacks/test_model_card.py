@@ -283,6 +283,15 @@ def test_card_that_cannot_be_written_costs_nothing(run, tiny, pairs, tmp_path, m
     assert [path.name for path in (tmp_path / "run/lora/last").iterdir()] == ["pytorch_lora_weights.safetensors"]
 
 
+def test_damaged_pictures_cost_the_pictures_alone(run, tiny, pairs, tmp_path):
+    broken = tmp_path / "run/samples/step-000000/a.png"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"no picture")
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1, shown=True), *SHOWN)
+    assert "note: no pictures in" in outcome.text
+    assert read(tmp_path / "run/lora/last").data.get("widget") is None
+
+
 def test_weights_that_an_error_saved_have_a_card(run, tiny, pairs, tmp_path, monkeypatch):
     train = EditModule.training_step
 
