@@ -162,6 +162,7 @@ TRAINING: dict[str, Number | Switch] = {
     "callbacks.progress.line_every": POSITIVE,
     "callbacks.lora_checkpoint.save_every": COUNT_OR_NONE,
     "callbacks.report.preview_count": COUNT,
+    "callbacks.hub_upload.private": Switch(),
     "callbacks.rank_histogram.num_inference_steps": COUNT,
     "callbacks.sample_images.sample_every": COUNT_OR_NONE,
     "callbacks.sample_images.count": COUNT_OR_NONE,

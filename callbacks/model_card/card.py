@@ -9,13 +9,13 @@ import lightning.pytorch as L
 from omegaconf import OmegaConf
 
 from callbacks.best_effort import best_effort
-from callbacks.image_writer import save_png
+from callbacks.image_writer import save_png, scaled
 from callbacks.lookup import find_callback
 from callbacks.model_card.origin import Origin
 from callbacks.model_card.quoting import block, code, one_line, plain
 from callbacks.report.commands import Names, commands
 from callbacks.report.figures import metric_names, read_rows
-from callbacks.report.page import Strip, read_strip, sample_files, shareable, write_grid
+from callbacks.report.page import LARGEST, Strip, read_strip, sample_files, shareable, write_grid
 from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
 from datamodules.base import TrainingData
@@ -89,7 +89,8 @@ class Card(NamedTuple):
         samples = {at: files for at, files in sample_files(self.run).items() if at <= self.step}
         strips = [read_strip(path) for path in list(samples[max(samples)].values())[:MOST]]
         for number, strip in enumerate(strips, start=1):
-            save_png(strip.result, self.folder / _result_name(number))
+            result = scaled(strip.result, min(1.0, LARGEST / max(strip.result.size)))
+            save_png(result, self.folder / _result_name(number))
         return max(samples), [strip._replace(prompt=one_line(strip.prompt)) for strip in strips]
 
     def _metadata(self, prompt: str, strips: list[Strip]) -> str:
@@ -186,11 +187,12 @@ class Card(NamedTuple):
     def _use(self, trainer: L.Trainer, strips: list[Strip]) -> dict[str, Any]:
         """How to use it, by names that hold on any machine."""
         assert self.module.adapter is not None
-        is_best, schedule = self.folder.name == "best", bool(self.module.rank_gates)
+        is_best, gated = self.folder.name == "best", bool(self.module.rank_gates)
+        schedule = self.module.adapter.metadata()["rank_schedule"] if gated else {"kind": "constant"}
         root = self.repository.rpartition("/")[2] if self.repository else "FOLDER"
         place = f"{root}/best" if self.repository and is_best else root
         # The schedule is read from a file on the machine, and a subfolder would be named otherwise.
-        weights = self.repository if self.repository and not schedule and not is_best else place
+        weights = self.repository if self.repository and not gated and not is_best else place
         arguments = self.module.adapter.predict_arguments(place, self.model_name)
         of_run = f"/{self.module.adapter.folder}/last"
         arguments = {key: value.removesuffix(of_run) for key, value in arguments.items()}
@@ -204,7 +206,7 @@ class Card(NamedTuple):
             "comfyui": self._is_lora and self.module.base.name != EMBEDDED,
             "comfyui_note": COMFYUI_NOTES.get(self.module.pipeline_name, ""),
             "file": next((path.name for path in self.folder.glob("*.safetensors")), ""),
-            "schedule": self.module.adapter.metadata()["rank_schedule"] if schedule else None,
+            "schedule": None if schedule["kind"] == "constant" else schedule,
         }
 
 

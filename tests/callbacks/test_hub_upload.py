@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import pytest
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
 from callbacks import uploads
 from tests.support.commands import lora_bytes, short, start_cold, wait_until
@@ -84,7 +85,9 @@ def test_weights_and_cards_arrive_byte_for_byte_in_a_private_repository(hub, tin
 )
 def test_hub_that_fails_in_the_middle_gets_all_in_the_end(here, run, tmp_path, settings, where, how):
     here.answer = lambda path, count: how if where in path and count == 1 else None
+    began = time.monotonic()
     text = run("train", *settings).text
+    assert time.monotonic() - began < 30, "a hub that says nothing for a minute is not waited for"
     assert here.files == on_disk(tmp_path / "run/lora/last")
     assert lines(text, "uploaded: ")
     assert not lines(text, "note: not")
@@ -157,6 +160,14 @@ def test_resumed_run_uploads_again(here, run, tmp_path, settings):
     assert here.files == on_disk(tmp_path / "run/lora/last")
     assert "README.md" in here.files
     assert lines(outcome.text, "uploaded: ")
+
+
+def test_no_bar_of_the_hub_is_drawn(here, run, settings):
+    """On a terminal, where it would draw them."""
+    enable_progress_bars()
+    run("train", *settings)
+    assert here.files
+    assert are_progress_bars_disabled()
 
 
 @pytest.mark.parametrize("where", ["while it waits for the upload", "in training"])

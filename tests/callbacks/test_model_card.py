@@ -16,6 +16,7 @@ from callbacks.model_card.origin import hub_id, licence
 from callbacks.report.page import read_strip
 from datamodules.errors import UserError
 from lightning_modules.edit_module import EditModule
+from tasks import fit
 from tests.support.commands import rows, short
 from tests.support.pictures import make_pairs
 from tests.support.tiny_pipelines import MODELS
@@ -194,6 +195,32 @@ def test_trigger_word_is_the_instance_prompt(run, tiny, pairs, tmp_path):
     card = read(tmp_path / "run/lora/last")
     assert card.data.instance_prompt == "sks"
     assert "Its trigger word: `sks`" in card.text
+
+
+def test_schedule_that_is_constant_needs_no_other_loader(run, tiny, pairs, tmp_path):
+    more = ["adapter=tlora", "adapter.rank_schedule=constant", "model=flux_kontext", "model.dtype=float32"]
+    run("train", *short(tiny, pairs, tmp_path / "run", 1), *more)
+    assert "full rank" not in read(tmp_path / "run/lora/last").text
+
+
+@pytest.mark.parametrize("adapter", ["lora", "tlora", "full"])
+def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_path, monkeypatch, adapter):
+    monkeypatch.setattr(fit, "check_upload", lambda *_: None)
+    own = [one for one in short(tiny, pairs, tmp_path / "run", 1, shown=True) if not one.startswith("adapter.rank")]
+    more = ["hub.push=ann/snow", "callbacks.hub_upload=null", "data.val_count=1", f"adapter={adapter}"]
+    run("train", *own, *SHOWN, *more)
+    last, best = (
+        read(tmp_path / "run" / ("model" if adapter == "full" else "lora") / name) for name in ("last", "best")
+    )
+    for card in (last, best):
+        assert "\n# snow\n" in card.text
+        assert "hf download ann/snow --local-dir snow\n" in card.text
+        assert "FOLDER" not in card.text
+    load = "from_pretrained" if adapter == "full" else "load_lora_weights"
+    assert f"{load}('{'snow' if adapter == 'tlora' else 'ann/snow'}'" in last.text
+    assert f"{load}('snow/best'" in best.text
+    assert re.search(r"predict.py .*=snow ", last.text)
+    assert re.search(r"predict.py .*=snow/best ", best.text)
 
 
 def test_folder_that_is_a_copy_of_a_repository_has_its_name_and_licence(run, tiny, pairs, tmp_path):
