@@ -112,9 +112,8 @@ class Uploads:
 
     def _send(self, folders: Folders) -> None:
         from huggingface_hub import HfApi
-        from huggingface_hub.utils import disable_progress_bars, get_session
+        from huggingface_hub.utils import get_session
 
-        disable_progress_bars()
         get_session().timeout = SILENCE  # none by default
         api = HfApi(library_name="retouch")
         api.create_repo(self.repository, private=self.private, exist_ok=True)

@@ -13,22 +13,16 @@ def one_line(text: str) -> str:
 
 def code(text: str) -> str:
     """As code within a line; nothing in it means anything."""
-    ticks = "`" * (_longest(text) + 1)
+    ticks = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     blank = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{ticks}{blank}{text}{blank}{ticks}"
 
 
-def block(text: str, language: str = "") -> str:
-    """As lines of code."""
-    fence = "`" * max(3, _longest(text) + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
+def block(text: str, language: str) -> str:
+    """As lines of code; what stands in them has been made one line each."""
+    return f"```{language}\n{text}\n```"
 
 
 def plain(text: str) -> str:
     """As words: what means something in Markdown or HTML is escaped."""
     return re.sub(r"([\\`*_\[\]<>#|~&!])", r"\\\1", text)
-
-
-def _longest(text: str) -> int:
-    """Of the runs of backticks."""
-    return max(map(len, re.findall("`+", text)), default=0)

@@ -95,8 +95,13 @@ def test_card_of_every_family(run, tmp_path, arguments, model):
     assert card.text.count("```") % 2 == 0
 
 
-def test_card_belongs_to_its_weights(run, tmp_path, settings):
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "when more has been made"])
+def test_card_belongs_to_its_weights(run, tmp_path, settings, late):
     run("train", *settings, "save_every=1", "optimizer.lr=1e-2")
+    if late:
+        for card in (tmp_path / "run/lora").glob("*/*.md"):
+            card.unlink()
+        run("train", *settings, "save_every=1", "optimizer.lr=1e-2", "ckpt_path=last")
     measured = {int(row["step"]): row for row in rows(tmp_path / "run")}
     best = min((row["val_loss"], step) for step, row in measured.items() if step)[1]
     folders = {f"step-00000{step}": step for step in range(1, 5)} | {"last": 4, "best": best}
@@ -343,6 +348,9 @@ def test_resumed_run_writes_the_cards_that_are_missing(run, tiny, pairs, tmp_pat
     run("train", *common[:-4], "trainer.max_steps=3", *common[-4:], "save_every=1", "ckpt_path=last")
     assert "after step 1 of 3" in cards["step-000001"].read_text()
     assert cards["step-000002"].stat().st_mtime_ns == kept
+    assert "after step 3 of 3" in cards["last"].read_text()
+    cards["last"].write_text("of before")  # the end brings it up to date, whatever it says
+    run("train", *common[:-4], "trainer.max_steps=3", *common[-4:], "save_every=1", "ckpt_path=last")
     assert "after step 3 of 3" in cards["last"].read_text()
 
 
