@@ -74,10 +74,9 @@ class TrainingData(DataModule, ABC):
     def sample_count(self) -> int:
         """How many samples there are, not counting held-out ones."""
 
-    @property
-    @abstractmethod
-    def knows_prompts(self) -> bool:
-        """Whether batches carry the prompts as text."""
+    def captions(self) -> Counter[str]:
+        """How many samples have each caption; none where batches do not carry the prompts as text."""
+        return Counter()
 
     @abstractmethod
     def describe(self) -> str:

@@ -222,9 +222,8 @@ class PairsDataModule(TrainingData):
     def sample_count(self) -> int:
         return len(self.leading)
 
-    @property
-    def knows_prompts(self) -> bool:
-        return bool(self.samples)
+    def captions(self) -> Counter[str]:
+        return Counter(prompt for sample in self.samples for prompt in sample.prompts)
 
     @property
     def noun(self) -> str:

@@ -84,10 +84,6 @@ class StreamedDataModule(TrainingData):
     def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
         return [Example([], batch) for batch in self.one_by_one(which, empty_prompt)]
 
-    @property
-    def knows_prompts(self) -> bool:
-        return False
-
     def describe(self) -> str:
         return f"{self.sample_count:,} samples in {len(self.shards)} shards, streamed from {shown(self.pattern)}"
 

@@ -85,7 +85,7 @@ class Execution:
 
     def check_data(self, data: TrainingData) -> None:
         """Raise a UserError for data that the adapter cannot be trained on."""
-        if self._adapter is not None and self._adapter.trains_text_encoders and not data.knows_prompts:
+        if self._adapter is not None and self._adapter.trains_text_encoders and not data.captions():
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
 
     def load_to_train(self, mesh: Any, data: TrainingData | None) -> Any:

@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks.graceful_stop import GracefulStop
+from callbacks.hub_upload import HubUpload, check_upload
 from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
 from callbacks.peers import peers
@@ -65,7 +66,13 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
     """Train; returns what a sweep compares."""
     run = RunFolder(output_dir)
     with no_traces_unless_started(run, cfg.data.get("cache_dir")):
-        return report(train(cfg, run), run, cfg.monitor, cfg.model_name)
+        if is_first_process():
+            check_upload(OmegaConf.select(cfg, "hub.push"), OmegaConf.select(cfg, "hub.every", default="end"))
+        trainer = train(cfg, run)
+        upload = find_callback(trainer, HubUpload)
+        if upload is not None:  # behind the run, for which other processes would wait
+            upload.finish()
+        return report(trainer, run, cfg.monitor, cfg.model_name)
 
 
 def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
@@ -134,7 +141,8 @@ def report(trainer: L.Trainer, run: RunFolder, monitor: str | None, model_name: 
         log.info(f"look at it: {run.report}")
     module: Any = trainer.lightning_module
     log.info(f"done: {run.weights(module.adapter.folder, 'last')}")
-    log.info(f'try it: {predict_command(module, str(run), model_name, {})} prompt="..."')
+    weights = module.adapter.predict_arguments(str(run), model_name)
+    log.info(f'try it: {predict_command(module, weights, {})} prompt="..."')
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
     if not trainer.is_global_zero:  # only the first process measures
         return float("nan")

@@ -104,7 +104,7 @@ def silence_libraries() -> None:
     # Importing lightning sets its level: this must come after.
     for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp"):
+    for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp", "huggingface_hub"):
         warnings.filterwarnings("ignore", module=name)
     # adapter=full under autocast: norms whose weights are float32.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")

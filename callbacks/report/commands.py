@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from callbacks.report.page import Strip, without_secrets
 from callbacks.report.quoting import PATHS, has_a_meaning, literal
@@ -12,20 +12,43 @@ from callbacks.sample_images import SampleImages
 from lightning_modules.edit_module import EditModule
 
 
-def commands(
-    module: EditModule, run: RunFolder, model_name: str, sampler: SampleImages | None, sample: Strip | None
-) -> dict[str, str]:
+class Names(NamedTuple):
+    """What stands in commands for what is on this machine.
+
+    Attributes:
+        arguments: of predict.py.
+        weights: for diffusers, a folder of weights, or a repository on the hub.
+        models: for the base and the transformer, by their settings.
+    """
+
+    arguments: Mapping[str, str]
+    weights: str
+    models: Mapping[str, str]
+
+    @classmethod
+    def of_run(cls, module: EditModule, run: RunFolder, model_name: str) -> "Names":
+        """Of its last weights, to be entered where the run was started."""
+        assert module.adapter is not None
+        folder = portable_path(str(run))
+        models = {
+            name: without_secrets(portable_path(name)) for name in (module.base.name, module.base.transformer_name)
+        }
+        weights = str(RunFolder(folder).weights(module.adapter.folder, "last"))
+        return cls(module.adapter.predict_arguments(folder, model_name), weights, models)
+
+
+def commands(module: EditModule, names: Names, sampler: SampleImages | None, sample: Strip | None) -> dict[str, str]:
     """The commands that make the sample pictures again, by where they are entered."""
-    folder = portable_path(str(run))
     seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(sampler))
     prompt = sample.prompt if sample is not None and sample.prompt else "..."
     width, height = sample.target.size if sample is not None else (1024, 1024)
     images = int(module.condition_images.most != 0) if sample is None else len(sample.controls)
-    found = {"Here": predict_command(module, folder, model_name, {"prompt": prompt, **sampling, "seed": seed})}
+    settings = {"prompt": prompt, **sampling, "seed": seed}
+    found = {"Here": predict_command(module, names.arguments, settings)}
     # The stock Kontext pipeline takes one condition image.
     if images <= 1 or module.condition_images.most is not None:
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
-        found["In diffusers"] = diffusers_code(module, folder, arguments, seed, images)
+        found["In diffusers"] = diffusers_code(module, names, arguments, seed, images)
     return found
 
 
@@ -45,15 +68,13 @@ def override(key: str, value: Any) -> str:
     return f"{key}={shlex.quote(text)}"
 
 
-def predict_command(module: EditModule, run: str, model_name: str, settings: Mapping[str, Any]) -> str:
-    """A command line of predict.py."""
-    assert module.adapter is not None
-    weights = module.adapter.predict_arguments(run, model_name)
+def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+    """A command line of predict.py; `weights` are its arguments that name these."""
     image = {} if module.condition_images.most == 0 else {"image": "PHOTO.png"}
     return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
 
 
-def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed: int, images: int) -> str:
+def diffusers_code(module: EditModule, names: Names, arguments: dict[str, Any], seed: int, images: int) -> str:
     """Python code for the stock diffusers pipeline.
 
     Args:
@@ -61,12 +82,11 @@ def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed
         images: condition images.
     """
     assert module.adapter is not None
-    weights = str(RunFolder(run).weights(module.adapter.folder, "last"))
-    loading = module.adapter.loading_code(weights)
-    base = without_secrets(portable_path(module.base.name)) if loading else weights
+    loading = module.adapter.loading_code(names.weights)
+    base = names.models[module.base.name] if loading else names.weights
     base = "assets/shapes" if base == "embedded" else base
-    names = ["PHOTO.png"] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
-    photos = ", ".join(f"load_image({name!r})" for name in names)
+    files = ["PHOTO.png"] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
+    photos = ", ".join(f"load_image({name!r})" for name in files)
     image = photos if images == 1 else f"[{photos}]"
     lines = [
         "import torch",
@@ -83,7 +103,7 @@ def diffusers_code(module: EditModule, run: str, arguments: dict[str, Any], seed
         "picture.save('edited.png')",
     ]
     if module.base.transformer_name != module.base.name:
-        lines.insert(0, f"# Its transformer is that of {without_secrets(portable_path(module.base.transformer_name))}.")
+        lines.insert(0, f"# Its transformer is that of {names.models[module.base.transformer_name]}.")
     return "\n".join(lines)
 
 

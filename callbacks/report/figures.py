@@ -45,7 +45,7 @@ def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[
     numbers = []
     if validation:
         first, now = validation[0], validation[-1]
-        for name in [name for name in _metrics(now) if name in first]:
+        for name in [name for name in metric_names(now) if name in first]:
             nothing = f", doing nothing {now[f'{name}_nothing']:.3g}" if f"{name}_nothing" in now else ""
             numbers.append((f"{name} (before {first[name]:.3g}{nothing})", f"{now[name]:.3g}"))
         numbers.append((f"validation loss (before {first['val_loss']:.3g})", f"{now['val_loss']:.3g}"))
@@ -66,7 +66,7 @@ def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
         names = [f"t {n / len(bands):.2g} to {(n + 1) / len(bands):.2g}" for n in range(len(bands))]
         charts.append(_chart(validation, Line("validation loss", "val_loss", "b")))
         charts.append(_chart(validation, *map(Line, names, bands, COLORS)))
-        for name in _metrics(validation[-1]):
+        for name in metric_names(validation[-1]):
             lines = [Line(name, name, "c")]
             if f"{name}_nothing" in columns:  # there is a picture that was edited
                 lines.append(Line("to the source", f"{name}_source", "b"))
@@ -120,7 +120,7 @@ def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return sorted(kept | {points[-1]})
 
 
-def _metrics(row: Mapping[str, float]) -> list[str]:
+def metric_names(row: Mapping[str, float]) -> list[str]:
     """The names of the metrics in a row of validation.csv."""
     return [
         name for name in row if name != "step" and not name.startswith("val_loss") and not name.endswith(tuple(ENDS))

@@ -95,29 +95,37 @@ def render(path: Path, **page: Any) -> None:
         temporary.write_text(template.render(nothing | page), encoding="utf-8")
 
 
-def write_grid(run: RunFolder) -> None:
-    """grid.png: control, before, after and target of each sample, two samples a row."""
-    samples = sample_files(run)
+def write_grid(run: RunFolder, path: Path | None = None, step: int | None = None, most: int | None = None) -> bool:
+    """Control, before, after and target of each sample, two samples a row; whether there are such pictures.
+
+    Args:
+        path: in place of the run's grid.png.
+        step: the last that may be shown.
+        most: samples, the first of all.
+    """
+    samples = {at: files for at, files in sample_files(run).items() if step is None or at <= step}
     if len(samples) < 2:
-        return
+        return False
     before, after = (
-        {name: read_strip(path) for name, path in samples[step].items()} for step in (min(samples), max(samples))
+        {name: read_strip(path) for name, path in samples[at].items()} for at in (min(samples), max(samples))
     )
-    rows = [[*s.controls[:1], before[name].result, s.result, s.target] for name, s in after.items() if name in before]
+    known = [(before[name], strip) for name, strip in after.items() if name in before][:most]
+    rows = [[*strip.controls[:1], base.result, strip.result, strip.target] for base, strip in known]
     if not rows:
-        return
+        return False
     side = max(max(part.size) for row in rows for part in row)
     scale = max(1, round(128 / side)) if side < 512 else 512 / side
     cell = round(side * scale) + 6
     columns = len(rows[0])
-    names = ["control", "before", "after", "target"][-columns:]
+    titles = ["control", "before", "after", "target"][-columns:]
     across = min(2, len(rows))
     grid = Image.new("RGB", (across * columns * cell + (across - 1) * 24, 20 + -(-len(rows) // across) * cell), "white")
     canvas = ImageDraw.Draw(grid)
     for number, row in enumerate(rows):
         left = number % across * (columns * cell + 24)
-        for column, (part, name) in enumerate(zip(row, names, strict=True)):
+        for column, (part, title) in enumerate(zip(row, titles, strict=True)):
             resized = scaled(part, scale, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
             grid.paste(resized, (left + column * cell + 3, 20 + number // across * cell + 3))
-            canvas.text((left + column * cell + 3, 4), name, fill="black")
-    save_png(grid, run.grid)
+            canvas.text((left + column * cell + 3, 4), title, fill="black")
+    save_png(grid, run.grid if path is None else path)
+    return True

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from callbacks.best_effort import best_effort
 from callbacks.image_writer import to_image
 from callbacks.lookup import find_callback
-from callbacks.report.commands import commands
+from callbacks.report.commands import Names, commands
 from callbacks.report.figures import curves, headline, read_metrics, read_rows
 from callbacks.report.page import (
     THUMBNAIL,
@@ -126,7 +126,9 @@ class Report(L.Callback):
             pictures_title="Held-out pictures" if data.validation is not None else "Pictures of the training data",
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
-            commands=commands(module, self.run, self.model_name, sampler, next(iter(last.values()), None)),
+            commands=commands(
+                module, Names.of_run(module, self.run, self.model_name), sampler, next(iter(last.values()), None)
+            ),
             config=OmegaConf.to_yaml(shareable(settings)) if settings else "",
             unfinished=unfinished,
             **self._data,

@@ -1,0 +1,91 @@
+"""A model card beside all weights: what they are, how they were made, how to use them."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+
+from callbacks.best_effort import best_effort
+from callbacks.lookup import find_callback
+from callbacks.lora_checkpoint import LoRACheckpoint
+from callbacks.model_card.card import Card
+from callbacks.model_card.origin import Origin
+from callbacks.run_folder import RunFolder
+from callbacks.sample_images import SampleImages
+from callbacks.validation import Validation
+from lightning_modules.edit_module import EditModule
+from lightning_modules.timing import NOT_TRAINING
+
+README = "README.md"
+
+
+class ModelCard(L.Callback):
+    """Writes README.md, with pictures, into each folder of the run's weights whose own is missing or older.
+
+    At the end `last` and `best` get theirs anew. The first process writes.
+
+    Args:
+        output_dir: the run's folder.
+        model_name: the name of the model's YAML.
+        repository: where the weights are uploaded to; None for nowhere.
+    """
+
+    def __init__(self, output_dir: str, model_name: str, repository: str | None) -> None:
+        self.run = RunFolder(output_dir)
+        self.model_name = model_name
+        self.repository = repository
+        self._origin: Origin | None = None
+        self._seen: tuple[int, int] | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        if trainer.is_global_zero:
+            self._origin = Origin.of(pl_module.base, self.model_name)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        keeper, sampler = find_callback(trainer, LoRACheckpoint), find_callback(trainer, SampleImages)
+        seen = -1 if keeper is None else keeper.saved_step, -1 if sampler is None else sampler.sampled_step
+        if seen != self._seen:
+            self._seen = seen
+            self._write(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer, pl_module, anew=("last", "best"))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._write(trainer, pl_module)
+
+    def _write(self, trainer: L.Trainer, module: L.LightningModule, anew: tuple[str, ...] = ()) -> None:
+        assert isinstance(module, EditModule)
+        if self._origin is None or module.transformer is None:  # another process, or a run that did not start
+            return
+        with module.base.timer.stage(NOT_TRAINING), best_effort(README):
+            for folder, step in self._weights(trainer, module).items():
+                with best_effort(f"{README} in {folder}"):
+                    if is_outdated(folder) or (folder.name in anew and (folder / README).is_file()):
+                        card = Card(self.run, module, self.model_name, self.repository, self._origin, folder, step)
+                        card.write(trainer, folder / README)
+
+    def _weights(self, trainer: L.Trainer, module: EditModule) -> dict[Path, int]:
+        """The run's folders of weights, and the step of each."""
+        assert module.adapter is not None
+        folders = self.run.path.glob(f"{module.adapter.folder}/step-*")
+        found = {folder: int(folder.name.removeprefix("step-")) for folder in sorted(folders)}
+        keeper, validation = find_callback(trainer, LoRACheckpoint), find_callback(trainer, Validation)
+        if keeper is not None:
+            found[self.run.weights(module.adapter.folder, "last")] = keeper.saved_step
+        if validation is not None and (row := validation.best()) is not None:
+            found[self.run.weights(module.adapter.folder, "best")] = int(row["step"])
+        return found
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether a folder of weights has no card, or an older one; not of a folder without weights."""
+    weights = [path for path in folder.rglob("[!.]*") if path.is_file() and not _is_of_card(path)]
+    card = folder / README
+    written = max((path.stat().st_mtime_ns for path in weights), default=None)
+    return written is not None and (not card.is_file() or card.stat().st_mtime_ns < written)
+
+
+def _is_of_card(path: Path) -> bool:
+    return path.name == README or path.suffix == ".png"

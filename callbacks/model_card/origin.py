@@ -1,0 +1,113 @@
+"""Where a base comes from, as others know it: its id on the hub, and its licence."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from callbacks.best_effort import best_effort
+from callbacks.model_card.quoting import code
+from datamodules.errors import UserError
+from datamodules.files import DAMAGED
+from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.pretrained.repository import EMBEDDED, repository_file
+
+MODELS = Path(__file__).parent.parent.parent / "conf" / "model"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+# A folder of the hub's cache.
+SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", re.ASCII)
+
+
+class Origin(NamedTuple):
+    """Of a base.
+
+    Attributes:
+        repositories: its id on the hub, and its transformer's where that is another; those that are known.
+        shown: what stands for base and transformer in commands, by their settings.
+        base: its name in a sentence, where it is not on the hub.
+        licence: `licence`, of all of it.
+    """
+
+    repositories: list[str]
+    shown: dict[str, str]
+    base: str
+    licence: dict[str, str]
+
+    @classmethod
+    def of(cls, base: FrozenBase, model_name: str) -> "Origin":
+        """Reads the README.md of the base.
+
+        Args:
+            model_name: the name of the model's YAML.
+        """
+        names = list(dict.fromkeys((base.name, base.transformer_name)))
+        known = {name: hub_id(name, model_name) for name in names}
+        shown = {name: id or _without_folders(name) for name, id in known.items()}
+        revisions = {base.name: base.revision}
+        licences = [licence(name, id, revisions.get(name)) for name, id in known.items()]
+        same = licences[0] if all(one == licences[0] for one in licences) else {}
+        of_retouch = "Shapes, the small model that comes with Retouch"
+        sentence = of_retouch if base.name == EMBEDDED else code(Path(shown[base.name]).name)
+        return cls([id for id in known.values() if id], shown, sentence, same)
+
+
+def hub_id(name: str, model_name: str) -> str | None:
+    """The repository on the hub that a setting names; None for a folder of which that is not known.
+
+    Args:
+        name: a folder or a hub id.
+        model_name: the name of the model's YAML: a folder that is called as its default is a copy of that.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return name if HUB_ID.fullmatch(name) else None
+    if cached := SNAPSHOT.search(path.resolve().as_posix()):
+        return f"{cached[1]}/{cached[2]}"
+    default = default_base(model_name) or ""
+    return default if "/" in default and default.rpartition("/")[2] == path.name else None
+
+
+def default_base(model_name: str) -> str | None:
+    """The base that a model's YAML names, or the YAML that it is made of."""
+    path = MODELS / f"{model_name}.yaml"
+    if not path.is_file():
+        return None
+    settings: Any = OmegaConf.load(path)
+    if "pretrained_model_name_or_path" in settings:
+        return settings.pretrained_model_name_or_path
+    parts = (default_base(part) for part in settings.get("defaults", []) if isinstance(part, str))
+    return next((found for found in parts if found is not None), None)
+
+
+def licence(name: str, repository: str | None, revision: str | None) -> dict[str, str]:
+    """What the base's own README.md says: license, and with it license_name and license_link; else nothing.
+
+    Args:
+        name: a folder or a hub id.
+        repository: its `hub_id`, for a link to a file of it.
+    """
+    if name == EMBEDDED:
+        return {}
+    from huggingface_hub.repocard import metadata_load
+
+    facts: Any = None
+    # What is suppressed: the base is not to be reached, has none, or one without YAML.
+    with best_effort("licence of the base"), suppress(UserError, OSError, YAMLError, *DAMAGED):
+        path = repository_file(str(Path(name).expanduser()), "README.md", revision)
+        facts = None if path is None else metadata_load(path)
+    names = ("license", "license_name", "license_link")
+    found = {key: " ".join(facts[key].split()) for key in names if isinstance(facts.get(key), str)} if facts else {}
+    if "license" not in found:
+        return {}
+    link = found.pop("license_link", "")
+    if re.fullmatch(r"[\w./-]+", link) and repository is not None:  # a file beside it
+        link = f"https://huggingface.co/{repository}/blob/main/{link.removeprefix('./')}"
+    return {**found, "license_link": link} if re.fullmatch(r"https?://[^\s()<>\"]+", link) else found
+
+
+def _without_folders(name: str) -> str:
+    """A folder by its last part, to fill in the rest; or the name of what comes with Retouch."""
+    return name if name == EMBEDDED else f"PATH_TO/{Path(name).expanduser().absolute().name}"

@@ -1,0 +1,367 @@
+"""The card beside the weights: true, whole, and nothing in it that is not for others to see."""
+
+import re
+import shlex
+from html import unescape
+
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from PIL import Image
+
+from callbacks.model_card import origin
+from callbacks.model_card.card import Card
+from callbacks.model_card.model_card import is_outdated
+from callbacks.model_card.origin import hub_id, licence
+from callbacks.report.page import read_strip
+from datamodules.errors import UserError
+from lightning_modules.edit_module import EditModule
+from tasks import fit
+from tests.support.commands import rows, short
+from tests.support.pictures import make_pairs
+from tests.support.tiny_pipelines import MODELS
+
+SHOWN = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=1", "callbacks.report=null"]
+
+
+def read(folder) -> ModelCard:
+    """The card of a folder of weights, whose parts must be as the hub wants them."""
+    card = ModelCard.load(folder / "README.md")
+    for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", card.text):
+        assert Image.open(folder / name).size > (0, 0)
+    for one in card.data.get("widget", []):
+        assert one["text"]
+        assert Image.open(folder / one["output"]["url"]).size > (0, 0)
+    assert card.data.library_name == "diffusers"
+    assert "{{" not in card.text
+    assert "\n\n\n" not in card.text
+    return card
+
+
+def page_of(card) -> str:
+    """As a page shows it that lets HTML through."""
+    return MarkdownIt("commonmark", {"html": True}).enable("table").render(card.text)
+
+
+@pytest.fixture
+def settings(tiny, pairs, tmp_path):
+    """Overrides of a run with pictures of two held-out pairs."""
+    return [*short(tiny, pairs, tmp_path / "run", 4, shown=True), *SHOWN, "data.val_count=2", "sample_every=2"]
+
+
+@pytest.mark.parametrize("adapter", ["lora", "tlora", "ortho_tlora", "full"])
+def test_all_weights_of_every_adapter_have_a_card(run, tiny, tmp_path, settings, adapter):
+    """Its commands work when the folder is somewhere else."""
+    own = [one for one in settings if adapter != "full" or not one.startswith("adapter.rank")]
+    run("train", *own, f"adapter={adapter}", "model=flux_kontext", "model.dtype=float32", "save_every=2")
+    kind = "model" if adapter == "full" else "lora"
+    names = {folder.name for folder in (tmp_path / "run" / kind).iterdir()}
+    assert names == ({"last", "best"} if adapter == "full" else {"last", "best", "step-000002", "step-000004"})
+    for name in names:
+        card = read(tmp_path / "run" / kind / name)
+        assert card.data.tags == {
+            "lora": ["diffusers", "lora", "template:diffusion-lora"],
+            "full": ["diffusers"],
+        }.get(adapter, ["diffusers", "lora", "template:diffusion-lora", "t-lora"])
+        assert card.data.pipeline_tag == "image-to-image"
+        assert card.data.base_model is None  # a folder of which nothing is known
+        assert ("attach_rank_schedule(pipe, 'FOLDER')" in card.text) == ("tlora" in adapter)
+        assert ("FluxKontextMultiReferenceLatentMethod" in card.text) == (adapter != "full")
+        assert ("task=export lora=FOLDER rank=2 format=comfyui" in card.text) == ("tlora" in adapter)
+        assert len(card.data.widget) == 2
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "run" / kind / "last").rename(moved)
+    command = re.search(r"^python (predict.py (?:lora|model)=.*)$", card.text, re.MULTILINE)[1]
+    script, *overrides = shlex.split(command.replace("FOLDER", str(moved)))
+    photo = Image.new("RGB", (32, 32))
+    photo.save(tmp_path / "PHOTO.png")
+    overrides = [one.replace("PHOTO.png", str(tmp_path / "PHOTO.png")) for one in overrides]
+    base = [] if adapter == "full" else [f"model.pretrained_model_name_or_path={tiny}"]
+    more = ["model.dtype=float32", "trainer.accelerator=cpu", f"output_dir={tmp_path / 'out'}", "max_area=1024"]
+    assert script == "predict.py"
+    run("predict", *overrides, *base, *more)
+    assert list((tmp_path / "out").glob("*.png"))
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_card_of_every_family(run, tmp_path, arguments, model):
+    run("train", *arguments(model, tmp_path / "run", 1, *SHOWN, shown=True))
+    card = read(tmp_path / "run/lora/last")
+    assert card.data.pipeline_tag == ("text-to-image" if model == "flux_dev" else "image-to-image")
+    assert ("to make pictures from text" in card.text) == (model == "flux_dev")
+    assert ("2511" in card.text) == (model == "qwen_image_edit_plus")
+    assert ("FluxKontextMultiReferenceLatentMethod" in card.text) == (model == "flux_kontext")
+    assert ("Control, before, after" in card.text) == (model != "flux_dev")
+    assert card.text.count("```") % 2 == 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "when more has been made"])
+def test_card_belongs_to_its_weights(run, tmp_path, settings, late):
+    run("train", *settings, "save_every=1", "optimizer.lr=1e-2")
+    if late:
+        for card in (tmp_path / "run/lora").glob("*/*.md"):
+            card.unlink()
+        run("train", *settings, "save_every=1", "optimizer.lr=1e-2", "ckpt_path=last")
+    measured = {int(row["step"]): row for row in rows(tmp_path / "run")}
+    best = min((row["val_loss"], step) for step, row in measured.items() if step)[1]
+    folders = {f"step-00000{step}": step for step in range(1, 5)} | {"last": 4, "best": best}
+    for name, step in folders.items():
+        folder = tmp_path / "run/lora" / name
+        card, shown = read(folder), step - step % 2
+        assert f"after step {step} of 4" in card.text
+        assert ("best of the run" in card.text) == (name == "best")
+        if shown == 0:
+            assert card.data.get("widget") is None
+            continue
+        assert f"after is step {shown}." in card.text
+        assert f"| validation loss | {measured[0]['val_loss']:.4g} | {measured[shown]['val_loss']:.4g} |" in card.text
+        assert f"{measured[shown]['psnr']:.4g} | {measured[shown]['psnr_nothing']:.4g} |" in card.text
+        for number, path in enumerate(sorted((tmp_path / f"run/samples/step-{shown:06d}").glob("*.png")), start=1):
+            result = Image.open(folder / f"sample-{number}.png").convert("RGB")
+            assert result.tobytes() == read_strip(path).result.tobytes()
+
+
+def test_card_without_pictures_and_measurements(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
+    for number, caption in enumerate(("make it rain", "make it snow", "make it snow")):
+        (root / f"training_images/0{number}.txt").write_text(caption)
+    run("train", *short(tiny, root, tmp_path / "run", 1), "callbacks.validation=null")
+    folder = tmp_path / "run/lora/last"
+    card = read(folder)
+    assert card.data.get("widget") is None
+    assert "Measured" not in card.text
+    assert {path.suffix for path in folder.iterdir()} == {".md", ".safetensors"}
+    assert card.data.instance_prompt == "make it snow"
+    assert "Trained with 2 instructions, one of the most frequent is: `make it snow`" in card.text
+
+
+HOSTILE = {
+    "quotes": """say "it's" 'so': [a, {b}] #no & *stars* | pipes""",
+    "backticks": "``` `x` ``",
+    "dashes": "--- --- a: b",
+    "script": "<script>alert(1)</script><!-- </code> -->",
+    "link": "![x](http://host/y.png) [z](javascript:alert)",
+    "jinja": "{{ metadata }}{% for x in y %}",
+    "ends": "`",
+}
+
+
+@pytest.mark.parametrize("caption", HOSTILE.values(), ids=HOSTILE)
+def test_captions_stay_texts(run, tiny, tmp_path, caption):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 2)
+    for text in root.glob("training_images/*.txt"):
+        text.write_text(caption, encoding="utf-8")
+    run("train", *short(tiny, root, tmp_path / "run", 1, shown=True), *SHOWN)
+    card = ModelCard.load(tmp_path / "run/lora/last/README.md")
+    assert [one["text"] for one in card.data.widget] == [caption] * 2
+    assert card.data.instance_prompt == caption
+    page = page_of(card)
+    assert "<script" not in page
+    assert re.findall(r"<h[12]>([^<]*)</h", page) == ["run", "Training", "Use", "Licence"]
+    assert page.count("<img") == 1
+    assert page.count("<pre>") == 2
+    shown = re.search(r"one instruction: <code>(.*?)</code>", page)[1]
+    assert unescape(shown).strip() == caption
+
+
+def test_lines_of_a_prompt_cannot_end_the_code(run, tiny, tmp_path):
+    """Tables may have prompts of several lines."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 2)
+    prompt = "one\n---\n```\n# two\n<script>x</script>"
+    table = "file_name,control,prompt\n" + "".join(
+        f'training_images/0{n}.png,control_images/0{n}.png,"{prompt}"\n' for n in range(2)
+    )
+    (root / "metadata.csv").write_text(table)
+    run("train", *short(tiny, root, tmp_path / "run", 1, shown=True), *SHOWN)
+    card = ModelCard.load(tmp_path / "run/lora/last/README.md")
+    assert card.data.instance_prompt == "one --- ``` # two <script>x</script>"
+    assert re.findall(r"<h[12]>([^<]*)</h", page_of(card)) == ["run", "Training", "Use", "Licence"]
+    assert "<script" not in page_of(card)
+
+
+def test_card_names_nothing_of_the_machine(run, tiny, tmp_path, monkeypatch):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 2)
+    for text in root.glob("training_images/*.txt"):
+        text.write_text(f"as in {tmp_path}/secret/a.png with hf_abcdefghijklmnop")
+    monkeypatch.chdir(tmp_path)
+    common = short(tiny, root, tmp_path / "run", 1, shown=True)
+    relative = [one.replace(f"={tiny}", f"=../{tmp_path.name}/{tiny.name}") for one in common]
+    (tmp_path / tiny.name).symlink_to(tiny)
+    word = "data.trigger_word=hf_qrstuvwxyzabcdef"
+    run("train", *relative, *SHOWN, word, "data.cache_dir=null", "+api_key=abcdefgh")
+    text = (tmp_path / "run/lora/last/README.md").read_text()
+    for secret in (tmp_path.name, "/tmp", "hf_", "abcdefgh", "secret/"):
+        assert secret not in text
+    assert f"PATH_TO/{tiny.name}" in text
+
+
+def test_trigger_word_is_the_instance_prompt(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1), "data.trigger_word=sks")
+    card = read(tmp_path / "run/lora/last")
+    assert card.data.instance_prompt == "sks"
+    assert "Its trigger word: `sks`" in card.text
+
+
+def test_schedule_that_is_constant_needs_no_other_loader(run, tiny, pairs, tmp_path):
+    more = ["adapter=tlora", "adapter.rank_schedule=constant", "model=flux_kontext", "model.dtype=float32"]
+    run("train", *short(tiny, pairs, tmp_path / "run", 1), *more)
+    assert "full rank" not in read(tmp_path / "run/lora/last").text
+
+
+@pytest.mark.parametrize("adapter", ["lora", "tlora", "full"])
+def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_path, monkeypatch, adapter):
+    monkeypatch.setattr(fit, "check_upload", lambda *_: None)
+    own = [one for one in short(tiny, pairs, tmp_path / "run", 1, shown=True) if not one.startswith("adapter.rank")]
+    more = ["hub.push=ann/snow", "callbacks.hub_upload=null", "data.val_count=1", f"adapter={adapter}"]
+    run("train", *own, *SHOWN, *more)
+    last, best = (
+        read(tmp_path / "run" / ("model" if adapter == "full" else "lora") / name) for name in ("last", "best")
+    )
+    for card in (last, best):
+        assert "\n# snow\n" in card.text
+        assert "hf download ann/snow --local-dir snow\n" in card.text
+        assert "FOLDER" not in card.text
+    load = "from_pretrained" if adapter == "full" else "load_lora_weights"
+    assert f"{load}('{'snow' if adapter == 'tlora' else 'ann/snow'}'" in last.text
+    assert f"{load}('snow/best'" in best.text
+    assert re.search(r"predict.py .*=snow ", last.text)
+    assert re.search(r"predict.py .*=snow/best ", best.text)
+
+
+def test_folder_that_is_a_copy_of_a_repository_has_its_name_and_licence(run, tiny, pairs, tmp_path):
+    base = tmp_path / "FLUX.1-Kontext-dev"
+    base.mkdir()
+    for part in tiny.iterdir():
+        (base / part.name).symlink_to(part)
+    front = "---\nlicense: other\nlicense_name: flux-1-dev\nlicense_link: LICENSE.md\n---\n# Base\n"
+    (base / "README.md").write_text(front)
+    name = "model.pretrained_model_name_or_path="
+    own = [one for one in short(tiny, pairs, tmp_path / "run", 1) if not one.startswith(name)]
+    run("train", *own, "model=flux_kontext", "model.dtype=float32", f"{name}{base}")
+    card = read(tmp_path / "run/lora/last")
+    known = "black-forest-labs/FLUX.1-Kontext-dev"
+    assert card.data.base_model == known
+    assert card.data.base_model_relation == "adapter"
+    link = f"https://huggingface.co/{known}/blob/main/LICENSE.md"
+    assert (card.data.license, card.data.license_name, card.data.license_link) == ("other", "flux-1-dev", link)
+    assert f"[{known}](https://huggingface.co/{known})" in card.text
+    assert f"from_pretrained('{known}'" in card.text
+    assert f"flux-1-dev ([text]({link}))" in card.text
+
+
+@pytest.mark.parametrize(
+    ("folder", "model", "expected"),
+    [
+        ("hub/models--a--b/snapshots/0123", "embedded", "a/b"),
+        ("hub/models--a--b-c.d/snapshots/0123", "flux_dev", "a/b-c.d"),
+        ("models/FLUX.1-dev", "flux_dev_fp4", "black-forest-labs/FLUX.1-dev"),
+        ("models/FLUX.1-dev", "flux_kontext", None),
+        ("models/embedded", "embedded", None),
+        ("models/mine", "flux_dev", None),
+        ("models/mine", "of my own", None),
+    ],
+)
+def test_folder_is_named_by_what_it_is_a_copy_of(tmp_path, folder, model, expected):
+    (tmp_path / folder).mkdir(parents=True)
+    assert hub_id(str(tmp_path / folder), model) == expected
+
+
+def test_hub_id_is_what_it_is_and_other_names_are_none():
+    assert hub_id("owner/name", "flux_dev") == "owner/name"
+    assert hub_id("embedded", "embedded") is None
+    assert hub_id("/not/there", "flux_dev") is None
+
+
+@pytest.mark.parametrize(
+    ("readme", "expected"),
+    [
+        ("---\nlicense: apache-2.0\n---\n", {"license": "apache-2.0"}),
+        (
+            "---\nlicense: other\nlicense_link: https://x.y/z\n---\n",
+            {"license": "other", "license_link": "https://x.y/z"},
+        ),
+        ("---\nlicense: other\nlicense_link: 'x) <script>'\n---\n", {"license": "other"}),
+        ("---\nlicense: [a, b]\n---\n", {}),
+        ("---\nlicense: 'a\n---\n", {}),
+        ("---\n- a\n---\n", {}),
+        ("# no front matter\n", {}),
+        (None, {}),
+    ],
+)
+def test_licence_is_what_the_base_says(tmp_path, caplog, readme, expected):
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
+    assert licence(str(tmp_path), None, None) == expected
+    assert caplog.text == ""
+
+
+def test_licence_of_a_base_that_cannot_be_asked_is_unknown(monkeypatch):
+    assert licence("owner/name", "owner/name", None) == {}
+
+    def gated(*_):
+        raise UserError("gated")
+
+    monkeypatch.setattr(origin, "repository_file", gated)
+    assert licence("owner/name", "owner/name", None) == {}
+
+
+def test_card_that_cannot_be_written_costs_nothing(run, tiny, pairs, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(Card, "write", fail)
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1))
+    assert "note: no README.md in" in outcome.text
+    assert [path.name for path in (tmp_path / "run/lora/last").iterdir()] == ["pytorch_lora_weights.safetensors"]
+
+
+def test_damaged_pictures_cost_the_pictures_alone(run, tiny, pairs, tmp_path):
+    broken = tmp_path / "run/samples/step-000000/a.png"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"no picture")
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1, shown=True), *SHOWN)
+    assert "note: no pictures in" in outcome.text
+    assert read(tmp_path / "run/lora/last").data.get("widget") is None
+
+
+def test_weights_that_an_error_saved_have_a_card(run, tiny, pairs, tmp_path, monkeypatch):
+    train = EditModule.training_step
+
+    def fail(self, *batch):
+        if self.global_step == 3:
+            raise UserError("it fails")
+        return train(self, *batch)
+
+    monkeypatch.setattr(EditModule, "training_step", fail)
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 9), "save_every=2", ok=False)
+    assert outcome.error == "error: it fails"
+    for name, step in {"step-000002": 2, "step-000003": 3, "last": 3}.items():
+        assert f"after step {step} of 9" in read(tmp_path / "run/lora" / name).text
+
+
+def test_resumed_run_writes_the_cards_that_are_missing(run, tiny, pairs, tmp_path):
+    common = short(tiny, pairs, tmp_path / "run", 2)
+    run("train", *common, "save_every=1")
+    cards = {name: tmp_path / f"run/lora/{name}/README.md" for name in ("step-000001", "step-000002", "last")}
+    kept = cards["step-000002"].stat().st_mtime_ns
+    cards["step-000001"].unlink()
+    run("train", *common[:-4], "trainer.max_steps=3", *common[-4:], "save_every=1", "ckpt_path=last")
+    assert "after step 1 of 3" in cards["step-000001"].read_text()
+    assert cards["step-000002"].stat().st_mtime_ns == kept
+    assert "after step 3 of 3" in cards["last"].read_text()
+    cards["last"].write_text("of before")  # the end brings it up to date, whatever it says
+    run("train", *common[:-4], "trainer.max_steps=3", *common[-4:], "save_every=1", "ckpt_path=last")
+    assert "after step 3 of 3" in cards["last"].read_text()
+
+
+def test_card_is_outdated_when_weights_are_newer(tmp_path):
+    weights, card = tmp_path / "w.safetensors", tmp_path / "README.md"
+    assert not is_outdated(tmp_path)
+    card.write_text("older")
+    assert not is_outdated(tmp_path)
+    weights.write_text("x")
+    weights.touch()
+    assert is_outdated(tmp_path)
+    card.write_text("newer")
+    (tmp_path / "samples.png").touch()
+    assert not is_outdated(tmp_path)
