@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError
 
@@ -21,6 +21,7 @@ class Number:
         null: whether it may be left out by null.
         words: that may stand in its place.
         several: whether a list of them may.
+        by_pattern: whether a mapping of patterns to them may.
     """
 
     least: float = -math.inf
@@ -31,11 +32,12 @@ class Number:
     null: bool = False
     words: tuple[str, ...] = ()
     several: bool = False
+    by_pattern: bool = False
 
     def allows(self, value: Any) -> bool:
         """Whether a setting may be this."""
-        if self.several and isinstance(value, list):
-            return bool(value) and all(self._is_one(one) for one in value)
+        if (self.several and isinstance(value, list)) or (self.by_pattern and isinstance(value, dict)):
+            return bool(value) and all(map(self._is_one, value.values() if isinstance(value, dict) else value))
         return (self.null and value is None) or value in self.words or self._is_one(value)
 
     def _is_one(self, value: Any) -> bool:
@@ -53,6 +55,7 @@ class Number:
             kind += f" above {start}" if self.above else f" from {start}"
             kind += f" to {end}" if self.most < math.inf else "" if self.above else " on"
         others = [*self.words, *(["null"] if self.null else []), *(["a list of them"] if self.several else [])]
+        others += ["a mapping {PATTERN:NUMBER}"] if self.by_pattern else []
         return " or ".join([kind, *others])
 
 
@@ -176,7 +179,7 @@ PREDICTION: dict[str, Number | Switch] = {
     "num_inference_steps": COUNT,
     "guidance_scale": Number(0, null=True),
     "true_cfg_scale": SCALE,
-    "lora_scale": Number(several=True),
+    "lora_scale": Number(several=True, by_pattern=True),
     "height": SIDE,
     "width": SIDE,
     "max_area": Number(256, whole=True),
@@ -228,4 +231,4 @@ def _select(cfg: Any, parts: list[str], path: str = "") -> Iterator[tuple[str, A
         if rest:
             yield from _select(value, rest, f"{key}.")
         else:
-            yield key, list(value) if isinstance(value, ListConfig) else value
+            yield key, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
