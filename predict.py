@@ -23,6 +23,7 @@ TASKS = {
     "inspect": "tasks.inspect.inspect",
     "compare_precision": "tasks.compare_precision.compare_precision",
     "caption": "tasks.caption.caption",
+    "lora_info": "tasks.lora_info.lora_info",
 }
 # These write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")

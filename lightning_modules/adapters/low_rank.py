@@ -40,8 +40,13 @@ class LowRank(NamedTuple):
 
     def square(self) -> float:
         """The sum of the squares of the update's numbers: its Frobenius norm, squared."""
-        down, up = self.down.double(), self.up.double()
-        return float(((up.T @ up) * (down @ down.T)).sum())
+        return inner(self, self)
+
+
+def inner(one: LowRank, other: LowRank) -> float:
+    """The sum of the products of two updates' numbers, which are of the same layer."""
+    downs, ups = ([part.double() for part in parts] for parts in ((one.down, other.down), (one.up, other.up)))
+    return float(((ups[0].T @ ups[1]) * (downs[0] @ downs[1].T)).sum())
 
 
 def minus(one: LowRank, other: LowRank) -> LowRank:

@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError, listing, printable
 from datamodules.files import reading
 from lightning_modules.adapters.formats.conversion import split
 from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME
@@ -25,6 +25,8 @@ HEADER_KEY = "retouch"
 DIFFUSERS_KEY = "lora_adapter_metadata"
 # A LoRA of thousands of layers has a header of about one.
 LARGEST_HEADER = 10 * 10**6
+# Letters; those of layers have about a hundred.
+LONGEST_NAME = 500
 
 
 class LoRAFile:
@@ -50,6 +52,8 @@ class LoRAFile:
                 self.metadata: dict[str, str] = opened.metadata() or {}
                 self.shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
                 self.dtypes = {key: str(opened.get_slice(key).get_dtype()) for key in self.shapes}
+            if not all(key.isprintable() and len(key) <= LONGEST_NAME for key in self.shapes):
+                raise ValueError("it has names that no layer has")
 
     @cached_property
     def header(self) -> dict[str, Any] | None:
@@ -122,7 +126,8 @@ class LoRAFile:
             down, up = self.shapes[parts["down"]], self.shapes[parts["up"]]
             meaning = names.meaning(name)
             if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] == 0:
-                raise UserError(f"the LoRA {self.path} is damaged: {name} has matrices of {down} and {up}")
+                what = "is for convolutions, too" if len(down) > 2 else "is damaged"
+                raise UserError(f"the LoRA {self.path} {what}: {name} has matrices of {down} and {up}")
             if meaning is None:
                 wrong.append(f"{name} is not in the model")
                 continue
@@ -133,7 +138,7 @@ class LoRAFile:
             found[name] = meaning
         if wrong:
             made_for = (self.header or {}).get("base")
-            hint = f"; it was made for {made_for}" if made_for else ""
+            hint = f"; it was made for {printable(str(made_for)[:150])}" if made_for else ""
             if not found:
                 hint += "; looked for diffusers' names of the layers" + (" and for native ones" if names.native else "")
             raise UserError(f"the LoRA {self.path} does not fit {base}: {_some(wrong)}{hint}")
@@ -161,6 +166,15 @@ class LoRAFile:
                         raise UserError(f"the LoRA {self.path} has {layer} twice, once as {name}: which is right?")
                     updates[layer] = update
         return {layer: updates[layer] for layer in names.sides if layer in updates}
+
+    def scales(self, names: LayerNames) -> dict[str, float]:
+        """alpha / rank of each layer, by the file's names of them, as `read` takes it."""
+        found = {}
+        with reading(self.path, "download it again"), safetensors.safe_open(self.path, framework="pt") as file:
+            for name, parts in self.parts.items():
+                alpha = file.get_tensor(parts["alpha"]) if "alpha" in parts else None
+                found[name] = self._scale(names, name, self.shapes[parts["down"]][0], alpha)
+        return found
 
     def _scale(self, names: LayerNames, name: str, rank: int, alpha: Tensor | None) -> float:
         """alpha / rank, wherever the file has its alpha; without one it is 1."""
