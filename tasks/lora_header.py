@@ -9,6 +9,8 @@ from lightning_modules.adapters.formats.lora_file import DIFFUSERS_KEY, HEADER_K
 
 # Of a text from a file, in the terminal.
 LETTERS = 70
+# Of a path.
+PATH = 48
 # Entries that are JSON of many.
 OWN = (HEADER_KEY, DIFFUSERS_KEY)
 # Of a header's text that is looked into.
@@ -71,7 +73,9 @@ def _entries(key: str, text: str) -> Iterator[tuple[str, str]]:
                 ]
         except (ValueError, RecursionError):
             pass  # it is shown as it stands there
-    yield from ((name, shown(value)) for name, value in found if value not in ("", "None", "null", "[]", "{}"))
+    for name, value in found:
+        if value not in ("", "None", "null", "[]", "{}"):
+            yield name, end_of(value, PATH) if value.startswith("/") else shown(value)
 
 
 def _flat(start: str, value: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:

@@ -81,7 +81,7 @@ def _add(table: Table, name: str, *values: str) -> None:
 
 
 def _one(facts: LoRAFacts) -> Table:
-    table = _table(end_of(str(facts.file.path), 100), [""])
+    table = _table(end_of(str(facts.file.path), 76), [""])
     for name, value in facts.rows().items():
         _add(table, name, value)
     ordered = sorted(facts.norms, key=lambda layer: -facts.norms[layer])

@@ -237,6 +237,7 @@ HOSTILE = {
     "ss_output_name": "\x1b[2J\x1b[31mred\x07\r\nnext\u202eright to left\u2028[bold]x[/bold]",
     "\x1b]0;title\x07\n[red]key": "y" * 10**6,
     "k" * 10**5: "v",
+    "ss_sd_model_name": f"/{'folder/' * 10**5}model.safetensors",
     "nested": "[" * 50_000 + "]" * 50_000,
     "objects": '{"a":' * 400 + "1" + "}" * 400,
     "lora_adapter_metadata": json.dumps({"transformer.r": {"\x9b2J": ["\ud800"] * 1000}}),
@@ -258,6 +259,7 @@ def test_no_header_can_break_the_terminal(info, updates, tmp_path, count):
     assert len(table) < 70
     assert "\\x1b[2J\\x1b[31mred\\x07\\r\\nnext" in rows["ss_output_name"][0]
     assert "[bold]x[/bold]" in text
+    assert "folder/model.safet" in rows["ss_sd_model_name"][0], "the end of a path, in two columns folded"
     assert "more entries" in text
 
 
