@@ -8,9 +8,10 @@ from omegaconf import DictConfig
 
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
+from tasks.chosen import check_task_settings, chosen_task
 from tasks.folders import in_use
 from tasks.resolvers import CONF
-from tasks.settings import PREDICTION, check_settings, check_task_settings, chosen_task
+from tasks.settings import PREDICTION, check_settings
 from tasks.terminal import command_line, end_workers, one_line_errors, quote_values
 
 # By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
@@ -24,6 +25,7 @@ TASKS = {
     "compare_precision": "tasks.compare_precision.compare_precision",
     "caption": "tasks.caption.caption",
     "export": "tasks.export.export",
+    "lora_info": "tasks.lora_info.lora_info",
 }
 # These write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")

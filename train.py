@@ -9,9 +9,10 @@ from omegaconf import DictConfig
 
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
+from tasks.chosen import chosen_task
 from tasks.folders import in_use
 from tasks.resolvers import CONF
-from tasks.settings import TRAINING, check_settings, chosen_task
+from tasks.settings import TRAINING, check_settings
 from tasks.terminal import command_line, end_workers, one_line_errors, quote_values
 
 # By task=. They are imported when they are chosen: a mistake in the settings is answered before that.

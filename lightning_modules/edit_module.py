@@ -1,9 +1,8 @@
 """A frozen pipeline with a trainable adapter in its transformer: Lightning's hooks, nothing else."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 import lightning.pytorch as L
@@ -39,7 +38,7 @@ class EditModule(L.LightningModule, Family):
         timesteps, vae_encode_mode, seed: of `FlowMatching`.
         optimizer, scheduler, max_nonfinite_steps: of `Optimization`.
         offload, gradient_checkpointing, compile, attention_backend: of `Execution`.
-        sampling, loras, merge_lora: of `Sampler` and `AppliedLoRAs`, for prediction.
+        sampling, loras: of `Sampler`, for prediction.
         pretrained_model_name_or_path and the others: of `FrozenBase`.
 
     Attributes:
@@ -70,8 +69,7 @@ class EditModule(L.LightningModule, Family):
         adapter: Adapter | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None = None,
-        loras: Sequence[str | Path] = (),
-        merge_lora: bool = False,
+        loras: AppliedLoRAs | None = None,
     ) -> None:
         super().__init__()
         names = pretrained_model_name_or_path, transformer_name_or_path
@@ -85,7 +83,7 @@ class EditModule(L.LightningModule, Family):
         self.encoder = Encoder(self, self.base, vae_encode_mode)
         self.objective = FlowMatching(timesteps, vae_encode_mode, seed)
         self.optimization = Optimization(optimizer, scheduler, max_nonfinite_steps)
-        self.sampler = Sampler(self, self.base, self.encoder, AppliedLoRAs(loras, merge_lora), sampling)
+        self.sampler = Sampler(self, self.base, self.encoder, loras or AppliedLoRAs([]), sampling)
         self.step_flops = StepFlops(self, self.execution.adapted_meta_transformer, lambda: self.rank_gates)
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False

@@ -99,7 +99,7 @@ class Sampler:
         marks = [f"img{number:02d}", f"steps{sampling.num_inference_steps}"]
         marks += [] if sampling.guidance_scale is None else [f"g{sampling.guidance_scale:g}"]
         marks += [f"cfg{sampling.true_cfg_scale:g}"] if sampling.negative is not None else []
-        marks += [f"lora{scale}"] if self.loras.files else []
+        marks += [f"lora{'-by-layer' if self.loras.scales else scale}"] if self.loras.files else []
         taken = {**seconds, "encode_prompt": self.encoder.prompts.seconds(prompt, images)}
         return {
             "name": "_".join([request.raw.keys[row], *marks]),
@@ -110,7 +110,7 @@ class Sampler:
             "height": request.size[1],
             "seed": seed,
             "lora": [str(lora) for lora in self.loras.files],
-            "lora_scale": scale,
+            "lora_scale": self.loras.scales or scale,
             "seconds": {name: round(value, 4) for name, value in taken.items()},
         }
 

@@ -13,6 +13,7 @@ from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.peers import peers
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
+from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.formats.find import find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.family import Sampling
@@ -33,23 +34,26 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     headers = [LoRAFile(file).header for file in files]
     cfg.model = model_settings(cfg, headers, HydraConfig.get().overrides.task)
     check_settings(cfg, PREDICTION)  # again: the file's header may hold any value
-    scales = list(dict.fromkeys(map(float, as_list(cfg, "lora_scale"))))
-    if not files and scales != [1.0]:
+    by_layer = {}
+    if isinstance(cfg.lora_scale, DictConfig):
+        by_layer = {str(pattern): float(scale) for pattern, scale in cfg.lora_scale.items()}
+    scales = [1.0] if by_layer else list(dict.fromkeys(map(float, as_list(cfg, "lora_scale"))))
+    if not files and (by_layer or scales != [1.0]):
         raise UserError("lora_scale needs lora=: name the weights that it scales")
     place_trainer(cfg)
-    make_pictures(cfg, files, scales, output_dir)
+    make_pictures(cfg, AppliedLoRAs(files, cfg.merge_lora, by_layer), scales, output_dir)
     log.info(f"done: {output_dir}")
 
 
-def make_pictures(cfg: DictConfig, files: list[Path], scales: list[float], folder: Path) -> None:
-    """Make what is asked for with LoRA files, at each scale, and write it to a folder; the trainer has its place."""
+def make_pictures(cfg: DictConfig, loras: AppliedLoRAs, scales: list[float], folder: Path) -> None:
+    """Make what is asked for with LoRAs, at each scale, and write it to a folder; the trainer has its place."""
     sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt)
     if sampling.negative is not None and cfg.negative_prompt is None:
         log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
     data = requests(cfg, sampling.negative, scales)
     # Hydra would turn objects among its arguments into configs: finish the call without it.
-    module = frozen_model(cfg, _partial_=True)(loras=files, merge_lora=cfg.merge_lora, sampling=sampling)
-    warn_of_other_base(module, files, [LoRAFile(file).header for file in files])
+    module = frozen_model(cfg, _partial_=True)(loras=loras, sampling=sampling)
+    warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
     silence_libraries()
     callbacks = [ImageWriter(str(folder)), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)

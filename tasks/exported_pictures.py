@@ -12,6 +12,7 @@ from PIL import Image
 from callbacks.image_writer import PREDICTIONS
 from callbacks.signals import stop
 from datamodules.errors import UserError
+from lightning_modules.adapters.applied import AppliedLoRAs
 from tasks.edit import make_pictures, requests
 from tasks.models import KnownModel
 from tasks.placement import place_trainer
@@ -61,7 +62,7 @@ def compare_pictures(cfg: DictConfig, lora: Path, exported: Path, output_dir: Pa
     place_trainer(cfg)
     folders = output_dir / PICTURES / "before", output_dir / PICTURES / "exported"
     for folder, file, scales in zip(folders, (lora, exported), ([1.0, 0.0], [1.0]), strict=True):
-        make_pictures(copy.deepcopy(cfg), [file], scales, folder)
+        make_pictures(copy.deepcopy(cfg), AppliedLoRAs([file], merge=False), scales, folder)
         stop.check()
     before, without, after = (_pictures(*which) for which in ((folders[0], 1.0), (folders[0], 0.0), (folders[1], 1.0)))
     changes = [np.abs(one - other).mean() for one, other in zip(before, after, strict=True)]

@@ -27,9 +27,6 @@ class ReadLoRA:
         self.path = file.path
         self.file = file
         self.updates = file.read(model.names, model.base)
-        if file.text_encoder_keys:
-            count = len(file.text_encoder_keys)
-            log.warning(f"note: {file.path} is for text encoders too: {count} tensors are left out")
 
     @property
     def is_dora(self) -> bool:

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, printable
 from lightning_modules.adapters.applied import layer_names
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
@@ -60,24 +60,35 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
             if chosen:
                 raise  # else the base is not on this machine, and its layers are those of one that is known
     tried = []
-    for name in sorted(path.stem for path in (CONF / "model").glob("[!_]*.yaml")):
-        model = hydra.compose("predict", overrides=[f"model={name}"]).model
-        if model.quantization is not None or model.pretrained_model_name_or_path in tried:
-            continue
-        tried.append(model.pretrained_model_name_or_path)
-        known = _known(name, model)
+    for known in known_models():
+        tried.append(known.base)
         try:
             for file in files:
                 file.check(known.names, known.base)
         except UserError:
             continue
-        return known._replace(guessed=True)
+        return known
     for file in files:
         file.parts  # noqa: B018 (a file that is no LoRA at all says so)
     raise UserError(
         f"the LoRA {files[0].path} fits none of the models that Retouch knows ({', '.join(tried)}): pass model=NAME "
         "model.pretrained_model_name_or_path=FOLDER"
     )
+
+
+def known_models() -> Iterator[KnownModel]:
+    """Every model of conf/model, once, without a file's header."""
+    bases = []
+    for name in _names():
+        model = hydra.compose("predict", overrides=[f"model={name}"]).model
+        if model.quantization is None and model.pretrained_model_name_or_path not in bases:
+            bases.append(model.pretrained_model_name_or_path)
+            yield _known(name, model)._replace(guessed=True)
+
+
+def _names() -> list[str]:
+    """Of the YAMLs in conf/model."""
+    return sorted(path.stem for path in (CONF / "model").glob("[!_]*.yaml"))
 
 
 def _known(name: str, settings: DictConfig) -> KnownModel:
@@ -119,8 +130,9 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
     elif quantization:  # any of them: its values come from the header
         own.append("model/quantization=fp8")
     name = str(trained.get("name"))
-    if not (CONF / "model" / f"{name}.yaml").is_file() or "/" in name or name.startswith("_"):
-        raise UserError(f"the LoRA was trained with model={name}, which is not in conf/model: pass model=NAME")
+    if name not in _names():
+        short = printable(name[:150])
+        raise UserError(f"the LoRA was trained with model={short}, which is not in conf/model: pass model=NAME")
     model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
     given = {override.split("=")[0].removeprefix("model.").removeprefix("model/") for override in own}
     if "quantization.format" in given:

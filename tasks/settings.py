@@ -1,11 +1,11 @@
 """What every number and switch among the settings may be: one table, looked through when the config is composed."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError
 
@@ -21,6 +21,7 @@ class Number:
         null: whether it may be left out by null.
         words: that may stand in its place.
         several: whether a list of them may.
+        by_pattern: whether a mapping of patterns to them may.
     """
 
     least: float = -math.inf
@@ -31,11 +32,12 @@ class Number:
     null: bool = False
     words: tuple[str, ...] = ()
     several: bool = False
+    by_pattern: bool = False
 
     def allows(self, value: Any) -> bool:
         """Whether a setting may be this."""
-        if self.several and isinstance(value, list):
-            return bool(value) and all(self._is_one(one) for one in value)
+        if (self.several and isinstance(value, list)) or (self.by_pattern and isinstance(value, dict)):
+            return bool(value) and all(map(self._is_one, value.values() if isinstance(value, dict) else value))
         return (self.null and value is None) or value in self.words or self._is_one(value)
 
     def _is_one(self, value: Any) -> bool:
@@ -53,6 +55,7 @@ class Number:
             kind += f" above {start}" if self.above else f" from {start}"
             kind += f" to {end}" if self.most < math.inf else "" if self.above else " on"
         others = [*self.words, *(["null"] if self.null else []), *(["a list of them"] if self.several else [])]
+        others += ["a mapping {PATTERN:NUMBER}"] if self.by_pattern else []
         return " or ".join([kind, *others])
 
 
@@ -178,7 +181,7 @@ PREDICTION: dict[str, Number | Switch] = {
     "num_inference_steps": COUNT,
     "guidance_scale": Number(0, null=True),
     "true_cfg_scale": SCALE,
-    "lora_scale": Number(several=True),
+    "lora_scale": Number(several=True, by_pattern=True),
     "height": SIDE,
     "width": SIDE,
     "max_area": Number(256, whole=True),
@@ -194,11 +197,6 @@ PREDICTION: dict[str, Number | Switch] = {
     "captioner.batch_size": COUNT,
     "captioner.quantization.bnb_4bit_use_double_quant": Switch(),
     "captioner.quantization.cache": Switch(),
-}
-# Settings of predict.py that only one task looks at; what stands below them is meant too.
-OF_ONE_TASK = {
-    **dict.fromkeys(("format", "rank", "merge", "merge_weights", "extract", "fuse", "export"), "export"),
-    **dict.fromkeys(("lora_scale", "merge_lora"), "edit"),
 }
 
 
@@ -217,23 +215,6 @@ def check_settings(cfg: DictConfig, rules: Mapping[str, Number | Switch]) -> Non
         raise UserError(f"scheduler.num_warmup_steps={warmup}: must not be above trainer.max_steps={steps}")
 
 
-def chosen_task(cfg: DictConfig, tasks: Mapping[str, str]) -> str:
-    """What `tasks` has for task=; raises UserError where there is no such task."""
-    if cfg.task not in tasks:
-        *names, last = tasks
-        raise UserError(f"task={cfg.task}: choose {', '.join(names)} or {last}")
-    return tasks[cfg.task]
-
-
-def check_task_settings(task: str, overrides: Sequence[str]) -> None:
-    """Raise a UserError for a setting on the command line that the task does not look at."""
-    for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
-        only = OF_ONE_TASK.get(key.partition(".")[0], task)
-        if only != task:
-            raise UserError(f"{key} has no effect with task={task}: it is a setting of task={only}")
-
-
 def _select(cfg: Any, parts: list[str], path: str = "") -> Iterator[tuple[str, Any]]:
     """The settings that a pattern matches, each with its name; a config has only some of them."""
     if not isinstance(cfg, DictConfig):
@@ -247,4 +228,4 @@ def _select(cfg: Any, parts: list[str], path: str = "") -> Iterator[tuple[str, A
         if rest:
             yield from _select(value, rest, f"{key}.")
         else:
-            yield key, list(value) if isinstance(value, ListConfig) else value
+            yield key, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,14 +1,15 @@
 """LoRA files that are used in prediction: checked, loaded, scaled, merged into the weights that they adapt."""
 
-import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from lightning_modules.adapters.formats.checked import require_loaded
 from lightning_modules.adapters.formats.lora_file import LoRAFile
@@ -19,8 +20,6 @@ from lightning_modules.adapters.rank_mask import NOT_MERGED, RANK_MASK_CALLBACKS
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import DTYPES
 
-log = logging.getLogger("retouch")
-
 
 class AppliedLoRAs:
     """The LoRAs of a prediction, weighed by one factor.
@@ -28,6 +27,7 @@ class AppliedLoRAs:
     Args:
         files: their weights.
         merge: whether they become a part of the transformer's weights while pictures are made.
+        scales: of layers, by patterns of diffusers' names of them: the last one that matches holds, else it is 1.
 
     Attributes:
         rank_gates: of those that are T-LoRAs, once they are loaded.
@@ -36,9 +36,12 @@ class AppliedLoRAs:
 
     callbacks = RANK_MASK_CALLBACKS
 
-    def __init__(self, files: Sequence[str | Path], merge: bool) -> None:
+    def __init__(
+        self, files: Sequence[str | Path], merge: bool = False, scales: Mapping[str, float] | None = None
+    ) -> None:
         self.files = [Path(file) for file in files]
         self.merge = merge
+        self.scales = dict(scales or {})
         self.rank_gates: list[RankGate] = []
         self._merged: MergedLoRAs | None = None
         self._scale: float | None = None
@@ -49,10 +52,19 @@ class AppliedLoRAs:
 
     def check(self, base: FrozenBase) -> None:
         """Raise a UserError for files that do not fit the base, or cannot be merged into it."""
+        names = layer_names(base)
+        adapted: set[str] = set()
         for path in self.files:
-            LoRAFile(path).check(layer_names(base), base.name)
+            meanings = LoRAFile(path).check(names, base.name)
+            adapted.update(layer for meaning in meanings.values() for layer in meaning.layers)
             if self.merge and read_rank_gate(path) is not None:
                 raise UserError(f"merge_lora=true: {NOT_MERGED}")
+        for pattern, scale in self.scales.items():
+            if not any(fnmatchcase(layer, pattern) for layer in adapted):
+                own = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", layer) for layer in names.sides if layer in adapted)
+                raise UserError(
+                    f"lora_scale={{{pattern}:{scale:g}}} matches no layer of the LoRA; it has {listing(list(own), 6)}"
+                )
         if self.files and self.merge:
             precision = base.source.expected_precision
             if precision not in DTYPES:
@@ -71,11 +83,8 @@ class AppliedLoRAs:
         self.rank_gates = []
         for name, path in zip(self._names, self.files, strict=True):
             file = LoRAFile(path)
-            updates = file.read(layer_names(base), base.name)
-            if file.text_encoder_keys:
-                log.warning(
-                    f"note: {path} is for text encoders too: {len(file.text_encoder_keys)} tensors are left out"
-                )
+            read = file.read(layer_names(base), base.name)
+            updates = {layer: update.scaled(self._scale_of(layer)) for layer, update in read.items()}
             state = encode(updates, FORMATS["diffusers"])
             with reading(path, "please report it"):
                 transformer.load_lora_adapter(state, prefix="transformer", adapter_name=name)
@@ -85,6 +94,10 @@ class AppliedLoRAs:
                 gate.attach(transformer, name)
                 self.rank_gates.append(gate)
         transformer.requires_grad_(False)
+
+    def _scale_of(self, layer: str) -> float:
+        matching = (scale for pattern, scale in reversed(self.scales.items()) if fnmatchcase(layer, pattern))
+        return next(matching, 1.0)
 
     def set_scale(self, transformer: Any, scale: float) -> None:
         """Weigh them, all by the same factor."""

@@ -65,6 +65,12 @@ class LowRank(NamedTuple):
         return self._replace(down=down.to(self.down.dtype), up=up.to(self.up.dtype))
 
 
+def inner(one: LowRank, other: LowRank) -> float:
+    """The sum of the products of two updates' numbers, which are of the same layer."""
+    downs, ups = ([part.double() for part in parts] for parts in ((one.down, other.down), (one.up, other.up)))
+    return float(((ups[0].T @ ups[1]) * (downs[0] @ downs[1].T)).sum())
+
+
 def minus(one: LowRank, other: LowRank) -> LowRank:
     """The difference of two updates, whose rank is the sum of theirs."""
     downs, ups = ([part.double() for part in parts] for parts in ((one.down, other.down), (one.up, other.up)))

@@ -1,7 +1,7 @@
 """How tensors are called in LoRA files."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # How the parts of a layer end. peft has the name of the adapter in them, as long as it is not saved by itself.
 PARTS = {
@@ -38,6 +38,17 @@ def divide(key: str) -> tuple[str, str | None]:
 def is_text_encoders(key: str) -> bool:
     """Whether a tensor is for a text encoder."""
     return TEXT_ENCODER.match(key) is not None
+
+
+def naming(key: str, prefixes: Mapping[str, str]) -> str:
+    """Whose name of a tensor this is.
+
+    Args:
+        prefixes: the programs that have them.
+    """
+    if PROCESSORS.search(key):
+        return "x-flux"
+    return next((program for prefix, program in prefixes.items() if key.startswith(prefix)), "bare names")
 
 
 def other_kind(keys: Iterable[str]) -> str | None:

@@ -1,8 +1,8 @@
 """LoRA files of any program: found, looked through without reading weights, and read as updates of a model's layers."""
 
 import json
+import logging
 import math
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +14,12 @@ from torch import Tensor
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import reading
 from lightning_modules.adapters.formats.conversion import split
-from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME
 from lightning_modules.adapters.formats.keys import divide, is_text_encoders, other_kind
 from lightning_modules.adapters.formats.names import LayerNames, Meaning
+from lightning_modules.adapters.formats.peft_settings import scale_of, settings_beside
 from lightning_modules.adapters.low_rank import LowRank
+
+log = logging.getLogger("retouch")
 
 # Where Retouch's own facts stand in a file's header. diffusers reads other keys and leaves this one alone.
 HEADER_KEY = "retouch"
@@ -25,6 +27,8 @@ HEADER_KEY = "retouch"
 DIFFUSERS_KEY = "lora_adapter_metadata"
 # A LoRA of thousands of layers has a header of about one.
 LARGEST_HEADER = 10 * 10**6
+# Letters; those of layers have about a hundred.
+LONGEST_NAME = 500
 
 
 class LoRAFile:
@@ -50,6 +54,8 @@ class LoRAFile:
                 self.metadata: dict[str, str] = opened.metadata() or {}
                 self.shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
                 self.dtypes = {key: str(opened.get_slice(key).get_dtype()) for key in self.shapes}
+            if not all(key.isprintable() and len(key) <= LONGEST_NAME for key in self.shapes):
+                raise ValueError("it has names that no layer has")
 
     @cached_property
     def header(self) -> dict[str, Any] | None:
@@ -123,7 +129,8 @@ class LoRAFile:
             down, up = self.shapes[parts["down"]], self.shapes[parts["up"]]
             meaning = names.meaning(name)
             if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] == 0:
-                raise self._error(f"is damaged: {_short(name)} has matrices of {down} and {up}")
+                what = "is for convolutions, too" if len(down) > 2 else "is damaged"
+                raise self._error(f"{what}: {_short(name)} has matrices of {down} and {up}")
             if meaning is None:
                 unknown.append(f"{_short(name)} is not in the model")
                 continue
@@ -134,7 +141,7 @@ class LoRAFile:
             found[name] = meaning
         if wrong := unknown + wide:
             made_for = (self.header or {}).get("base")
-            hint = f"; it was made for {made_for}" if made_for else ""
+            hint = f"; it was made for {printable(str(made_for)[:150])}" if made_for else ""
             if not found:
                 hint += "; looked for diffusers' names of the layers" + (" and for native ones" if names.native else "")
             raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
@@ -148,6 +155,9 @@ class LoRAFile:
         """
         updates: dict[str, LowRank] = {}
         meanings = self.check(names, base)
+        if self.text_encoder_keys:
+            count = len(self.text_encoder_keys)
+            log.warning(f"note: {self.path} is for text encoders too: {count} tensors are left out")
         with reading(self.path, "download it again"), safetensors.safe_open(self.path, framework="pt") as file:
             for name, parts in self.parts.items():
                 tensors = {part: file.get_tensor(key).float() for part, key in parts.items()}
@@ -165,37 +175,28 @@ class LoRAFile:
                     updates[layer] = update
         return {layer: updates[layer] for layer in names.sides if layer in updates}
 
+    def scales(self, names: LayerNames) -> dict[str, float]:
+        """alpha / rank of each layer, by the file's names of them, as `read` takes it."""
+        found = {}
+        with reading(self.path, "download it again"), safetensors.safe_open(self.path, framework="pt") as file:
+            for name, parts in self.parts.items():
+                alpha = file.get_tensor(parts["alpha"]) if "alpha" in parts else None
+                found[name] = self._scale(names, name, self.shapes[parts["down"]][0], alpha)
+        return found
+
     def _scale(self, names: LayerNames, name: str, rank: int, alpha: Tensor | None) -> float:
         """alpha / rank, wherever the file has its alpha; without one it is 1."""
         if alpha is not None:
             return float(alpha) / rank
-        settings = self._peft_settings
-        if "lora_alpha" not in settings:
-            return 1.0
         meaning = names.meaning(name)
-        layer = name if meaning is None else meaning.layers[0]
-        pattern = settings.get("alpha_pattern") or {}
-        try:
-            alphas = (pattern[key] for key in pattern if re.match(rf"(.*\.)?({key})$", layer))  # as peft does
-            own = next(alphas, settings["lora_alpha"])
-        except re.error as error:
-            raise ValueError(f"alpha_pattern: {error}") from error
-        return float(own) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        return scale_of(self._peft_settings, name if meaning is None else meaning.layers[0], rank)
 
     @cached_property
     def _peft_settings(self) -> Mapping[str, Any]:
         """peft's settings of the transformer's adapter: in diffusers' header, or in the file beside peft's weights."""
-        config = self.path.with_name(PEFT_CONFIG_NAME)
         if DIFFUSERS_KEY in self.metadata:
-            settings = self._json(DIFFUSERS_KEY)
-            return {key.removeprefix("transformer."): value for key, value in settings.items()}
-        if self.path.name == PEFT_WEIGHTS_NAME and config.is_file():
-            with reading(config, "download it again"):
-                settings = json.loads(config.read_text(encoding="utf-8"))
-                if not isinstance(settings, dict):
-                    raise ValueError("it is no settings of peft")
-                return settings
-        return {}
+            return {key.removeprefix("transformer."): value for key, value in self._json(DIFFUSERS_KEY).items()}
+        return settings_beside(self.path)
 
     def _magnitude(self, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Tensor | None:
         """DoRA's (out,); ComfyUI has it as (out, 1)."""

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from lightning_modules.native_names import NativeNames
 
-# What may stand before a layer's name, in files of diffusers, ComfyUI, peft, kohya's tools, OneTrainer and LyCORIS.
-PREFIXES = (
-    "transformer.",
-    "diffusion_model.",
-    "model.diffusion_model.",
-    "base_model.model.",
-    "lora_unet_",
-    "lora_transformer_",
-    "lycoris_",
-)
+# What may stand before a layer's name, and whose files have it.
+PREFIXES = {
+    "transformer.": "diffusers",
+    "diffusion_model.": "ComfyUI",
+    "model.diffusion_model.": "ComfyUI",
+    "base_model.model.": "peft",
+    "lora_unet_": "kohya",
+    "lora_transformer_": "OneTrainer",
+    "lycoris_": "LyCORIS",
+}
 
 
 class Sides(NamedTuple):
@@ -89,6 +89,20 @@ class LayerNames:
 
     def __contains__(self, layer: Any) -> bool:
         return layer in self.sides
+
+
+class OwnNames(LayerNames):
+    """The layers of a file by its own names without a prefix, where it is not known what model they are of.
+
+    Args:
+        sides: by the file's names.
+    """
+
+    def __init__(self, sides: Mapping[str, Sides]) -> None:
+        bare = {name: name.removeprefix(next(filter(name.startswith, PREFIXES), "")) for name in sides}
+        self.sides = {bare[name]: one for name, one in sides.items()}
+        self.native, self.swapped = {}, frozenset()
+        self._meanings = {name: Meaning((own,)) for name, own in bare.items()}
 
 
 def flat(name: str) -> str:

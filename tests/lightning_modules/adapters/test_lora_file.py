@@ -71,10 +71,21 @@ FILES = {
         stored({key.replace(".weight", f".{name}.weight"): one for key, one in GOOD.items() for name in "ab"}),
         "holds several adapters",
     ),
-    "long names": (stored({"x" * 50_000 + end: torch.ones(4, 4) for end in ("a", "b", "c")}), "is no LoRA (xxxx"),
+    "long names": (
+        stored({"x" * 50_000 + end: torch.ones(4, 4) for end in ("a", "b", "c")}),
+        "it has names that no layer has",
+    ),
     "long names of layers": (
-        stored({"y" * 50_000 + f".lora_{half}.weight": torch.ones(4, 4) for half in "AB"}),
-        "is not in the model",
+        stored({"y" * 400 + f".lora_{half}.weight": torch.ones(4, 4) for half in "AB"}),
+        "yyy... is not in the model",
+    ),
+    "many names": (
+        stored({f"{'y' * 400}{number}.lora_{half}.weight": torch.ones(4, 4) for half in "AB" for number in range(99)}),
+        "is not in the model and 96 more",
+    ),
+    "names that would write on the terminal": (
+        stored({"a\x1b[2Jb": torch.ones(4, 4)}),
+        "it has names that no layer has",
     ),
     "another model's": (
         stored({f"lora_unet_input_blocks_4_1.lora_{half}.weight": torch.ones(4, 4) for half in ("down", "up")}),

@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_modules.adapters.applied import AppliedLoRAs
 from tests.support.commands import compose
 from tests.support.tiny_adapters import build, export
 from tests.support.tiny_pipelines import MODELS
@@ -99,5 +100,5 @@ def test_prediction_is_configured_the_same_on_any_device(repositories, tiny, tmp
     """With a T-LoRA, and a start from it, too."""
     file = tmp_path / "x.safetensors"
     export(build(tiny, "ortho_tlora", "adapter.svd_of=weight"), file)
-    assert_nothing_follows(settings(repositories, "flux_kontext"), adapter=None, loras=[file])
+    assert_nothing_follows(settings(repositories, "flux_kontext"), adapter=None, loras=AppliedLoRAs([file]))
     assert_nothing_follows(settings(repositories, "flux_kontext", *WEIGHT, f"adapter.init_from={file}"))

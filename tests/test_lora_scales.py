@@ -1,0 +1,137 @@
+"""lora_scale by patterns of layers' names, against the stock pipeline with layers that are scaled by hand."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from PIL import Image
+
+from lightning_modules.adapters.peft_layers import lora_layers
+from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from tests.support.pictures import pixels, records
+from tests.support.same_adapters import randomize
+
+SCALES = "lora_scale={transformer_blocks.*:0.5,*.1.attn.to_?:-1,single_transformer_blocks.1.*:1.7}"
+STEPS = 3
+
+
+def by_hand(layer: str) -> float:
+    """What `SCALES` means, without patterns."""
+    first, number, *rest = layer.split(".")
+    if first == "single_transformer_blocks" and number == "1":
+        return 1.7
+    if number == "1" and rest in (["attn", "to_q"], ["attn", "to_k"], ["attn", "to_v"]):
+        return -1.0
+    return 0.5 if first == "transformer_blocks" else 1.0
+
+
+def stock_picture(stock, photo):
+    image = stock(
+        image=Image.open(photo), prompt="make it snow", width=48, height=32, max_area=48 * 32, guidance_scale=2.5,
+        num_inference_steps=STEPS, max_sequence_length=16, _auto_resize=False,
+        generator=torch.Generator().manual_seed(42),
+    ).images[0]  # fmt: skip
+    return np.asarray(image).astype(int)
+
+
+def scale_by_hand(stock):
+    """All adapters that are loaded."""
+    scaled = set()
+    for name, layer in stock.transformer.named_modules():
+        if isinstance(layer, LoraLayer):
+            scaled.add(by_hand(name))
+            for adapter in layer.scaling:
+                layer.scaling[adapter] *= by_hand(name)
+    assert scaled == {0.5, 1.0, -1.0, 1.7}
+
+
+@pytest.fixture
+def predict(run, photo, tmp_path):
+    """The picture that predict.py makes, and its record."""
+
+    def predict(*overrides):
+        out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
+        request = [f"image={photo}", "prompt=make it snow", f"num_inference_steps={STEPS}", f"output_dir={out}"]
+        run("predict", *request, *overrides)
+        [record] = records(out)
+        return pixels(out / record["file"]), record
+
+    return predict
+
+
+@pytest.mark.parametrize(
+    ("adapters", "more"),
+    [(["lora"], []), (["tlora"], []), (["lora"], ["merge_lora=true"]), (["tlora", "lora"], [])],
+    ids=["lora", "tlora", "merged", "both"],
+)
+def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(predict, stock, learned, photo, adapters, more):
+    folders = [learned(adapter) / "lora" / "last" for adapter in adapters]
+    lora = f"lora=[{','.join(map(str, folders))}]"
+    picture, record = predict(lora, SCALES, *more)
+    for adapter, folder in zip(adapters, folders, strict=True):
+        stock.load_lora_weights(folder, adapter_name=adapter)
+        if adapter == "tlora":
+            attach_rank_schedule(stock, folder, adapter)
+    stock.set_adapters(adapters)
+    unscaled = stock_picture(stock, photo)
+    scale_by_hand(stock)
+    expected = stock_picture(stock, photo)
+    assert np.abs(picture - expected).max() <= 1
+    assert np.abs(expected - unscaled).max() > 5
+    patterns = {"transformer_blocks.*": 0.5, "*.1.attn.to_?": -1.0, "single_transformer_blocks.1.*": 1.7}
+    assert record["lora_scale"] == patterns
+    assert record["file"] == f"photo_p00_img00_steps{STEPS}_g2.5_lora-by-layer.png"
+
+
+def test_weights_of_blocks_are_those_of_diffusers(predict, stock, trained, photo):
+    picture, _ = predict(f"lora={trained}", "lora_scale={transformer_blocks.0.*:0.2,single_transformer_blocks.*:1.5}")
+    stock.load_lora_weights(trained / "lora" / "last", adapter_name="x")
+    weights = {"single_transformer_blocks": 1.5, "transformer_blocks.0": 0.2, "transformer_blocks.1": 1.0}
+    stock.transformer.set_adapters(["x"], [weights])
+    assert np.abs(picture - stock_picture(stock, photo)).max() <= 1
+
+
+def test_dora_is_scaled_before_its_rows_get_their_norms(predict, stock, photo, tiny, tmp_path):
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    stock.transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_dora=True))
+    randomize(stock.transformer)
+    for layer in lora_layers(stock.transformer).values():
+        layer.lora_B["default"].weight.data *= 20
+    stock.transformer.save_lora_adapter(tmp_path / "dora")
+    unscaled = stock_picture(stock, photo)
+    scale_by_hand(stock)
+    settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "model.dtype=float32"]
+    picture, _ = predict(f"lora={tmp_path / 'dora'}", *settings, "model.max_sequence_length=16", SCALES)
+    expected = stock_picture(stock, photo)
+    assert np.abs(picture - expected).max() <= 1
+    assert np.abs(expected - unscaled).max() > 5
+
+
+def test_on_a_quantized_base_all_layers_by_a_pattern_are_one_scale(predict, trained):
+    quantized = [f"lora={trained}", "model/quantization=fp8", "model.quantization.cache=false"]
+    picture, _ = predict(*quantized, "lora_scale={*:0.6}")
+    one, _ = predict(*quantized, "lora_scale=0.6")
+    full, _ = predict(*quantized)
+    assert np.abs(picture - one).max() <= 1
+    assert np.abs(picture - full).max() > 2
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ("{transformer_block.*:0.5}", "matches no layer of the LoRA; it has transformer_blocks.*.attn.to_q, "),
+        ("{transformer_blocks.*:0.5,nothing:1}", "lora_scale={nothing:1} matches no layer"),
+        ("{7:0.5}", "lora_scale={7:0.5} matches no layer"),
+        ("{*:much}", "lora_scale={'*': 'much'}: must be a number or a list of them or a mapping {PATTERN:NUMBER}"),
+        ("[{*:0.5},{*:1}]", "must be a number or a list of them or a mapping"),
+    ],
+)
+def test_a_wrong_mapping_is_one_line(run, trained, photo, tmp_path, scale, words):
+    request = [f"lora={trained}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
+    assert words in run("predict", *request, f"lora_scale={scale}", ok=False).error
+
+
+def test_a_mapping_needs_a_lora(run, photo):
+    outcome = run("predict", f"image={photo}", "prompt=x", "lora_scale={*:0.5}", ok=False)
+    assert "lora_scale needs lora=" in outcome.error
