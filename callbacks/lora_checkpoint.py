@@ -19,6 +19,22 @@ CHECKS = ("always", "once", "never")
 NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "cache", "cache_dir")
 
 
+def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a LoRA file's header says of its model: predict.py needs no more.
+
+    Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
+
+    Args:
+        name: of the model's YAML.
+        model: its composed settings.
+    """
+    header: dict[str, Any] = {"name": name, **_plain(model)}
+    if quantization := model.get("quantization"):
+        lists = {k: list(v) for k, v in quantization.items() if isinstance(v, Sequence) and not isinstance(v, str)}
+        header["quantization"] = _plain(quantization) | lists
+    return header
+
+
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     plain = {k: v for k, v in settings.items() if v is None or isinstance(v, str | int | float)}
     return {k: v for k, v in plain.items() if k not in NOT_OF_THE_MODEL}
@@ -45,11 +61,7 @@ class LoRACheckpoint(L.Callback):
         self.dtype = export_dtype(dtype)
         self.check = check
         self.save_every = save_every
-        # Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
-        self.model: dict[str, Any] = {"name": model_name, **_plain(model)}
-        if quantization := model.get("quantization"):
-            lists = {k: list(v) for k, v in quantization.items() if isinstance(v, Sequence) and not isinstance(v, str)}
-            self.model["quantization"] = _plain(quantization) | lists
+        self.model = model_header(model_name, model)
         self.saved_step = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""task=export: write a LoRA for other programs, of another rank, or several as one."""
+"""task=export: write a LoRA for other programs, of another rank, several as one, or into a transformer's weights."""
 
 from pathlib import Path
 
@@ -10,56 +10,71 @@ from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGH
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.written import FORMATS, export_dtype, save_lora
 from tasks.edit import as_list
-from tasks.export_ranks import warn_of_constant_rank, with_constant_rank, with_rank
+from tasks.export_ranks import with_constant_rank, with_rank
 from tasks.export_table import say_written
+from tasks.export_transformers import check_fuse, extracted, fuse
 from tasks.exported_pictures import PICTURES, are_asked_for, check_pictures, compare_pictures
-from tasks.loras_read import ReadLoRA, alone, sum_of, title
-from tasks.models import model_for
+from tasks.loras_read import LoRA, ReadLoRA, alone, sum_of, title
+from tasks.models import KnownModel, model_for
 from tasks.settings import PREDICTION, check_settings
 from tasks.terminal import log
 
 
 def export(cfg: DictConfig, output_dir: Path) -> None:
-    """Write cfg.lora, or the sum of cfg.merge, to output_dir."""
+    """Write the LoRA of cfg.lora, cfg.merge or cfg.extract, or a transformer that has it in its weights."""
     dtype = export_dtype(cfg.export.dtype)
     if cfg.format not in FORMATS:
         raise UserError(f"format={cfg.format}: choose {', '.join(FORMATS)}")
     files, weights = chosen(cfg)
-    # The first one that tells its model does so for all.
-    model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
-    cfg.model = model.settings
-    check_settings(cfg, PREDICTION)  # again: a file's header may hold any value
-    path = free_path(cfg, files, output_dir)
+    titles = [title(file.path) for file in files] or [Path(cfg.extract).name]
+    path = free_path(cfg, titles, output_dir)
+    if cfg.fuse:
+        check_fuse(cfg, output_dir)
     pictures = are_asked_for(cfg)
-    if pictures:
-        check_pictures(cfg, model, output_dir)
-    ones = [ReadLoRA(file, model) for file in files]
-    ranks = None
-    if cfg.merge is not None:
-        lora = with_rank(sum_of(ones, weights), cfg.rank)
-    elif ones[0].gate is not None:
-        lora, ranks = with_constant_rank(cfg, ones[0], model)
+    note = ""
+    if cfg.extract is not None:
+        if pictures:
+            raise UserError("extract= makes no pictures: leave image= and prompt= out")
+        lora, model = extracted(cfg)
     else:
-        lora = with_rank(alone(ones[0]), cfg.rank)
-    made = {"format": cfg.format, "from": [title(file.path) for file in files]}
-    made |= {"weights": weights} if cfg.merge is not None else {}
-    made |= {"rank": cfg.rank} if cfg.rank is not None else {}
-    save_lora(lora.updates, path, lora.header_of(made), dtype, cfg.format, model.names)
-    say_written(path, lora, model, cfg.format, cfg.export.dtype)
-    if ranks is not None:
-        warn_of_constant_rank(cfg, ranks, ones[0].updates)
+        # The first one that tells its model does so for all.
+        model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
+        cfg.model = model.settings
+        check_settings(cfg, PREDICTION)  # again: a file's header may hold any value
+        if pictures:
+            check_pictures(cfg, model, output_dir)
+        lora, note = read(cfg, [ReadLoRA(file, model) for file in files], weights, model)
+    if cfg.fuse:
+        fuse(cfg, lora, model, output_dir)
+    else:
+        made = {"format": cfg.format, "from": titles}
+        made |= {"weights": weights} if cfg.merge is not None else {}
+        made |= {"rank": cfg.rank} if cfg.rank is not None else {}
+        save_lora(lora.updates, path, lora.header_of(made), dtype, cfg.format, model.names)
+        say_written(path, lora, model, cfg.format, cfg.export.dtype)
+    if note:
+        log.warning(note)
     if pictures:
         found = compare_pictures(cfg, files[0].path, path, output_dir)
         log.info(
             f"the pictures differ by {found.exported:.1f} of 255 on average, the edit itself changes {found.edit:.1f}"
             f" (look at them: {output_dir / PICTURES})"
         )
-    log.info(f"done: {path}")
+    log.info(f"done: {output_dir if cfg.fuse else path}")
 
 
-def free_path(cfg: DictConfig, files: list[LoRAFile], output_dir: Path) -> Path:
+def read(cfg: DictConfig, ones: list[ReadLoRA], weights: list[float], model: KnownModel) -> tuple[LoRA, str]:
+    """One LoRA, or the sum of several, of cfg.rank; and what is to be said of it."""
+    if cfg.merge is not None:
+        return with_rank(sum_of(ones, weights), cfg.rank), ""
+    if ones[0].gate is not None:
+        return with_constant_rank(cfg, ones[0], model)
+    return with_rank(alone(ones[0]), cfg.rank), ""
+
+
+def free_path(cfg: DictConfig, titles: list[str], output_dir: Path) -> Path:
     """Where the file goes; raises UserError where something is that is not to be overwritten."""
-    name = "+".join(title(file.path) for file in files) + ("" if cfg.rank is None else f"_rank{cfg.rank}")
+    name = "+".join(titles) + ("" if cfg.rank is None else f"_rank{cfg.rank}")
     path = output_dir / (FORMATS[cfg.format].file or f"{short_name(name, 200)}_{cfg.format}.safetensors")
     written = [path, *([path.with_name(PEFT_CONFIG_NAME)] if path.name == PEFT_WEIGHTS_NAME else [])]
     for one in written:
@@ -69,10 +84,15 @@ def free_path(cfg: DictConfig, files: list[LoRAFile], output_dir: Path) -> Path:
 
 
 def chosen(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
-    """The files of lora= or merge=, and each one's weight."""
-    if (cfg.lora is None) == (cfg.merge is None):
-        both = "merge= names all that are added up: leave lora= out" if cfg.lora is not None else "name it by lora=RUN"
-        raise UserError(f"task=export writes one LoRA, or several as one by merge=[RUN,RUN]: {both}")
+    """The files of lora= or merge=, and each one's weight; none of extract=."""
+    given = [key for key in ("lora", "merge", "extract") if cfg[key] is not None]
+    if len(given) != 1:
+        raise UserError(
+            "task=export writes one LoRA by lora=RUN, several as one by merge=[RUN,RUN], or that of a fine-tuned "
+            f"transformer by extract=FOLDER: give one of them{', not ' + ' and '.join(given) if given else ''}"
+        )
+    if cfg.extract is not None:
+        return [], []
     key = "lora" if cfg.merge is None else "merge"
     found = [LoRAFile(find_weights(lora)) for lora in as_list(cfg, key)]
     if cfg.merge is None:

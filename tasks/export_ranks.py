@@ -36,8 +36,8 @@ def with_rank(lora: LoRA, rank: int | None) -> LoRA:
     return reduced
 
 
-def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tuple[LoRA, ActiveRanks]:
-    """The first components of a T-LoRA, and the ranks that it has in sampling."""
+def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tuple[LoRA, str]:
+    """The first components of a T-LoRA, and what is to be said of that."""
     gate = one.gate
     assert gate is not None
     with without_network(model.settings) as module:
@@ -54,15 +54,15 @@ def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tup
             f"{ranks.mean:.1f}, which is rank={max(round(ranks.mean), 1)}"
         )
     lora = alone(one)
-    return lora._replace(updates=ranks.first(lora.updates, cfg.rank)), ranks
+    return lora._replace(updates=ranks.first(lora.updates, cfg.rank)), _what_is_lost(cfg, ranks, lora.updates)
 
 
-def warn_of_constant_rank(cfg: DictConfig, ranks: ActiveRanks, updates: Mapping[str, LowRank]) -> None:
-    """Say what is lost where the rank no longer follows the timestep."""
+def _what_is_lost(cfg: DictConfig, ranks: ActiveRanks, updates: Mapping[str, LowRank]) -> str:
+    """Where the rank no longer follows the timestep."""
     schedule = ranks.gate.schedule
     how = "" if are_asked_for(cfg) else '; to measure it on a picture, pass image=photo.png prompt="..."'
-    log.warning(
-        f"note: the file has rank {cfg.rank} at every timestep, the T-LoRA {schedule.min_rank} to {schedule.rank}, "
+    return (
+        f"note: the rank is {cfg.rank} at every timestep, the T-LoRA's {schedule.min_rank} to {schedule.rank}, "
         f"{ranks.mean:.1f} on average over {len(ranks.ranks)} sampling steps. In a step the update of the weights is "
         f"{percent(ranks.difference(updates, cfg.rank))} of its norm away from the T-LoRA's, on average; pictures may "
         f"differ by less or more{how}"

@@ -98,6 +98,12 @@ def in_use(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def require_empty(folder: Path) -> None:
+    """Raise a UserError for a folder, in use by this command, that holds something: it would be replaced as a whole."""
+    if any(path.name != LOCK for path in folder.iterdir()):
+        raise UserError(f"output_dir={folder} is not empty: choose another folder")
+
+
 class MakeFolder(Callback):
     """A Hydra callback: makes the folder before Hydra does, whose errors are tracebacks.
 

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.pretrained.assembly import save_quantized
-from tasks.folders import LOCK
+from tasks.folders import require_empty
 from tasks.placement import compute_device, frozen_model
 from tasks.terminal import log, silence_libraries
 
@@ -32,8 +32,7 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
         raise UserError(
             f"task=quantize cannot write {quantization.backend}'s layers: leave model.quantization.backend out"
         )
-    if any(path.name != LOCK for path in output_dir.iterdir()):  # it is replaced as a whole
-        raise UserError(f"output_dir={output_dir} is not empty: choose another folder")
+    require_empty(output_dir)
     module.check()
     module.base.source.check_unquantized("task=quantize")
     transformer = module.to(device).base.load_transformer()

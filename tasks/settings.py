@@ -186,6 +186,7 @@ PREDICTION: dict[str, Number | Switch] = {
     "merge_lora": Switch(),
     "rank": replace(COUNT, null=True),
     "merge_weights": Number(null=True, several=True),
+    "fuse": Switch(),
     "delete": Switch(),
     "overwrite": Switch(),
     "captioner.max_new_tokens": COUNT,
@@ -196,7 +197,7 @@ PREDICTION: dict[str, Number | Switch] = {
 }
 # Settings of predict.py that only one task looks at; what stands below them is meant too.
 OF_ONE_TASK = {
-    **dict.fromkeys(("format", "rank", "merge", "merge_weights", "export"), "export"),
+    **dict.fromkeys(("format", "rank", "merge", "merge_weights", "extract", "fuse", "export"), "export"),
     **dict.fromkeys(("lora_scale", "merge_lora"), "edit"),
 }
 

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
+from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.execution.freed_memory import return_freed_memory
@@ -90,9 +91,13 @@ def write_fused(
 
     Returns:
         What is lost by rounding; None where the weights are quantized for the first time.
+
+    Raises:
+        UserError: the weights are no safetensors files, or the folder cannot be written.
     """
     weights = transformer_weights(source.repository, source.revision)
-    assert weights is not None
+    if weights is None:
+        raise UserError(f"{source.name}: only safetensors weights can take a LoRA in")
     fused = FusedWeights(weights, updates, device)
     with replacing_folder(folder) as unfinished:
         if weights.format is None and source.quantization is None:

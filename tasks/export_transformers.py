@@ -1,0 +1,87 @@
+"""Whole transformers in task=export: a LoRA of what one has learned, and one that has a LoRA in its weights."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.filesize import decimal
+
+from callbacks.lora_checkpoint import model_header
+from datamodules.errors import UserError, listing
+from lightning_modules.adapters.applied import layer_names
+from lightning_modules.adapters.extraction import extract
+from lightning_modules.adapters.fusing import write_fused
+from tasks.export_ranks import WORST
+from tasks.export_table import percent
+from tasks.exported_pictures import are_asked_for
+from tasks.folders import require_empty
+from tasks.loras_read import LoRA
+from tasks.models import KnownModel
+from tasks.placement import compute_device, frozen_model
+from tasks.terminal import log, silence_libraries
+
+# A share of the update that is lost by rounding, above which people would see it.
+MUCH = 0.2
+
+
+def extracted(cfg: DictConfig) -> tuple[LoRA, KnownModel]:
+    """The LoRA of cfg.rank that is nearest to what cfg.extract has learned, beside the model of model=."""
+    if cfg.rank is None:
+        raise UserError(f"extract={cfg.extract} needs rank=N: the difference of two transformers has the rank of none")
+    silence_libraries()
+    name = HydraConfig.get().runtime.choices["model"]
+    settings: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    device, module = compute_device(cfg), frozen_model(cfg)
+    module.base.check()
+    log.info(f"comparing {cfg.extract} with {module.base.transformer_name}, layer by layer")
+    found = extract(module.base.source, cfg.extract, cfg.rank, device)
+    worst = sorted(found.errors, key=lambda layer: -found.errors[layer])[:WORST]
+    log.info(
+        f"rank {cfg.rank} lacks {percent(found.error)} of the difference, most in "
+        f"{', '.join(f'{layer} ({percent(found.errors[layer])})' for layer in worst)}"
+    )
+    if found.others:
+        log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(found.others)}")
+    header = {"model": model_header(name, settings), **module.base.provenance()}
+    header["adapter"] = {"rank": cfg.rank, "alpha": cfg.rank}
+    return LoRA(found.updates, header, 1.0), KnownModel(name, module.base.name, layer_names(module.base), cfg.model)
+
+
+def check_fuse(cfg: DictConfig, output_dir: Path) -> None:
+    """Raise a UserError for what fuse=true does not do."""
+    overrides = HydraConfig.get().overrides.task
+    for key in ("format", "export.dtype"):
+        if any(override.startswith(f"{key}=") for override in overrides):
+            raise UserError(f"{key} has no effect with fuse=true, which writes a transformer as its base is")
+    if are_asked_for(cfg):
+        raise UserError("fuse=true makes no pictures: leave image= and prompt= out")
+    require_empty(output_dir)
+
+
+def fuse(cfg: DictConfig, lora: LoRA, model: KnownModel, output_dir: Path) -> None:
+    """Write the model's transformer with the LoRA in its weights to output_dir."""
+    if model.guessed:
+        raise UserError(f"fuse=true needs the model itself: pass model=NAME, as in model={model.name}")
+    silence_libraries()
+    device = compute_device(cfg)
+    if cfg.model.quantization is not None:
+        cfg.model.quantization.cache = False
+    module = frozen_model(cfg)
+    module.check()
+    source = module.base.source
+    if source.stored_format is None and source.quantization is not None and source.quantization.on_disk is None:
+        raise UserError(f"fuse=true cannot write {source.backend}'s layers: leave model.quantization.backend out")
+    rounding = write_fused(source, lora.updates, output_dir, device)
+    size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
+    log.info(f"{output_dir} holds {model.base}'s transformer with the LoRA in it, {source.precision}, {decimal(size)}")
+    if rounding is not None and rounding.share > 0:
+        tell: Any = log.warning if rounding.share > MUCH else log.info
+        more = ": use the LoRA beside the base where you can" if rounding.share > MUCH else ""
+        start = "note: " if rounding.share > MUCH else ""
+        tell(f"{start}rounding to {source.precision} changes the update by {percent(rounding.share)}{more}")
+    given = [override for override in HydraConfig.get().overrides.task if override.startswith(("model.", "model/"))]
+    same = [f"model={model.name}", *(one for one in given if not one.startswith("model.transformer_name"))]
+    command = " ".join(map(shlex.quote, [*same, f"model.transformer_name_or_path={output_dir}"]))
+    log.info(f'use it: python predict.py {command} image=PHOTO.png prompt="..."')

@@ -1,0 +1,129 @@
+"""task=export with whole transformers: a LoRA in the weights, and a LoRA of what was fine-tuned."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hydra.utils import instantiate
+
+from tests.support.commands import compose, short
+from tests.support.pictures import pixels
+
+WEIGHTS = "pytorch_lora_weights.safetensors"
+
+
+def request(photo, *more):
+    return [f"image={photo}", "prompt=mirror picture 1", "num_inference_steps=3", *more]
+
+
+def kontext(tiny, *more):
+    return [
+        "model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "model.dtype=float32",
+        "model.max_sequence_length=16", *more,
+    ]  # fmt: skip
+
+
+def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, photo, tmp_path):
+    outcome = run("predict", "task=export", f"lora={trained}", "fuse=true", f"output_dir={tmp_path / 'fused'}")
+    assert f"model.transformer_name_or_path={tmp_path / 'fused'}" in outcome.text
+    assert not (tmp_path / "fused" / WEIGHTS).exists()
+    run("predict", f"lora={trained}", *request(photo, f"output_dir={tmp_path / 'lora'}"))
+    fused = f"model.transformer_name_or_path={tmp_path / 'fused'}"
+    run("predict", *kontext(tiny, fused), *request(photo, f"output_dir={tmp_path / 'out'}"))
+    run("predict", *kontext(tiny), *request(photo, f"output_dir={tmp_path / 'base'}"))
+    with_lora, with_fused, alone = (pixels(next((tmp_path / name).glob("*.png"))) for name in ("lora", "out", "base"))
+    assert np.abs(with_lora - with_fused).max() <= 1
+    assert np.abs(with_lora - alone).max() > 10
+
+
+@pytest.mark.parametrize("format", ["fp8", "nf4"])
+def test_on_a_quantized_base_what_is_lost_is_said(run, tiny, trained, tmp_path, format):
+    quantized = [f"model/quantization={'fp8' if format == 'fp8' else 'fp4'}", f"model.quantization.format={format}"]
+    run("predict", "task=quantize", *kontext(tiny, *quantized), f"output_dir={tmp_path / 'base'}")
+    base = f"model.transformer_name_or_path={tmp_path / 'base'}"
+    outcome = run("predict", "task=export", f"lora={trained}", "fuse=true", base, f"output_dir={tmp_path / 'fused'}")
+    assert f"rounding to {format} changes the update by " in outcome.text
+    config = json.loads((tmp_path / "fused" / "config.json").read_text())
+    assert config["quantization_config"]
+    run("predict", "task=export", f"lora={trained}", "fuse=true", *quantized, f"output_dir={tmp_path / 'first'}")
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["quantization_config"]
+
+
+def test_a_merge_and_a_constant_rank_are_fused(run, learned, tiny, tmp_path):
+    lora, tlora = learned("lora"), learned("tlora")
+    run("predict", "task=export", f"merge=[{lora},{lora}]", "merge_weights=[0.5,0.25]", "fuse=true",
+        f"output_dir={tmp_path / 'sum'}")  # fmt: skip
+    outcome = run(
+        "predict", "task=export", f"lora={tlora}", "rank=2", "fuse=true", f"output_dir={tmp_path / 'constant'}"
+    )
+    assert "the rank is 2 at every timestep" in outcome.text
+    layer = "transformer_blocks.0.attn.to_q"
+    state = safetensors.torch.load_file(lora / "lora" / "last" / WEIGHTS)
+    update = state[f"transformer.{layer}.lora_B.weight"] @ state[f"transformer.{layer}.lora_A.weight"]
+    [base] = (tiny / "transformer").glob("*.safetensors")
+    [fused] = (tmp_path / "sum").glob("*.safetensors")
+    before, after = (safetensors.torch.load_file(file)[f"{layer}.weight"] for file in (base, fused))
+    torch.testing.assert_close(after - before, 0.75 * update, rtol=1e-4, atol=1e-6)
+    assert "transformer." not in " ".join(
+        safetensors.torch.load_file(next((tmp_path / "constant").glob("*.safetensors")))
+    )
+
+
+def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, photo, tmp_path):
+    """At full rank it makes the pictures of the fine-tuned transformer; biases and norms are named."""
+    short_run = [one for one in short(tiny, pairs, tmp_path / "run", 4) if "adapter.rank" not in one]
+    run("train", *short_run, "adapter=full", "optimizer.lr=1e-3", "scheduler=constant")
+    tuned = tmp_path / "run" / "model" / "last"
+    outcome = run(
+        "predict", "task=export", f"extract={tuned}", "rank=64", *kontext(tiny), f"output_dir={tmp_path / 'lora'}"
+    )
+    assert "rank 64 lacks " in outcome.text
+    assert "note: a LoRA cannot hold what else differs, biases and norms: " in outcome.text
+    small = run(
+        "predict", "task=export", f"extract={tuned}", "rank=2", *kontext(tiny), f"output_dir={tmp_path / 'small'}"
+    )
+    assert "rank 2 lacks " in small.text
+    lora = tmp_path / "lora" / WEIGHTS
+    base, fine = (
+        instantiate(compose("predict", *kontext(folder)).model).base.load_transformer() for folder in (tiny, tuned)
+    )
+    state = safetensors.torch.load_file(lora)
+    for name, weight in fine.named_parameters():
+        layer = f"transformer.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in state:
+            update = state[f"{layer}.lora_B.weight"] @ state[f"{layer}.lora_A.weight"]
+            torch.testing.assert_close(update, weight - base.get_parameter(name), rtol=1e-3, atol=1e-5)
+    run("predict", f"lora={lora}", *request(photo, f"output_dir={tmp_path / 'out'}"))
+
+
+MISTAKES = {
+    ("extract={tuned}",): "needs rank=N",
+    ("extract={tuned}", "rank=4"): "does not differ from",
+    ("extract={tuned}", "rank=4", "lora={lora}"): "give one of them, not lora and extract",
+    ("extract=nowhere/at-all", "rank=4"): "nowhere/at-all",
+    ("lora={lora}", "fuse=true", "format=kohya"): "format has no effect with fuse=true",
+    ("lora={lora}", "fuse=true", "prompt=x"): "fuse=true makes no pictures",
+    ("lora={lora}", "fuse=true", "output_dir={full}"): "is not empty",
+    (
+        "lora={lora}",
+        "fuse=true",
+        "model/quantization=fp8",
+        "model.quantization.backend=quanto",
+    ): "cannot write quanto's",
+}
+
+
+@pytest.mark.parametrize("settings", MISTAKES)
+def test_mistakes_are_one_line(run, tiny, trained, tmp_path, settings):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    places = {"tuned": tiny, "lora": trained, "full": tmp_path / "full"}
+    arguments = [one.format(**places) for one in settings]
+    if "output_dir" not in arguments[-1]:
+        arguments.append(f"output_dir={tmp_path / 'out'}")
+    base = kontext(tiny) if "extract" in arguments[0] else []
+    outcome = run("predict", "task=export", *base, *arguments, ok=False)
+    assert MISTAKES[settings] in outcome.error
+    assert not (tmp_path / "out").exists()
