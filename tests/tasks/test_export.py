@@ -232,6 +232,7 @@ def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, ma
     path, _ = export(f"lora={lora}", *model, "format=comfyui")
     assert path.name == "elsewhere_comfyui.safetensors"
     same(updates, read(path, names["flux_kontext"]))
+    assert "fits none of the models" in run("predict", "task=export", f"lora={path}", ok=False).error, "as before"
     again, _ = export(f"lora={path}", *model)
     same(updates, read(again, names["flux_kontext"]))
 
