@@ -1,6 +1,7 @@
 """LoRA weights for predict.py and other tools, and checkpoints to resume from."""
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from datamodules.files import replacing
 from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
+
+log = logging.getLogger("retouch")
 
 CHECKS = ("always", "once", "never")
 # Settings of a run, and of the machine that it ran on.
@@ -112,5 +115,7 @@ class LoRACheckpoint(L.Callback):
             trainer.save_checkpoint(self.run.checkpoint)  # all processes take part; the first one writes
         trainer.strategy.barrier()  # no process leaves before the files are in place
         if self.check != "never" and trainer.is_global_zero:
-            module.adapter.check_exported(self.run.weights(module.adapter.folder, "last"), module.base)
+            weights = self.run.weights(module.adapter.folder, "last")
+            if words := module.adapter.check_exported(weights, module.base):
+                log.info(f"{weights} was read back: {words}")
             self.check = "never" if self.check == "once" else self.check

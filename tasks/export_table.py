@@ -9,7 +9,7 @@ from rich.table import Table
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.readers import Reader, readers
+from lightning_modules.adapters.formats.readers import readers
 from lightning_modules.adapters.formats.written import FORMATS
 from lightning_modules.adapters.low_rank import relative_change
 from tasks.loras_read import LoRA
@@ -40,14 +40,8 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str, dtype: s
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
     for reader in readers(FORMATS[format], model.names, lora.updates, dora):
-        table.add_row(reader.program, escape(reads(reader)))
+        table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
-
-
-def reads(reader: Reader) -> str:
-    """In words."""
-    verdict = {True: "reads it", False: "does not read it", None: "not tried"}[reader.reads]
-    return f"{verdict}: {reader.note}" if reader.note else verdict
 
 
 def percent(share: float) -> str:

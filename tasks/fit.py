@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -67,7 +69,13 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
     run = RunFolder(output_dir)
     with no_traces_unless_started(run, cfg.data.get("cache_dir")):
         if is_first_process():
-            check_upload(OmegaConf.select(cfg, "hub.push"), OmegaConf.select(cfg, "hub.every", default="end"))
+            repository, sweep = OmegaConf.select(cfg, "hub.push"), HydraConfig.get().mode is RunMode.MULTIRUN
+            if sweep and repository is not None and not OmegaConf.is_interpolation(cfg.hub, "push"):
+                raise UserError(
+                    f"hub.push={repository}: the jobs of a sweep would replace each other's weights there; name one "
+                    "for each, hub.push='owner/name-${hydra:job.num}'"
+                )
+            check_upload(repository, OmegaConf.select(cfg, "hub.every", default="end"))
         trainer = train(cfg, run)
         upload = find_callback(trainer, HubUpload)
         if upload is not None:  # behind the run, for which other processes would wait

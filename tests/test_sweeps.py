@@ -34,3 +34,12 @@ def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, ti
     assert "Traceback" not in outcome.text
     rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
     assert [bool(row["error"]) for row in rows] == [False, True, False]
+
+
+def test_jobs_of_a_sweep_do_not_upload_to_one_repository(run, tiny, pairs, tmp_path):
+    arguments = short(tiny, pairs, tmp_path / "sweep", 2)
+    outcome = run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", "hub.push=me/snow", ok=False)
+    assert "hub.push=me/snow: the jobs of a sweep would replace each other's weights there" in outcome.text
+    own = "hub.push='me/snow-${hydra:job.num}'"
+    outcome = run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", own, ok=False)
+    assert "hub.push=me/snow-1 needs the network" in outcome.text

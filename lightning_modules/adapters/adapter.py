@@ -75,9 +75,13 @@ class Adapter(ABC):
             dtype: of a LoRA's file; a whole pipeline is in the base's.
         """
 
-    def check_exported(self, folder: Path, base: FrozenBase) -> None:
-        """Raise a UserError where diffusers would not load what `export` has written as it is."""
-        return
+    def check_exported(self, folder: Path, base: FrozenBase) -> str:
+        """Read back what `export` has written, as others will; gives what programs make of it, in words.
+
+        Raises:
+            UserError: diffusers would not load it as it is.
+        """
+        return ""
 
     @abstractmethod
     def describe(self, trained: Mapping[str, Tensor]) -> str:

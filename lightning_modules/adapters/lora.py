@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
-from lightning_modules.adapters.formats.checked import check_with_diffusers
+from lightning_modules.adapters.formats.checked import read_back
 from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
@@ -210,12 +210,9 @@ class LoRA(Adapter):
             log.info(f"export.dtype={str(dtype)[6:]}: rounding changes the update by {change:.2%}")
         return lambda folder: save_lora(updates, folder / WEIGHTS_NAME, header, dtype)
 
-    def check_exported(self, folder: Path, base: FrozenBase) -> None:
-        import diffusers
-
-        path, pipeline_class = folder / WEIGHTS_NAME, getattr(diffusers, base.family_class.pipeline_name)
-        updates = LoRAFile(path).read(LayerNames(base.source.meta, base.family_class.native_names), base.name)
-        check_with_diffusers(path, updates, pipeline_class, base.source.meta)
+    def check_exported(self, folder: Path, base: FrozenBase) -> str:
+        names = LayerNames(base.source.meta, base.family_class.native_names)
+        return read_back(folder / WEIGHTS_NAME, names, base.family_class.pipeline_name, base.source.meta)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])

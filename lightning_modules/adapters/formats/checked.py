@@ -11,8 +11,32 @@ from torch import nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reason
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.readers import readers
+from lightning_modules.adapters.formats.written import FORMATS
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import lora_layers
+
+
+def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: Any) -> str:
+    """Check a file in the form for diffusers; gives what programs make of it, in words.
+
+    Args:
+        names: of the transformer's layers.
+        pipeline_name: of diffusers' pipeline.
+        transformer: as for `check_with_diffusers`.
+
+    Raises:
+        UserError: diffusers would not load it as it is.
+    """
+    import diffusers
+
+    file = LoRAFile(path)
+    updates = file.read(names, pipeline_name)
+    check_with_diffusers(path, updates, getattr(diffusers, pipeline_name), transformer)
+    found = readers(FORMATS["diffusers"], names, updates, masked="rank_schedule" in file.adapter)
+    return "; ".join(f"{one.program} {one.verdict}" for one in found if one.program != "Retouch")
 
 
 def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_class: Any, transformer: Any) -> None:

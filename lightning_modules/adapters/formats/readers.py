@@ -19,6 +19,12 @@ class Reader(NamedTuple):
     reads: bool | None
     note: str = ""
 
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        found = {True: "reads it", False: "does not read it", None: "not tried"}[self.reads]
+        return f"{found}: {self.note}" if self.note else found
+
 
 class Names(NamedTuple):
     """How a file names layers: what stands before, whether as in the model's own code, whether with _ for each dot."""
@@ -54,6 +60,7 @@ DIFFUSERS = {
     (False, True): {Names("lora_unet_", flat=True)},
 }
 PEFT = "base_model.model."
+COMFYUI_DORA = "nearly: it divides by the norms of the base's rows, not of the updated ones"
 MASKED = "uses its full rank at every timestep, which is not what was trained: task=export rank=N"
 
 
@@ -86,7 +93,7 @@ def _comfyui(how: Format, named: Names, own: bool, dora: bool) -> Reader:
         return Reader("ComfyUI", None, "nobody has tried these names: format=comfyui")
     if dora and how.magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, f"leaves {how.magnitude[0]} out, half of the DoRA: format=comfyui")
-    return Reader("ComfyUI", True)
+    return Reader("ComfyUI", True, COMFYUI_DORA if dora else "")
 
 
 def _diffusers(how: Format, named: Names, own: bool, layers: list[str], dora: bool) -> Reader:
