@@ -147,10 +147,8 @@ def test_old_caches_are_named_first_and_deleted_when_told(run, tiny, pairs, tmp_
 
 
 def test_task_that_does_not_exist(run):
-    assert (
-        "task=catch: choose edit, cache, preview, clean, quantize, inspect, compare_precision or caption"
-        in run("predict", "task=catch", ok=False).error
-    )
+    names = "edit, cache, preview, clean, quantize, inspect, compare_precision, caption, export or lora_info"
+    assert f"task=catch: choose {names}" in run("predict", "task=catch", ok=False).error
 
 
 def test_command_that_trains_on_a_cache_is_quoted(run, tiny, tmp_path):

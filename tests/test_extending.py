@@ -81,7 +81,7 @@ ADAPTER = '''
         def check(self, base, training):
             pass
 
-        def inject(self, transformer):
+        def inject(self, transformer, native):
             for name, parameter in transformer.named_parameters():
                 parameter.requires_grad_(name.endswith("attn.to_q.bias"))
             transformer.train()
@@ -89,7 +89,7 @@ ADAPTER = '''
         def tensors(self, part):
             return {name: parameter.detach() for name, parameter in trainable(part).items()}
 
-        def export(self, parts, base, header):
+        def export(self, parts, base, header, dtype):
             state = {name: tensor.clone() for name, tensor in self.tensors(parts["transformer"]).items()}
 
             def write(folder):

@@ -46,10 +46,10 @@ def dense(update):
 
 def relative(one, other):
     """How far two LoRAs are apart, by whole matrices, as a share of the first one."""
-    names = dict.fromkeys([*one, *other])
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    pairs = [[dense(side[name]) if name in side else zero for side in (one, other)] for name in names]
-    different, whole = (sum(float(part.square().sum()) for part in parts) for parts in (
-        [a - b for a, b in pairs], [a for a, _ in pairs]
-    ))  # fmt: skip
+    different = whole = 0.0
+    for name in dict.fromkeys([*one, *other]):  # of the real model one matrix after the other
+        first, second = (dense(side[name]) if name in side else zero for side in (one, other))
+        different += float((first - second).square().sum())
+        whole += float(first.square().sum())
     return (different / whole) ** 0.5

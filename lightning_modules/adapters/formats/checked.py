@@ -1,10 +1,9 @@
 """LoRA files read back by diffusers' own loader, as others will read them."""
 
-import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,45 +23,62 @@ def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: An
 
     Args:
         names: of the transformer's layers.
-        pipeline_name: of diffusers' pipeline.
-        transformer: as for `check_with_diffusers`.
+        pipeline_name, transformer: as for `check_with_diffusers`.
 
     Raises:
         UserError: diffusers would not load it as it is.
     """
-    import diffusers
-
     file = LoRAFile(path)
     updates = file.read(names, pipeline_name)
-    check_with_diffusers(path, updates, getattr(diffusers, pipeline_name), transformer)
+    check_with_diffusers(path, updates, pipeline_name, transformer)
     found = readers(FORMATS["diffusers"], names, updates, masked="rank_schedule" in file.adapter)
     return "; ".join(f"{one.program} {one.verdict}" for one in found if one.program != "Retouch")
 
 
-def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_class: Any, transformer: Any) -> None:
-    """Load a file into a copy of a transformer, by the stock pipeline.
+def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_name: str, transformer: Any) -> None:
+    """Load a file into a copy of a transformer, by the loader that the stock pipeline has.
 
     Args:
         updates: what the file is to do.
-        pipeline_class: of diffusers.
+        pipeline_name: of diffusers.
         transformer: without an adapter, on the meta device; it stays as it is.
 
     Raises:
         UserError: diffusers refuses the file, leaves layers out, or makes something else of it.
     """
-    arguments = inspect.signature(pipeline_class.__init__).parameters.items()
-    needed = [name for name, one in arguments if one.default is one.empty and name not in ("self", "transformer")]
-    copy = _without_memory(transformer)
-    pipeline = pipeline_class(**dict.fromkeys(needed), transformer=copy)
+    copy, loader = _without_memory(transformer), loader_of(pipeline_name)
     try:
-        if hasattr(pipeline, "load_lora_weights"):
-            pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
-        else:
+        if loader is None:
             copy.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name="check")
+        else:
+            pipeline = type("Pipeline", (Alone, loader), {})(copy)
+            pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
     except Exception as error:  # whatever a loader of another library raises
-        name = pipeline_class.__name__
-        raise UserError(f"{path} is written, but diffusers' {name} cannot load it: {reason(error)}") from error
+        raise UserError(f"{path} is written, but diffusers' {pipeline_name} cannot load it: {reason(error)}") from error
     require_loaded(copy, "check", updates, path)
+
+
+def loader_of(pipeline_name: str) -> Any:
+    """The mixin by which a pipeline of diffusers loads LoRAs, known by its name; None for one that has none.
+
+    The pipeline's own module would import the classes of its encoders, without which training on cached latents does.
+    """
+    from diffusers.loaders import lora_pipeline
+
+    end = "LoraLoaderMixin"
+    starts = [name.removesuffix(end) for name in vars(lora_pipeline) if name.endswith(end)]
+    longest = max((start for start in starts if start and pipeline_name.startswith(start)), key=len, default=None)
+    return None if longest is None else getattr(lora_pipeline, longest + end)
+
+
+class Alone:
+    """What a loader of diffusers asks of its pipeline, which has nothing but a transformer."""
+
+    components: ClassVar[dict[str, Any]] = {}
+    hf_device_map = text_encoder = text_encoder_2 = None
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
 
 
 def _without_memory(transformer: Any) -> Any:

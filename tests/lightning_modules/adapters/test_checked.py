@@ -1,42 +1,28 @@
 """What is written, by diffusers' own loaders: of today's families and of those to come."""
 
-from typing import ClassVar
-
 import diffusers
 import pytest
 import safetensors.torch
 import torch
-from diffusers.loaders.lora_pipeline import Flux3LoraLoaderMixin
+from diffusers.loaders import lora_pipeline
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.checked import check_with_diffusers
+from lightning_modules.adapters.formats.checked import check_with_diffusers, loader_of
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.low_rank import LowRank
 from tests.support.commands import short
 from tests.support.foreign_files import flux, qwen
 
-
-class Flux3Pipeline(Flux3LoraLoaderMixin):
-    """FLUX.3's is a modular one, of which only the loader is used here."""
-
-    hf_device_map: ClassVar = None
-    components: ClassVar = {}
-
-    def __init__(self, transformer):
-        self.transformer = transformer
-
-
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 LAYERS = {"num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32}
 TRANSFORMERS = {
-    "FluxKontextPipeline": flux,
-    "QwenImageEditPlusPipeline": qwen,
+    "FluxPipeline": flux,
     "QwenImagePipeline": qwen,
     "Flux2Pipeline": lambda: diffusers.Flux2Transformer2DModel(
         in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
     ),
-    "Flux3": lambda: diffusers.Flux3Transformer2DModel(
+    "Flux3Pipeline": lambda: diffusers.Flux3Transformer2DModel(
         in_channels=16, cond_in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
     ),
     "ZImagePipeline": lambda: diffusers.ZImageTransformer2DModel(
@@ -56,10 +42,6 @@ def on_meta(name):
         return TRANSFORMERS[name]()
 
 
-def pipeline_class(name):
-    return Flux3Pipeline if name == "Flux3" else getattr(diffusers, name)
-
-
 def updates_of(transformer, chosen):
     """Random ones of an adapter of rank 2, its scale in the up projections."""
     generator = torch.Generator().manual_seed(0)
@@ -75,15 +57,15 @@ def updates_of(transformer, chosen):
 
 @pytest.mark.parametrize("chosen", [None, ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")])
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_stock_pipelines_take_our_files_as_they_are(tmp_path, name, chosen):
+def test_stock_loaders_take_our_files_as_they_are(tmp_path, name, chosen):
     transformer = on_meta(name)
     updates = updates_of(transformer, chosen)
     assert len(updates) > 3
     save_lora(updates, tmp_path / "x.safetensors", {"adapter": {"rank": 2}})
-    check_with_diffusers(tmp_path / "x.safetensors", updates, pipeline_class(name), transformer)
+    check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
 
 
-@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux3", "Krea2Pipeline", "ZImagePipeline"])
+@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux3Pipeline", "Krea2Pipeline", "ZImagePipeline"])
 def test_alpha_beside_the_layers_is_what_their_loaders_refuse(tmp_path, name):
     transformer = on_meta(name)
     updates = updates_of(transformer, ("to_q",))
@@ -94,11 +76,11 @@ def test_alpha_beside_the_layers_is_what_their_loaders_refuse(tmp_path, name):
     with pytest.raises(
         UserError, match=r"x.safetensors (is written, but diffusers' .* cannot load it|is read wrongly)"
     ):
-        check_with_diffusers(tmp_path / "x.safetensors", updates, pipeline_class(name), transformer)
+        check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
 
 
 def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path):
-    transformer = on_meta("FluxKontextPipeline")
+    transformer = on_meta("FluxPipeline")
     updates = updates_of(transformer, ("to_q", "to_k"))
     save_lora(updates, tmp_path / "x.safetensors", {})
     first, second, *_ = updates
@@ -108,15 +90,17 @@ def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path):
         with pytest.raises(
             UserError, match=rf"x.safetensors is read wrongly by diffusers: {name} differ from the file"
         ):
-            check_with_diffusers(tmp_path / "x.safetensors", expected, diffusers.FluxKontextPipeline, transformer)
+            check_with_diffusers(tmp_path / "x.safetensors", expected, "FluxPipeline", transformer)
 
 
 @pytest.mark.parametrize(("check", "times"), [("always", 3), ("once", 1), ("never", 0)])
 def test_savings_are_read_back_as_often_as_they_are_to_be(run, tiny, pairs, tmp_path, monkeypatch, check, times):
     made = []
-    load = diffusers.FluxKontextPipeline.load_lora_weights
+    load = lora_pipeline.FluxLoraLoaderMixin.load_lora_weights
     monkeypatch.setattr(
-        diffusers.FluxKontextPipeline, "load_lora_weights", lambda self, *a, **k: made.append(a) or load(self, *a, **k)
+        lora_pipeline.FluxLoraLoaderMixin,
+        "load_lora_weights",
+        lambda self, *a, **k: made.append(a) or load(self, *a, **k),
     )
     run("train", *short(tiny, pairs, tmp_path / "run", 3), "save_every=1", f"export.check={check}")
     assert len(made) == times
@@ -126,8 +110,29 @@ def test_a_failed_check_keeps_the_weights(run, tiny, pairs, tmp_path, monkeypatc
     def refuse(*_, **__):
         raise ValueError("unexpected keys: a.b\nand more")
 
-    monkeypatch.setattr(diffusers.FluxKontextPipeline, "load_lora_weights", refuse)
+    monkeypatch.setattr(lora_pipeline.FluxLoraLoaderMixin, "load_lora_weights", refuse)
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), ok=False)
     assert "is written, but diffusers' FluxKontextPipeline cannot load it: unexpected keys: a.b" in outcome.error
     assert (tmp_path / "run/lora/last/pytorch_lora_weights.safetensors").is_file()
     assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
+
+
+NAMES = [name for name in dir(diffusers) if name.startswith(("Flux", "Qwen", "ZImage", "Krea2", "LongCat", "Ideogram"))]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.endswith("Pipeline") and "Modular" not in name and "Redux" not in name]
+)
+def test_the_loader_of_a_pipeline_is_the_one_that_it_has(name):
+    mixins = [base for base in getattr(diffusers, name).__mro__ if base.__name__.endswith("LoraLoaderMixin")]
+    assert loader_of(name) is (mixins[0] if mixins else None)
+
+
+def test_a_transformer_without_a_pipelines_loader_has_its_own(tmp_path):
+    transformer = on_meta("QwenImagePipeline")
+    updates = updates_of(transformer, ("to_q",))
+    save_lora(updates, tmp_path / "x.safetensors", {})
+    check_with_diffusers(tmp_path / "x.safetensors", updates, "Other", transformer)
+    more = updates | {"x": next(iter(updates.values()))}
+    with pytest.raises(UserError, match="read wrongly"):
+        check_with_diffusers(tmp_path / "x.safetensors", more, "Other", transformer)
