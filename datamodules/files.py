@@ -153,6 +153,7 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        _let_others_read(temporary)
         if folder.is_dir():
             if keep:
                 return
@@ -163,6 +164,17 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
     finally:
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _let_others_read(folder: Path) -> None:
+    """Give its files the permissions that new ones have here: safetensors lets nobody else read what it writes."""
+    new = folder / ".new"
+    new.touch()
+    mode = new.stat().st_mode & 0o777
+    new.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def sha256(path: Path) -> str:

@@ -6,10 +6,12 @@ from omegaconf import DictConfig
 
 from datamodules.errors import UserError
 
-# Settings of predict.py that only one task looks at; what stands below them is meant too.
-OF_ONE_TASK = {
-    **dict.fromkeys(("format", "rank", "merge", "merge_weights", "extract", "fuse", "export"), "export"),
-    **dict.fromkeys(("lora_scale", "merge_lora"), "edit"),
+# Settings of predict.py that only some tasks look at; what stands below them is meant too.
+OF_TASKS = {
+    **dict.fromkeys(("format", "rank", "merge", "merge_weights", "extract", "fuse", "export"), ("export",)),
+    **dict.fromkeys(("lora_scale", "merge_lora"), ("edit",)),
+    "overwrite": ("caption", "export"),
+    "delete": ("clean",),
 }
 
 
@@ -25,6 +27,6 @@ def check_task_settings(task: str, overrides: Sequence[str]) -> None:
     """Raise a UserError for a setting on the command line that the task does not look at."""
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
-        only = OF_ONE_TASK.get(key.partition(".")[0], task)
-        if only != task:
-            raise UserError(f"{key} has no effect with task={task}: it is a setting of task={only}")
+        tasks = OF_TASKS.get(key.partition(".")[0], (task,))
+        if task not in tasks:
+            raise UserError(f"{key} has no effect with task={task}: it is a setting of task={' and task='.join(tasks)}")

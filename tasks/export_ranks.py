@@ -60,10 +60,10 @@ def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tup
 def _what_is_lost(cfg: DictConfig, ranks: ActiveRanks, updates: Mapping[str, LowRank]) -> str:
     """Where the rank no longer follows the timestep."""
     schedule = ranks.gate.schedule
-    how = "" if are_asked_for(cfg) else '; to measure it on a picture, pass image=photo.png prompt="..."'
+    pictures = "" if are_asked_for(cfg) else '; image=photo.png prompt="..." measures what that changes in pictures'
     return (
         f"note: the rank is {cfg.rank} at every timestep, the T-LoRA's {schedule.min_rank} to {schedule.rank}, "
-        f"{ranks.mean:.1f} on average over {len(ranks.ranks)} sampling steps. In a step the update of the weights is "
-        f"{percent(ranks.difference(updates, cfg.rank))} of its norm away from the T-LoRA's, on average; pictures may "
-        f"differ by less or more{how}"
+        f"{ranks.mean:.1f} on average over {len(ranks.ranks)} sampling steps. The update of the weights is "
+        f"{percent(ranks.difference(updates, cfg.rank))} of its norm away in a step, on average, which says little of "
+        f"pictures{pictures}"
     )

@@ -35,7 +35,8 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str, dtype: s
     table.add_row("format", format)
     table.add_row("model", f"{model.base}{', or another one of these layers' if model.guessed else ''}")
     table.add_row("layers", f"{len(written.parts)}{', DoRA' if dora else ''}")
-    table.add_row("rank", str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}")
+    fused = f", {found[-1]} where several of diffusers' layers are one here" if found[-1] > lora.rank else ""
+    table.add_row("rank", f"{lora.rank}{fused}")
     table.add_row("numbers", dtype + ("" if error < TOO_DIFFERENT else f", {percent(error)} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()

@@ -9,9 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from callbacks.lora_checkpoint import model_header
+from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.applied import layer_names
 from lightning_modules.adapters.extraction import extract
+from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import write_fused
 from tasks.export_ranks import WORST
 from tasks.export_table import percent
@@ -35,8 +37,10 @@ def extracted(cfg: DictConfig) -> tuple[LoRA, KnownModel]:
     settings: Any = OmegaConf.to_container(cfg.model, resolve=True)
     device, module = compute_device(cfg), frozen_model(cfg)
     module.base.check()
-    log.info(f"comparing {cfg.extract} with {module.base.transformer_name}, layer by layer")
-    found = extract(module.base.source, cfg.extract, cfg.rank, device)
+    run = RunFolder(cfg.extract).weights(FullFineTuning.folder, "last")
+    tuned = str(run) if run.is_dir() else cfg.extract
+    log.info(f"comparing {tuned} with {module.base.transformer_name}, layer by layer")
+    found = extract(module.base.source, tuned, cfg.rank, device)
     worst = sorted(found.errors, key=lambda layer: -found.errors[layer])[:WORST]
     log.info(
         f"rank {cfg.rank} lacks {percent(found.error)} of the difference, most in "

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,9 +37,10 @@ def run_folder(ckpt_path: str | None) -> str:
     return new_folder("%Y-%m-%d_%H-%M-%S")
 
 
-def prediction_folder() -> str:
-    """Where a prediction without output_dir= goes."""
-    return new_folder("prediction_%Y-%m-%d_%H-%M-%S")
+def prediction_folder(task: str) -> str:
+    """Where a task of predict.py without output_dir= goes."""
+    kind = re.sub(r"\W", "", task) if task != "edit" else "prediction"
+    return new_folder(f"{kind}_%Y-%m-%d_%H-%M-%S")
 
 
 def new_folder(pattern: str) -> str:

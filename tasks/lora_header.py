@@ -11,6 +11,8 @@ from lightning_modules.adapters.formats.lora_file import DIFFUSERS_KEY, HEADER_K
 LETTERS = 70
 # Of a path.
 PATH = 48
+# The settings of the model, of which `base` is the one that counts, and the schedule, which has a row.
+SAID_ELSEWHERE = ("model.pre", "model.max_non", "adapter.rank_schedule")
 # Entries that are JSON of many.
 OWN = (HEADER_KEY, DIFFUSERS_KEY)
 # Of a header's text that is looked into.
@@ -74,6 +76,8 @@ def _entries(key: str, text: str) -> Iterator[tuple[str, str]]:
         except (ValueError, RecursionError):
             pass  # it is shown as it stands there
     for name, value in found:
+        if name.startswith(SAID_ELSEWHERE):
+            continue
         if value not in ("", "None", "null", "[]", "{}"):
             yield name, end_of(value, PATH) if value.startswith("/") else shown(value)
 

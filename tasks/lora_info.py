@@ -23,6 +23,8 @@ WIDEST = 120
 # Lines of a header, and layers that are named.
 ENTRIES, DIFFERENT, LAYERS = 12, 20, 3
 CHART = "lora_info.png"
+# %, below which two updates are the same to float32's rounding.
+EQUAL = 1e-3
 
 
 def lora_info(cfg: DictConfig, output_dir: Path) -> None:
@@ -33,8 +35,8 @@ def lora_info(cfg: DictConfig, output_dir: Path) -> None:
     facts = [facts_of(cfg, LoRAFile(find_weights(str(lora)))) for lora in loras]
     chart = output_dir / CHART
     chart.unlink(missing_ok=True)  # of another time
-    tables = [_one(facts[0]) if len(facts) == 1 else _two(facts[0], facts[1])]
-    names = [end_of(str(one.file.path), 60) for one in facts]
+    names = [end_of(str(lora), 44) for lora in loras]
+    tables = [_one(facts[0]) if len(facts) == 1 else _two(facts[0], facts[1], names)]
     if len(facts) == 1:
         values = facts[0].norms
         title, unit, zero = f"Update of each layer: {names[0]}", "Frobenius norm of the update", "all zero"
@@ -44,6 +46,9 @@ def lora_info(cfg: DictConfig, output_dir: Path) -> None:
         unit, zero = "relative difference, %", "equal"
         if values:
             tables.append(_differences(facts[0], facts[1], values))
+        if values and max(values.values()) < EQUAL:
+            values = {}
+            log.info("the updates of all layers that both have are the same, to rounding")
     console = Console(stderr=True)
     console.width = min(console.width, WIDEST)
     console.print(*tables)
@@ -99,11 +104,12 @@ def _one(facts: LoRAFacts) -> Table:
     return table
 
 
-def _two(one: LoRAFacts, other: LoRAFacts) -> Table:
-    table = _table("What differs between two LoRAs", [end_of(str(facts.file.path), 44) for facts in (one, other)])
+def _two(one: LoRAFacts, other: LoRAFacts, columns: Sequence[str]) -> Table:
+    table = _table("What differs between two LoRAs", columns)
     rows = [facts.rows() for facts in (one, other)]
     for name in dict.fromkeys([*rows[0], *rows[1]]):
-        _add(table, name, *(row.get(name, "") for row in rows))
+        if rows[0].get(name) != rows[1].get(name):
+            _add(table, name, *(row.get(name, "") for row in rows))
     table.add_section()
     headers = [entries(facts.file.metadata) for facts in (one, other)]
     common = set(_common(one, other))

@@ -61,9 +61,10 @@ class AppliedLoRAs:
                 raise UserError(f"merge_lora=true: {NOT_MERGED}")
         for pattern, scale in self.scales.items():
             if not any(fnmatchcase(layer, pattern) for layer in adapted):
-                own = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", layer) for layer in names.sides if layer in adapted)
+                own = [re.sub(r"\.\d+\..*", ".*", layer) for layer in names.sides if layer in adapted]
+                blocks = sorted(dict.fromkeys(own), key=lambda one: not one.endswith("*"))
                 raise UserError(
-                    f"lora_scale={{{pattern}:{scale:g}}} matches no layer of the LoRA; it has {listing(list(own), 6)}"
+                    f"lora_scale={{{pattern}:{scale:g}}} matches no layer of the LoRA; it has {listing(blocks, 6)}"
                 )
         if self.files and self.merge:
             precision = base.source.expected_precision

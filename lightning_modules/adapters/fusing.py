@@ -47,11 +47,15 @@ class FusedWeights(Weights):
 
     Args:
         updates: by the names of the layers.
+        dtype: of the weights with them.
         device: to compute on.
     """
 
-    def __init__(self, weights: SafetensorsWeights, updates: Mapping[str, LowRank], device: torch.device) -> None:
+    def __init__(
+        self, weights: SafetensorsWeights, updates: Mapping[str, LowRank], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.dtypes = weights.dtypes
+        self._dtype = dtype
         self.rounding = Rounding()
         self._weights = weights
         self._updates = updates
@@ -61,9 +65,9 @@ class FusedWeights(Weights):
         weight = self._weights.read(name)
         update = self._updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if update is None:
-            return weight
+            return weight.to(self._dtype)
         wanted = updated(weight.to(self._device), update)
-        written = wanted.to(weight.dtype)
+        written = wanted.to(self._dtype)
         self.rounding.note(weight.to(self._device), wanted, written)
         return written.cpu()
 
@@ -83,8 +87,8 @@ def write_fused(
 ) -> Rounding | None:
     """Write a transformer with updates in its weights to a folder, in diffusers' layout.
 
-    What is not quantized on disk is quantized as the settings say, after the updates are in; what is, is dequantized,
-    updated and quantized again, each layer in its own format.
+    What is not quantized on disk is written in the model's dtype, or quantized as the settings say, after the updates
+    are in; what is quantized there is dequantized, updated and quantized again, each layer in its own format.
 
     Args:
         device: to compute on.
@@ -98,7 +102,7 @@ def write_fused(
     weights = transformer_weights(source.repository, source.revision)
     if weights is None:
         raise UserError(f"{source.name}: only safetensors weights can take a LoRA in")
-    fused = FusedWeights(weights, updates, device)
+    fused = FusedWeights(weights, updates, source.dtype, device)
     with replacing_folder(folder) as unfinished:
         if weights.format is None and source.quantization is None:
             _write_plain(source, weights, fused, unfinished)
@@ -120,7 +124,9 @@ def _write_plain(source: TransformerSource, weights: SafetensorsWeights, fused: 
     """One file after the other, of which one is in memory."""
     source.meta.save_config(folder)
     pattern = "diffusion_pytorch_model{suffix}.safetensors"
-    plan = split_torch_state_dict_into_shards(weights.on_meta(), filename_pattern=pattern, max_shard_size=FILE_SIZE)
+    plan = split_torch_state_dict_into_shards(
+        weights.on_meta(source.dtype), filename_pattern=pattern, max_shard_size=FILE_SIZE
+    )
     for number, (file, names) in enumerate(plan.filename_to_tensors.items(), 1):
         log.info(f"writing file {number} of {len(plan.filename_to_tensors)}")
         tensors = {name: fused.read(name) for name in names}

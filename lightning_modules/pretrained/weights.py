@@ -16,7 +16,6 @@ from lightning_modules.pretrained.component_files import GET_AGAIN
 from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.stored import OnDisk
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Pages of a file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
 
@@ -62,14 +61,13 @@ class SafetensorsWeights(Weights):
             self._touched += tensor.nbytes
             return tensor
 
-    def on_meta(self) -> dict[str, Tensor]:
-        """Their shapes and dtypes."""
+    def on_meta(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Their shapes, as tensors of this dtype."""
         shapes = {}
         for file in sorted(set(self._file.values())):
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    one = opened.get_slice(name)
-                    shapes[name] = torch.empty(one.get_shape(), dtype=DTYPES[one.get_dtype()], device="meta")
+                    shapes[name] = torch.empty(opened.get_slice(name).get_shape(), dtype=dtype, device="meta")
         return shapes
 
     @cached_property

@@ -48,8 +48,8 @@ def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, 
     assert facts["rank"] == 2 * width
     assert LoRAFile(path).trained_scale == LoRAFile(weights_of(lora)).trained_scale == 2.0
     assert "the rank is 2 at every timestep, the T-LoRA's 1 to 4, " in text
-    assert re.search(r"the update of the weights is [\d.]+ % of its norm away", text)
-    assert 'to measure it on a picture, pass image=photo.png prompt="..."' in text
+    assert re.search(r"The update of the weights is [\d.]+ % of its norm away", text)
+    assert 'image=photo.png prompt="..." measures what that changes in pictures' in text
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

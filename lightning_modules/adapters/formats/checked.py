@@ -32,7 +32,11 @@ def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: An
     updates = file.read(names, pipeline_name)
     check_with_diffusers(path, updates, pipeline_name, transformer)
     found = readers(FORMATS["diffusers"], names, updates, masked="rank_schedule" in file.adapter)
-    return "; ".join(f"{one.program} {one.verdict}" for one in found if one.program != "Retouch")
+    programs: dict[str, list[str]] = {}
+    for one in found:
+        if one.program != "Retouch":
+            programs.setdefault(one.verdict, []).append(one.program)
+    return "; ".join(f"{' and '.join(names)}: {verdict}" for verdict, names in programs.items())
 
 
 def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_name: str, transformer: Any) -> None:

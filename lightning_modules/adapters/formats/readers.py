@@ -22,6 +22,8 @@ class Reader(NamedTuple):
     @property
     def verdict(self) -> str:
         """In words."""
+        if self.note == MASKED:
+            return f"reads it {self.note}"
         found = {True: "reads it", False: "does not read it", None: "not tried"}[self.reads]
         return f"{found}: {self.note}" if self.note else found
 
@@ -61,7 +63,7 @@ DIFFUSERS = {
 }
 PEFT = "base_model.model."
 COMFYUI_DORA = "nearly: it divides by the norms of the base's rows, not of the updated ones"
-MASKED = "uses its full rank at every timestep, which is not what was trained: task=export rank=N"
+MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
 
 
 def readers(
