@@ -24,10 +24,10 @@ from hydra.utils import instantiate
 
 from benchmarks.made_up_weights import write_transformer
 from benchmarks.memory import compose
-from lightning_modules.adapters.applied import layer_names
 from lightning_modules.adapters.extraction import extract
 from lightning_modules.adapters.formats.checked import check_with_diffusers
 from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.adapters.low_rank import LowRank
@@ -74,7 +74,7 @@ def measure(folder: Path, depth: int | None, rank: int, formats: list[str]) -> l
     rows: list[dict[str, Any]] = []
     write_transformer(folder / "base", depth)
     module, source = source_of(folder / "base")
-    names = layer_names(module.base)
+    names = LayerNames.of(module.base)
     generator = torch.Generator().manual_seed(0)
     updates = {
         name: LowRank(

@@ -9,7 +9,7 @@ from callbacks.best_effort import best_effort
 from callbacks.lookup import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.run_folder import RunFolder
-from callbacks.uploads import HELD, Uploads, linked
+from callbacks.uploads import HELD, Uploads, held_for_upload
 from datamodules.errors import UserError
 from lightning_modules.edit_module import EditModule
 
@@ -53,18 +53,19 @@ class HubUpload(L.Callback):
             return
         self._saved_step = keeper.saved_step
         with best_effort(f"upload of step {keeper.saved_step}"):
-            if pl_module.adapter.keeps_steps:
-                folder = self.run.weights(self._kind, f"step-{keeper.saved_step:06d}")
-            else:
-                folder = linked(self.run.weights(self._kind, "last"), self.run.path / HELD)
+            name = f"step-{keeper.saved_step:06d}" if pl_module.adapter.keeps_steps else "last"
+            folder = held_for_upload(self.run.weights(self._kind, name), self.run.path / HELD)
             self._uploads.begin({"": folder})
 
     def finish(self) -> None:
         """After the run: upload what there is, and wait for it; a signal ends the wait."""
         folders = {"": self.run.weights(self._kind, "last"), "best": self.run.weights(self._kind, "best")}
         folders = {place: folder for place, folder in folders.items() if folder.is_dir()}
-        if self._uploads is not None and folders:
-            self._uploads.finish(folders)
+        if self._uploads is None or not folders:
+            return
+        with best_effort(f"upload to {self.repository}"):
+            held = {place: held_for_upload(folder, self.run.path / HELD) for place, folder in folders.items()}
+            self._uploads.finish(held, folders)
             shutil.rmtree(self.run.path / HELD, ignore_errors=True)
 
 

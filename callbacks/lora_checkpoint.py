@@ -105,7 +105,7 @@ class LoRACheckpoint(L.Callback):
     def _save(self, trainer: L.Trainer, module: EditModule) -> None:
         assert module.adapter is not None
         assert module.transformer is not None
-        step = self.saved_step = trainer.global_step
+        step = trainer.global_step
         names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
         self.write(trainer, module, *names)
         if trainer.is_global_zero:
@@ -114,6 +114,7 @@ class LoRACheckpoint(L.Callback):
         else:
             trainer.save_checkpoint(self.run.checkpoint)  # all processes take part; the first one writes
         trainer.strategy.barrier()  # no process leaves before the files are in place
+        self.saved_step = step
         if self.check != "never" and trainer.is_global_zero:
             weights = self.run.weights(module.adapter.folder, "last")
             if words := module.adapter.check_exported(weights, module.base):

@@ -9,9 +9,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from callbacks.report.page import without_secrets
 from callbacks.signals import stop
 from datamodules.errors import without_credentials
 from datamodules.files import reason
+from lightning_modules.adapters.formats.written import forget_folders
 
 log = logging.getLogger("retouch")
 
@@ -51,8 +53,12 @@ class Uploads:
                 self._thread.start()
         remove_links(replaced)
 
-    def finish(self, folders: Folders) -> None:
-        """Upload these, wait for it, and say what came of it; a signal ends the wait."""
+    def finish(self, folders: Folders, originals: Folders) -> None:
+        """Upload these, wait for it, and say what came of it; a signal ends the wait.
+
+        Args:
+            originals: of which they are copies, to be uploaded by hand where it failed.
+        """
         if stop.signal is None:
             log.info(f"uploading to {self.repository}")
             self._is_last = True
@@ -61,7 +67,7 @@ class Uploads:
         unfinished = not self._is_last or self._thread is not None
         failure = f"stopped by {stop.signal.name}" if stop.signal is not None and unfinished else self._failure
         if failure:
-            by_hand = " && ".join(self._command(place, folder) for place, folder in folders.items())
+            by_hand = " && ".join(self._command(place, folder) for place, folder in originals.items())
             log.warning(f"note: not uploaded to {self.repository}: {failure}; by hand: {by_hand}")
         else:
             from huggingface_hub import constants
@@ -127,9 +133,22 @@ class Uploads:
             )
 
 
-def linked(folder: Path, held: Path) -> Path:
-    """A folder of links to these files, which stay when others take the folder's place."""
-    return shutil.copytree(folder, held / str(time.time_ns()), copy_function=os.link)
+def held_for_upload(folder: Path, held: Path) -> Path:
+    """A folder of links to these files, which stay when others take the folder's place.
+
+    A LoRA whose header names folders of this machine is a copy that does not.
+    """
+    links = Path(shutil.copytree(folder, held / str(time.time_ns()), copy_function=_link))
+    for path in links.glob("*.safetensors"):
+        forget_folders(path, without_secrets)
+    return links
+
+
+def _link(source: str, place: str) -> None:
+    try:
+        os.link(source, place)
+    except OSError:  # some file systems have no links
+        shutil.copy2(source, place)
 
 
 def remove_links(folders: Folders | None) -> None:

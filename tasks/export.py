@@ -26,7 +26,7 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
     if cfg.format not in FORMATS:
         raise UserError(f"format={cfg.format}: choose {', '.join(FORMATS)}")
     files, weights = chosen(cfg)
-    titles = [title(file.path) for file in files] or [Path(cfg.extract).name]
+    titles = [title(file.path) for file in files] or [Path(str(cfg.extract)).name]
     path = free_path(cfg, titles, output_dir)
     if cfg.fuse:
         check_fuse(cfg, output_dir)
@@ -51,7 +51,7 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         made |= {"weights": weights} if cfg.merge is not None else {}
         made |= {"rank": cfg.rank} if cfg.rank is not None else {}
         save_lora(lora.updates, path, lora.header_of(made), dtype, cfg.format, model.names)
-        say_written(path, lora, model, cfg.format, cfg.export.dtype)
+        say_written(path, lora, model, cfg.format)
     if note:
         log.warning(note)
     if pictures:
@@ -94,7 +94,7 @@ def chosen(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
     if cfg.extract is not None:
         return [], []
     key = "lora" if cfg.merge is None else "merge"
-    found = [LoRAFile(find_weights(lora)) for lora in as_list(cfg, key)]
+    found = [LoRAFile(find_weights(str(lora))) for lora in as_list(cfg, key)]
     if cfg.merge is None:
         if len(found) > 1:
             raise UserError(f"lora={cfg.lora}: to write several as one, name them by merge=")

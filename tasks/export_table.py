@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.lora_file import LoRAFile
@@ -15,20 +17,27 @@ from lightning_modules.adapters.low_rank import relative_change
 from tasks.loras_read import LoRA
 from tasks.models import KnownModel
 
+# By safetensors' names.
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What no rounding in float32 explains: the file would not be what was read.
 TOO_DIFFERENT = 1e-5
 
 
-def say_written(path: Path, lora: LoRA, model: KnownModel, format: str, dtype: str) -> None:
+def say_written(path: Path, lora: LoRA, model: KnownModel, format: str) -> None:
     """A table of what was written, by the file itself, and of who reads it.
 
     Raises:
         UserError: the file is not what was to be written.
     """
     written = LoRAFile(path)
-    error = relative_change(lora.updates, written.read(model.names, model.base))
-    if dtype == "float32" and error > TOO_DIFFERENT:
-        raise UserError(f"{path} differs by {percent(error)} from what was to be written; please report it")
+    read = written.read(model.names, model.base)
+    kept = written.dtypes[next(iter(written.parts.values()))["down"]]
+    rounded = {name: one.to(DTYPES[kept]) for name, one in lora.updates.items()}
+    wrong = relative_change(rounded, read) > TOO_DIFFERENT
+    if wrong or any(not _same_magnitude(one.magnitude, read[name].magnitude) for name, one in rounded.items()):
+        path.unlink()
+        raise UserError(f"{path} was written and was not what it should be, so it is deleted; please report it")
+    error = relative_change(lora.updates, read)
     found = sorted({written.shapes[parts["down"]][0] for parts in written.parts.values()})
     dora = any(update.magnitude is not None for update in lora.updates.values())
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
@@ -37,12 +46,18 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str, dtype: s
     table.add_row("layers", f"{len(written.parts)}{', DoRA' if dora else ''}")
     fused = f", {found[-1]} where several of diffusers' layers are one here" if found[-1] > lora.rank else ""
     table.add_row("rank", f"{lora.rank}{fused}")
-    table.add_row("numbers", dtype + ("" if error < TOO_DIFFERENT else f", {percent(error)} off"))
+    table.add_row("numbers", str(DTYPES[kept])[6:] + ("" if error < TOO_DIFFERENT else f", {percent(error)} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
     for reader in readers(FORMATS[format], model.names, lora.updates, dora):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
+
+
+def _same_magnitude(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.float(), other.float())
 
 
 def percent(share: float) -> str:

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
@@ -11,8 +12,8 @@ from rich.filesize import decimal
 from callbacks.lora_checkpoint import model_header
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
-from lightning_modules.adapters.applied import layer_names
 from lightning_modules.adapters.extraction import extract
+from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import write_fused
 from tasks.export_ranks import WORST
@@ -31,14 +32,14 @@ MUCH = 0.2
 def extracted(cfg: DictConfig) -> tuple[LoRA, KnownModel]:
     """The LoRA of cfg.rank that is nearest to what cfg.extract has learned, beside the model of model=."""
     if cfg.rank is None:
-        raise UserError(f"extract={cfg.extract} needs rank=N: the difference of two transformers has the rank of none")
+        raise UserError(f"extract={cfg.extract} needs rank=N: how much of the difference the LoRA can hold")
     silence_libraries()
     name = HydraConfig.get().runtime.choices["model"]
     settings: Any = OmegaConf.to_container(cfg.model, resolve=True)
     device, module = compute_device(cfg), frozen_model(cfg)
     module.base.check()
-    run = RunFolder(cfg.extract).weights(FullFineTuning.folder, "last")
-    tuned = str(run) if run.is_dir() else cfg.extract
+    run = RunFolder(str(cfg.extract)).weights(FullFineTuning.folder, "last")
+    tuned = str(run if run.is_dir() else cfg.extract)
     log.info(f"comparing {tuned} with {module.base.transformer_name}, layer by layer")
     found = extract(module.base.source, tuned, cfg.rank, device)
     worst = sorted(found.errors, key=lambda layer: -found.errors[layer])[:WORST]
@@ -50,7 +51,7 @@ def extracted(cfg: DictConfig) -> tuple[LoRA, KnownModel]:
         log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(found.others)}")
     header = {"model": model_header(name, settings), **module.base.provenance()}
     header["adapter"] = {"rank": cfg.rank, "alpha": cfg.rank}
-    return LoRA(found.updates, header, 1.0), KnownModel(name, module.base.name, layer_names(module.base), cfg.model)
+    return LoRA(found.updates, header, 1.0), KnownModel(name, module.base.name, LayerNames.of(module.base), cfg.model)
 
 
 def check_fuse(cfg: DictConfig, output_dir: Path) -> None:
@@ -85,7 +86,13 @@ def fuse(cfg: DictConfig, lora: LoRA, model: KnownModel, output_dir: Path) -> No
         more = ": use the LoRA beside the base where you can" if rounding.share > MUCH else ""
         start = "note: " if rounding.share > MUCH else ""
         tell(f"{start}rounding to {source.precision} changes the update by {percent(rounding.share)}{more}")
-    given = [override for override in HydraConfig.get().overrides.task if override.startswith(("model.", "model/"))]
-    same = [f"model={model.name}", *(one for one in given if not one.startswith("model.transformer_name"))]
-    command = " ".join(map(shlex.quote, [*same, f"model.transformer_name_or_path={output_dir}"]))
-    log.info(f'use it: python predict.py {command} image=PHOTO.png prompt="..."')
+    log.info(f'use it: python predict.py {_same_model(model, output_dir)} image=PHOTO.png prompt="..."')
+
+
+def _same_model(model: KnownModel, transformer: Path) -> str:
+    """The settings of a model, as arguments of a command line, with another transformer."""
+    default = hydra.compose("predict", overrides=[f"model={model.name}"]).model
+    plain = {str(key): value for key, value in model.settings.items() if isinstance(value, str | int | float)}
+    others = {f"model.{key}": value for key, value in plain.items() if key != "seed" and value != default.get(key)}
+    settings = {"model": model.name, **others, "model.transformer_name_or_path": transformer}
+    return " ".join(shlex.quote(f"{key}={value}") for key, value in settings.items())

@@ -46,7 +46,7 @@ def lora_info(cfg: DictConfig, output_dir: Path) -> None:
         unit, zero = "relative difference, %", "equal"
         if values:
             tables.append(_differences(facts[0], facts[1], values))
-        if values and max(values.values()) < EQUAL:
+        if values and max(values.values()) < EQUAL and not magnitude_change(facts[0], facts[1]):
             values = {}
             log.info("the updates of all layers that both have are the same, to rounding")
     console = Console(stderr=True)
@@ -65,6 +65,19 @@ def changes(one: LoRAFacts, other: LoRAFacts) -> dict[str, float]:
         norm = one.norms[layer]
         found[layer] = difference / norm if norm else math.inf if difference else 0.0
     return found
+
+
+def magnitude_change(one: LoRAFacts, other: LoRAFacts) -> float:
+    """How far DoRA's magnitudes differ, relative to the first's; infinite where only one of a layer's has some."""
+    different = whole = 0.0
+    for layer in _common(one, other):
+        first, second = (facts.updates[layer].magnitude for facts in (one, other))
+        if (first is None) != (second is None):
+            return math.inf
+        if first is not None and second is not None:
+            different += float((first - second).double().square().sum())
+            whole += float(first.double().square().sum())
+    return (different / whole) ** 0.5 if whole else 0.0
 
 
 def _common(one: LoRAFacts, other: LoRAFacts) -> list[str]:
@@ -143,6 +156,8 @@ def _differences(one: LoRAFacts, other: LoRAFacts, relative: Mapping[str, float]
         _add(table, "difference", f"{change:.4g} % of the first's norm, in {len(relative)} layers that both have")
     if all(squares):
         _add(table, "cosine", f"{product / math.prod(squares) ** 0.5:.4f}")
+    if change := magnitude_change(one, other):
+        _add(table, "DoRA", f"magnitudes differ by {100 * change:.4g} %, which the difference does not count")
     ordered = sorted((layer for layer in relative if relative[layer]), key=lambda layer: -relative[layer])[:LAYERS]
     _add(table, "largest", _listed(relative, ordered, " %"))
     return table

@@ -13,7 +13,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, printable
-from lightning_modules.adapters.applied import layer_names
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.edit_module import EditModule
@@ -93,7 +92,7 @@ def _names() -> list[str]:
 
 def _known(name: str, settings: DictConfig) -> KnownModel:
     with without_network(settings) as module:
-        return KnownModel(name, module.base.name, layer_names(module.base), settings)
+        return KnownModel(name, module.base.name, LayerNames.of(module.base), settings)
 
 
 @contextmanager
@@ -141,7 +140,9 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
     for key, value in settings.items():
         # A file from elsewhere may set values, never what is called or looked up.
         private = any(part.startswith("_") for part in key.split("."))
-        if _plain(value) and not private and key not in given and OmegaConf.select(model, key, default=...) is not ...:
+        own = OmegaConf.select(model, key, default=...)
+        same_kind = own is None or value is None or isinstance(value, str) == isinstance(own, str)
+        if _plain(value) and not private and key not in given and own is not ... and same_kind:
             OmegaConf.update(model, key, value, merge=False)
     return model
 

@@ -210,6 +210,9 @@ def check_settings(cfg: DictConfig, rules: Mapping[str, Number | Switch]) -> Non
         for key, value in _select(cfg, pattern.split(".")):
             if not rule.allows(value):
                 raise UserError(f"{key}={value}: must be {rule}")
+    for group, key in (("export", "dtype"), ("hub", "push")):
+        if group in cfg and not isinstance(cfg[group], DictConfig):
+            raise UserError(f"{group}={cfg[group]}: write {group}.{key}={cfg[group]}")
     steps, warmup = (OmegaConf.select(cfg, key) for key in ("trainer.max_steps", "scheduler.num_warmup_steps"))
     if steps is not None and warmup is not None and warmup > steps:
         raise UserError(f"scheduler.num_warmup_steps={warmup}: must not be above trainer.max_steps={steps}")

@@ -52,7 +52,7 @@ class AppliedLoRAs:
 
     def check(self, base: FrozenBase) -> None:
         """Raise a UserError for files that do not fit the base, or cannot be merged into it."""
-        names = layer_names(base)
+        names = LayerNames.of(base)
         adapted: set[str] = set()
         for path in self.files:
             meanings = LoRAFile(path).check(names, base.name)
@@ -84,8 +84,13 @@ class AppliedLoRAs:
         self.rank_gates = []
         for name, path in zip(self._names, self.files, strict=True):
             file = LoRAFile(path)
-            read = file.read(layer_names(base), base.name)
-            updates = {layer: update.scaled(self._scale_of(layer)) for layer, update in read.items()}
+            read = file.read(LayerNames.of(base), base.name)
+            scales = {layer: self._scale_of(layer) for layer in read}
+            # A DoRA scales its rows, however small the update is: a layer without it is left out.
+            left_out = {layer for layer, update in read.items() if not scales[layer] and update.magnitude is not None}
+            updates = {layer: one.scaled(scales[layer]) for layer, one in read.items() if layer not in left_out}
+            if not updates:
+                raise UserError(f"lora_scale leaves no layer of {path}: leave the LoRA out")
             state = encode(updates, FORMATS["diffusers"])
             with reading(path, "please report it"):
                 transformer.load_lora_adapter(state, prefix="transformer", adapter_name=name)
@@ -106,6 +111,10 @@ class AppliedLoRAs:
             return
         self._scale = scale
         transformer.set_adapters(self._names, [scale] * len(self.files))
+        if scale == 0:  # a DoRA would go on to scale rows
+            transformer.disable_adapters()
+        else:
+            transformer.enable_adapters()
         if self.merge:
             self._merged = self._merged or MergedLoRAs(transformer, self._names)
             self._merged.merge()
@@ -115,11 +124,6 @@ class AppliedLoRAs:
         if self._merged is not None:
             self._merged.unmerge()
         self._merged = self._scale = None
-
-
-def layer_names(base: FrozenBase) -> LayerNames:
-    """The layers of a base's transformer, by all names that they have in files."""
-    return LayerNames(base.source.meta, base.family_class.native_names)
 
 
 class MergedLoRAs:

@@ -33,6 +33,8 @@ class Rounding:
 
     def note(self, before: Tensor, wanted: Tensor, written: Tensor) -> None:
         """A layer's weight without its update, with it, and with it as it is written."""
+        if not written.isfinite().all():
+            raise UserError(f"the weights with the LoRA in them are beyond the range of {str(written.dtype)[6:]}")
         self._lost += float((written.float() - wanted.float()).double().square().sum())
         self._whole += float((wanted.float() - before.float()).double().square().sum())
 
@@ -77,7 +79,8 @@ def updated(weight: Tensor, update: LowRank) -> Tensor:
     down, up = update.down.to(weight.device), update.up.to(weight.device)
     wanted = weight.float() + up @ down
     if update.magnitude is not None:
-        wanted *= (update.magnitude.to(weight.device) / wanted.norm(dim=1))[:, None]
+        norms = wanted.norm(dim=1)
+        wanted *= (update.magnitude.to(weight.device) / norms.where(norms > 0, 1.0))[:, None]
     return wanted
 
 

@@ -1,6 +1,7 @@
 """The LoRA adapter: layers beside frozen ones, their start and their weights."""
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ class LoRA(Adapter):
 
     def check(self, base: FrozenBase, training: Training) -> None:
         if self.init_from:
-            LoRAFile(self.init_from).check(LayerNames(base.source.meta, base.family_class.native_names), base.name)
+            LoRAFile(self.init_from).check(LayerNames.of(base), base.name)
         self._check_rank(base.source.meta)
         if training.optimizer is not None:
             self.check_optimizer(training.optimizer)
@@ -207,11 +208,12 @@ class LoRA(Adapter):
         if dtype != torch.float32 and not self._told_of_rounding:
             self._told_of_rounding = True
             change = relative_change(updates, {name: one.to(dtype) for name, one in updates.items()})
-            log.info(f"export.dtype={str(dtype)[6:]}: rounding changes the update by {change:.2%}")
+            if math.isfinite(change):
+                log.info(f"export.dtype={str(dtype)[6:]}: rounding changes the update by {change:.2%}")
         return lambda folder: save_lora(updates, folder / WEIGHTS_NAME, header, dtype)
 
     def check_exported(self, folder: Path, base: FrozenBase) -> str:
-        names = LayerNames(base.source.meta, base.family_class.native_names)
+        names = LayerNames.of(base)
         return read_back(folder / WEIGHTS_NAME, names, base.family_class.pipeline_name, base.source.meta)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:

@@ -28,8 +28,10 @@ def split(whole: LowRank, meaning: Meaning, names: LayerNames) -> dict[str, LowR
     for layer, up, magnitude in zip(meaning.layers, meaning.split(whole.up, sides), magnitudes, strict=True):
         used = (up != 0).any(dim=0)
         if len(meaning.layers) > 1 and whole.up.any():
-            if not used.any() and magnitude is None:
-                continue
+            if not used.any():
+                if magnitude is None:
+                    continue
+                used[0] = True  # its rows are scaled all the same
             found[layer] = LowRank(whole.down[used].contiguous(), up[:, used].contiguous(), magnitude)
         else:
             found[layer] = LowRank(whole.down, up.contiguous(), magnitude)

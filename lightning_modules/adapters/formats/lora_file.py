@@ -68,7 +68,9 @@ class LoRAFile:
             return None
         with reading(self.path, "name a LoRA's safetensors file, or download it again"):
             header = self._json(HEADER_KEY)
-            if not all(isinstance(part, dict) for part in (header, header.get("adapter", {}), header.get("model", {}))):
+            parts = [header.get(name) for name in ("adapter", "model", "export")]
+            parts += [(parts[0] or {}).get("rank_schedule"), (parts[1] or {}).get("quantization")]
+            if not all(part is None or isinstance(part, dict) for part in parts):
                 raise ValueError(f"its header {HEADER_KEY} is none of ours")
         return header or None
 

@@ -1,12 +1,15 @@
 """The names that programs give a transformer's layers in LoRA files, and which of its layers each of them means."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_modules.native_names import NativeNames
+
+if TYPE_CHECKING:
+    from lightning_modules.pretrained.frozen_base import FrozenBase
 
 # What may stand before a layer's name, and whose files have it.
 PREFIXES = {
@@ -64,6 +67,11 @@ class LayerNames:
                 # Where it is called as in diffusers, its halves stand as there.
                 swapped = name not in self.sides and layers[0] in self.swapped
                 self._meanings[name] = self._meanings[flat(name)] = Meaning(layers, swapped)
+
+    @classmethod
+    def of(cls, base: "FrozenBase") -> "LayerNames":
+        """Those of a base's transformer."""
+        return cls(base.source.meta, base.family_class.native_names)
 
     def meaning(self, name: str) -> Meaning | None:
         """What a file means by this name, with any of `PREFIXES`; None where the transformer has no such layer."""

@@ -91,10 +91,10 @@ def readers(
 def _comfyui(how: Format, named: Names, own: bool, dora: bool) -> Reader:
     if named not in COMFYUI[own]:
         if named.prefix in (PEFT, "lora_transformer_"):
-            return Reader("ComfyUI", False, "does not know these names: format=comfyui")
-        return Reader("ComfyUI", None, "nobody has tried these names: format=comfyui")
+            return Reader("ComfyUI", False, "does not know these names; use format=comfyui")
+        return Reader("ComfyUI", None, "nobody has tried these names; use format=comfyui")
     if dora and how.magnitude != DORA_SCALE:
-        return Reader("ComfyUI", False, f"leaves {how.magnitude[0]} out, half of the DoRA: format=comfyui")
+        return Reader("ComfyUI", False, f"leaves {how.magnitude[0]} out, half of the DoRA; use format=comfyui")
     return Reader("ComfyUI", True, COMFYUI_DORA if dora else "")
 
 
@@ -105,11 +105,11 @@ def _diffusers(how: Format, named: Names, own: bool, layers: list[str], dora: bo
             "diffusers", True, f"pipe.transformer.load_lora_adapter(FOLDER, prefix={PEFT[:-1]!r}, weight_name=...)"
         )
     if named not in DIFFUSERS[own, how.halves == DOWN_UP]:
-        return Reader("diffusers", False, "does not know these names: format=diffusers")
+        return Reader("diffusers", False, "does not know these names; use format=diffusers")
     if dora and named != Names("transformer."):  # the others are converted, and only their halves are
-        return Reader("diffusers", False, f"leaves {how.magnitude[0]} out, half of the DoRA: format=diffusers")
+        return Reader("diffusers", False, f"leaves {how.magnitude[0]} out, half of the DoRA; use format=diffusers")
     if left_out := [layer for layer in layers if own and not _converted(named, layer)]:
-        return Reader("diffusers", False, f"does not read {left_out[0]} under these names: format=diffusers")
+        return Reader("diffusers", False, f"does not read {left_out[0]} under these names; use format=diffusers")
     widths = own and how.halves == DOWN_UP and named.native
     return Reader("diffusers", True, "pipe.load_lora_weights(...)" + (", at the real model's widths" if widths else ""))
 

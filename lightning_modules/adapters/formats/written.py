@@ -1,7 +1,9 @@
 """LoRA files for any program: the formats, and writing them."""
 
 import json
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +15,11 @@ from datamodules.errors import UserError, listing
 from datamodules.files import replacing
 from lightning_modules.adapters.formats.conversion import as_native
 from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME
-from lightning_modules.adapters.formats.lora_file import HEADER_KEY
+from lightning_modules.adapters.formats.lora_file import HEADER_KEY, LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames, flat
 from lightning_modules.adapters.low_rank import LowRank
+
+log = logging.getLogger("retouch")
 
 # What the weights of a file can be written in, by the names that people give them.
 DTYPES = {
@@ -82,21 +86,20 @@ def save_lora(
     Args:
         updates: by diffusers' names of the layers.
         path: of the file; beside peft's comes its adapter_config.json.
+        dtype: of the weights, unless some are beyond its range.
         header: what there is to say of their making.
         names: of the model's layers, for a format with native ones.
 
     Raises:
-        UserError: a weight is not finite, also not in `dtype`, or the file cannot be written.
+        UserError: a weight is not finite, or the file cannot be written.
     """
     how = FORMATS[format]
     tensors = encode(updates, how, names)
     require_finite(tensors, "or resume from an earlier saving by adapter.init_from=RUN/lora/step-N")
-    # An alpha stays as it is: bfloat16 has not every whole number above 256. Copies, since safetensors refuses tensors
-    # that share memory, as layers that were one do.
-    dtypes = {key: dtype if tensor.ndim else tensor.dtype for key, tensor in tensors.items()}
-    cast = {key: tensor.to("cpu", dtypes[key], copy=True).contiguous() for key, tensor in tensors.items()}
+    cast = _cast(tensors, dtype)
     if bad := [key for key, tensor in cast.items() if not tensor.isfinite().all()]:
-        raise UserError(f"export.dtype={str(dtype)[6:]}: {listing(bad)} has numbers beyond its range: choose bfloat16")
+        log.warning(f"note: {listing(bad)} has numbers beyond the range of {str(dtype)[6:]}: {path} is in float32")
+        cast = _cast(tensors, torch.float32)
     # One entry only: safetensors writes several in random order, and equal weights should be equal files.
     blob = safetensors.torch.save(cast, {HEADER_KEY: json.dumps(header, sort_keys=True)})
     with replacing(path) as temporary:
@@ -104,6 +107,41 @@ def save_lora(
     if path.name == PEFT_WEIGHTS_NAME:
         with replacing(path.with_name(PEFT_CONFIG_NAME)) as temporary:
             temporary.write_text(json.dumps(_peft_settings(updates), indent=2), encoding="utf-8")
+
+
+def forget_folders(path: Path, shown: Callable[[str], str]) -> None:
+    """Replace a LoRA file by one whose header names no folders of this machine; a file without our header stays.
+
+    Args:
+        shown: gives what others may see of a text.
+    """
+    file = LoRAFile(path)
+    if file.header is None:
+        return
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [clean(one) for one in value]
+        if isinstance(value, str):
+            return Path(value).name if Path(value).expanduser().is_dir() else shown(value)
+        return value
+
+    if (header := clean(file.header)) != file.header:
+        metadata = {HEADER_KEY: json.dumps(header, sort_keys=True)}
+        blob = safetensors.torch.save(safetensors.torch.load_file(path), metadata)
+        with replacing(path) as temporary:
+            temporary.write_bytes(blob)
+
+
+def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies, since safetensors refuses tensors that share memory, as layers that were one do.
+
+    An alpha stays as it is: bfloat16 has not every whole number above 256.
+    """
+    dtypes = {key: dtype if tensor.ndim else tensor.dtype for key, tensor in tensors.items()}
+    return {key: tensor.to("cpu", dtypes[key], copy=True).contiguous() for key, tensor in tensors.items()}
 
 
 def require_finite(state: Mapping[str, Tensor], remedy: str) -> None:
@@ -144,13 +182,14 @@ def _peft_settings(updates: Mapping[str, LowRank]) -> dict[str, Any]:
 
     ranks = [update.rank for update in updates.values()]
     rank = max(set(ranks), key=ranks.count)
-    others = {layer: update.rank for layer, update in updates.items() if update.rank != rank}
+    # Whole names: peft takes `proj_out` for all layers that end so.
+    others = {f"^{re.escape(layer)}": update.rank for layer, update in updates.items() if update.rank != rank}
     config = LoraConfig(
         r=rank,
         lora_alpha=rank,
         rank_pattern=others,
         alpha_pattern=others,
-        target_modules=list(updates),
+        target_modules=f"({'|'.join(map(re.escape, updates))})",
         use_dora=any(update.magnitude is not None for update in updates.values()),
     ).to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

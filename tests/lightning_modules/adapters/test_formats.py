@@ -8,11 +8,15 @@ import pytest
 import safetensors.torch
 import torch
 from diffusers.loaders import lora_conversion_utils
+from peft import PeftModel
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.written import FORMATS, save_lora
+from lightning_modules.adapters.low_rank import LowRank, relative_change
+from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.qwen_image.module import QwenImageEdit
@@ -212,3 +216,65 @@ def test_the_same_layer_by_two_names_is_refused(tmp_path):
     safetensors.torch.save_file(both, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"x.safetensors has .* twice, once as "):
         LoRAFile(tmp_path / "x.safetensors").read(LayerNames(transformer, NATIVE_NAMES), "tiny-model")
+
+
+def mixed_ranks(names, dora=False):
+    """Layers of ranks of their own, and one whose name others end with."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = [name for name in names.sides if name.endswith(("proj_out", "to_q", "to_k", "to_v", "proj_mlp"))]
+    return {
+        name: LowRank(
+            torch.randn(2 + number % 3, names.sides[name].in_features, generator=generator),
+            torch.randn(names.sides[name].out_features, 2 + number % 3, generator=generator),
+            torch.rand(names.sides[name].out_features, generator=generator) + 0.5 if dora else None,
+        )
+        for number, name in enumerate(chosen)
+    }
+
+
+@pytest.mark.parametrize("format", ["diffusers", "comfyui", "kohya", "peft", "onetrainer"])
+def test_layers_of_ranks_of_their_own_are_written_and_read(tmp_path, format):
+    transformer = foreign_files.flux()
+    names = LayerNames(transformer, NATIVE_NAMES)
+    updates = mixed_ranks(names)
+    path = tmp_path / (FORMATS[format].file or "x.safetensors")
+    save_lora(updates, path, {}, format=format, names=names)
+    read = LoRAFile(path).read(names, "tiny-model")
+    assert read.keys() == updates.keys()
+    assert relative_change(updates, read) < 1e-6
+    if format == "peft":
+        adapted = PeftModel.from_pretrained(foreign_files.flux(), str(tmp_path))
+        dense = foreign_files.flux()
+        add_dense(dense, {name: (one.down, one.up) for name, one in updates.items()}, 1.0)
+        assert relative_error(velocity(adapted.get_base_model()), velocity(dense)) < 1e-5
+
+
+def test_a_dora_whose_update_does_not_reach_all_parts_keeps_their_magnitudes(tmp_path):
+    names = LayerNames(foreign_files.flux(), NATIVE_NAMES)
+    updates = {name: one for name, one in mixed_ranks(names, dora=True).items() if "proj_out" not in name}
+    name = next(name for name in updates if name.endswith("to_k"))
+    updates[name] = updates[name]._replace(up=torch.zeros_like(updates[name].up))
+    for number in range(2):  # and what was read is written again
+        path = tmp_path / f"{number}.safetensors"
+        save_lora(updates, path, {}, format="comfyui", names=names)
+        updates = LoRAFile(path).read(names, "tiny-model")
+        assert updates[name].rank == 1
+        assert not updates[name].up.any()
+        assert updates[name].magnitude is not None
+
+
+def test_a_dora_of_strength_0_is_the_base(tmp_path):
+    transformer = foreign_files.flux()
+    names = LayerNames(transformer, NATIVE_NAMES)
+    save_lora(mixed_ranks(names, dora=True), tmp_path / "x.safetensors", {})
+    before = velocity(transformer)
+    base = base_of(transformer, FluxKontext)
+    loras = AppliedLoRAs([tmp_path / "x.safetensors"])
+    loras.load(transformer, base)
+    for scale, same in ((1.0, False), (0.0, True), (0.5, False)):
+        loras.set_scale(transformer, scale)
+        assert torch.equal(velocity(transformer), before) == same
+    transformer = foreign_files.flux()
+    scales = {"*": 0.0, "*.proj_out": 1.0}
+    AppliedLoRAs([tmp_path / "x.safetensors"], scales=scales).load(transformer, base_of(transformer, FluxKontext))
+    assert set(lora_layers(transformer)) == {name for name in names.sides if name.endswith(".proj_out")}

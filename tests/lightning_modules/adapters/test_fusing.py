@@ -146,6 +146,19 @@ def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(
     assert rounding.share == pytest.approx((lost / whole) ** 0.5, rel=0.05)
 
 
+def test_rows_without_numbers_stay_and_those_beyond_the_dtype_are_refused(tiny, tmp_path):
+    source = source_of(tiny)
+    [file] = (tiny / "transformer").glob("*.safetensors")
+    weight = safetensors.torch.load_file(file)[f"{LAYERS[0]}.weight"]
+    updates = {LAYERS[0]: LowRank(torch.eye(64), -weight, torch.ones(64))}
+    write_fused(source, updates, tmp_path / "fused", CPU)
+    [fused] = (tmp_path / "fused").glob("*.safetensors")
+    assert safetensors.torch.load_file(fused)[f"{LAYERS[0]}.weight"].abs().max() < 1
+    updates = {LAYERS[0]: LowRank(torch.full((1, 64), 1e30), torch.full((64, 1), 1e30))}
+    with pytest.raises(UserError, match="beyond the range of float32"):
+        write_fused(source, updates, tmp_path / "other", CPU)
+
+
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
 @pytest.mark.parametrize("rank", [1, 5, 12, 40])
 def test_best_of_a_rank_is_the_truncated_svd(shape, rank):

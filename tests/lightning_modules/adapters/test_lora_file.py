@@ -52,6 +52,15 @@ FILES = {
     "a header nested too deeply": (with_header("[" * 100_000), "is damaged"),
     "our header nested too deeply": (stored(GOOD, {"retouch": "[" * 100_000}), "is damaged"),
     "an alpha of text in our header": (stored(GOOD, {"retouch": '{"adapter": {"alpha": "x", "rank": 1}}'}), None),
+    "a precision that is no settings": (
+        stored(GOOD, {"retouch": '{"model": {"name": "flux_kontext", "quantization": "fp8"}}'}),
+        "its header retouch is none of ours",
+    ),
+    "an export that is no facts": (stored(GOOD, {"retouch": '{"export": "x"}'}), "its header retouch is none of ours"),
+    "a schedule that is none": (
+        stored(GOOD, {"retouch": '{"adapter": {"rank_schedule": "x"}}'}),
+        "its header retouch is none of ours",
+    ),
     "rank 0": (stored({DOWN: torch.ones(0, 64), UP: torch.ones(64, 0)}), "is damaged"),
     "ranks that differ": (stored(GOOD | {UP: torch.ones(64, 3)}), "has matrices of (2, 64) and (64, 3)"),
     "a convolution": (stored({DOWN: torch.ones(2, 64, 1, 1), UP: torch.ones(64, 2, 1, 1)}), "has matrices of"),
@@ -156,3 +165,32 @@ def test_half_precision_is_said_with_its_error(run, tiny, pairs, tmp_path):
     assert {one.dtype for one in state.values()} == {torch.bfloat16}
     checkpoint = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=False)
     assert {one.dtype for one in checkpoint["state_dict"].values()} == {torch.float32}
+
+
+def test_numbers_beyond_half_precision_are_written_in_float32(run, tiny, pairs, tmp_path):
+    big = {DOWN: torch.full((2, 64), 1e3), UP: torch.full((64, 2), 1e5)}
+    (tmp_path / "x.safetensors").write_bytes(stored(big))
+    more = ["adapter.rank=2", f"adapter.target_modules={LAYER[12:]}", f"adapter.init_from={tmp_path / 'x.safetensors'}"]
+    more += ["optimizer.lr=0", "optimizer.weight_decay=0", "export.dtype=fp16", "save_every=0"]
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1), *more)
+    assert "has numbers beyond the range of float16: " in outcome.text
+    state = safetensors.torch.load_file(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors")
+    assert torch.equal(state[UP], big[UP])
+
+
+def test_what_could_not_be_exported_is_tried_again_and_not_taken_for_saved(run, tiny, pairs, tmp_path, monkeypatch):
+    from lightning_modules.adapters import lora
+
+    save, tries = lora.save_lora, []
+
+    def fail_once(*arguments, **more):
+        tries.append(arguments)
+        if len(tries) == 1:
+            raise UserError("cannot write: no space left")
+        save(*arguments, **more)
+
+    monkeypatch.setattr(lora, "save_lora", fail_once)
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), ok=False)
+    assert "no space left" in outcome.error
+    assert (tmp_path / "run/lora/last/pytorch_lora_weights.safetensors").is_file()
+    assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
