@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -82,7 +83,13 @@ def known_models() -> Iterator[KnownModel]:
         model = hydra.compose("predict", overrides=[f"model={name}"]).model
         if model.quantization is None and model.pretrained_model_name_or_path not in bases:
             bases.append(model.pretrained_model_name_or_path)
-            yield _known(name, model)._replace(guessed=True)
+            yield KnownModel(name, bases[-1], _layers_of(name), model, guessed=True)
+
+
+@cache
+def _layers_of(name: str) -> LayerNames:
+    """Of the base that a model's YAML names."""
+    return _known(name, hydra.compose("predict", overrides=[f"model={name}"]).model).names
 
 
 def _names() -> list[str]:

@@ -71,6 +71,7 @@ def lines(text, word):
     return [line for line in text.splitlines() if word in line]
 
 
+@pytest.mark.slow
 def test_weights_and_cards_arrive_byte_for_byte_in_a_private_repository(hub, tiny, pairs, tmp_path):
     """Of two processes, of which one uploads, with nothing but the environment that people have."""
     run = tmp_path / "run"

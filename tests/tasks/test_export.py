@@ -237,6 +237,7 @@ def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, ma
     same(updates, read(again, names["flux_kontext"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "base", "build"),
     [

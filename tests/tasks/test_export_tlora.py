@@ -7,8 +7,8 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from lightning_modules.adapters.applied import layer_names
 from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
 from tests.support.commands import compose
 from tests.support.lora_files import dense, relative
 from tests.support.pictures import level
@@ -18,7 +18,7 @@ from tests.support.tiny_adapters import ADAPTERS
 @pytest.fixture
 def names(tiny):
     module = instantiate(compose("train", "model=flux_kontext").model, pretrained_model_name_or_path=str(tiny))
-    return layer_names(module.base)
+    return LayerNames.of(module.base)
 
 
 def read(path, names):
