@@ -23,7 +23,7 @@ class Reader(NamedTuple):
     def verdict(self) -> str:
         """In words."""
         if self.note == MASKED:
-            return f"reads it {self.note}"
+            return f"read {self.note}"
         found = {True: "reads it", False: "does not read it", None: "not tried"}[self.reads]
         return f"{found}: {self.note}" if self.note else found
 
