@@ -7,32 +7,26 @@ from omegaconf import DictConfig
 from datamodules.errors import UserError
 from lightning_modules.adapters.constant_rank import ActiveRanks
 from lightning_modules.adapters.low_rank import LowRank, relative_change
-from tasks.export_table import percent
+from tasks.export_table import most_in, percent
 from tasks.exported_pictures import are_asked_for
 from tasks.loras_read import LoRA, ReadLoRA, alone
 from tasks.models import KnownModel, without_network
 from tasks.terminal import log
-
-# Layers that are named because they change most.
-WORST = 3
 
 
 def with_rank(lora: LoRA, rank: int | None) -> LoRA:
     """The closest LoRA of this rank; says how close that is."""
     if rank is None:
         return lora
-    if any(update.magnitude is not None for update in lora.updates.values()):
+    if lora.is_dora:
         raise UserError(f"rank={rank}: this is a DoRA, which scales whole rows of weights: it keeps its rank")
     reduced = lora._replace(updates={name: update.reduced(rank) for name, update in lora.updates.items()})
     if all(update.rank <= rank for update in lora.updates.values()):
         log.info(f"rank={rank}: no layer has a higher one, all stay as they are")
         return reduced
     errors = {name: relative_change({name: one}, {name: reduced.updates[name]}) for name, one in lora.updates.items()}
-    worst = sorted(errors, key=lambda name: -errors[name])[:WORST]
-    log.info(
-        f"rank {lora.rank} to {rank}: the update changes by {percent(relative_change(lora.updates, reduced.updates))}, "
-        f"most in {', '.join(f'{name} ({percent(errors[name])})' for name in worst)}"
-    )
+    change = percent(relative_change(lora.updates, reduced.updates))
+    log.info(f"rank {lora.rank} to {rank}: the update changes by {change}, {most_in(errors)}")
     return reduced
 
 

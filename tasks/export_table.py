@@ -1,5 +1,6 @@
 """What task=export says of the file that it has written."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from tasks.models import KnownModel
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What no rounding in float32 explains: the file would not be what was read.
 TOO_DIFFERENT = 1e-5
+# Layers that are named because they change most.
+WORST = 3
 
 
 def say_written(path: Path, lora: LoRA, model: KnownModel, format: str) -> None:
@@ -39,17 +42,16 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str) -> None:
         raise UserError(f"{path} was written and was not what it should be, so it is deleted; please report it")
     error = relative_change(lora.updates, read)
     found = sorted({written.shapes[parts["down"]][0] for parts in written.parts.values()})
-    dora = any(update.magnitude is not None for update in lora.updates.values())
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("format", format)
     table.add_row("model", f"{model.base}{', or another one of these layers' if model.guessed else ''}")
-    table.add_row("layers", f"{len(written.parts)}{', DoRA' if dora else ''}")
+    table.add_row("layers", f"{len(written.parts)}{', DoRA' if lora.is_dora else ''}")
     fused = f", {found[-1]} where several of diffusers' layers are one here" if found[-1] > lora.rank else ""
     table.add_row("rank", f"{lora.rank}{fused}")
     table.add_row("numbers", str(DTYPES[kept])[6:] + ("" if error < TOO_DIFFERENT else f", {percent(error)} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
-    for reader in readers(FORMATS[format], model.names, lora.updates, dora):
+    for reader in readers(FORMATS[format], model.names, lora.updates, lora.is_dora):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 
@@ -58,6 +60,12 @@ def _same_magnitude(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one.float(), other.float())
+
+
+def most_in(errors: Mapping[str, float]) -> str:
+    """The layers whose errors are largest."""
+    worst = sorted(errors, key=lambda layer: -errors[layer])[:WORST]
+    return f"most in {', '.join(f'{layer} ({percent(errors[layer])})' for layer in worst)}"
 
 
 def percent(share: float) -> str:

@@ -1,6 +1,5 @@
 """Whole transformers in task=export: a LoRA of what one has learned, and one that has a LoRA in its weights."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from callbacks.lora_checkpoint import model_header
+from callbacks.report.commands import override
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.extraction import extract
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import write_fused
-from tasks.export_ranks import WORST
-from tasks.export_table import percent
+from tasks.export_table import most_in, percent
 from tasks.exported_pictures import are_asked_for
 from tasks.folders import require_empty
 from tasks.loras_read import LoRA
@@ -42,11 +41,7 @@ def extracted(cfg: DictConfig) -> tuple[LoRA, KnownModel]:
     tuned = str(run if run.is_dir() else cfg.extract)
     log.info(f"comparing {tuned} with {module.base.transformer_name}, layer by layer")
     found = extract(module.base.source, tuned, cfg.rank, device)
-    worst = sorted(found.errors, key=lambda layer: -found.errors[layer])[:WORST]
-    log.info(
-        f"rank {cfg.rank} lacks {percent(found.error)} of the difference, most in "
-        f"{', '.join(f'{layer} ({percent(found.errors[layer])})' for layer in worst)}"
-    )
+    log.info(f"rank {cfg.rank} lacks {percent(found.error)} of the difference, {most_in(found.errors)}")
     if found.others:
         log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(found.others)}")
     header = {"model": model_header(name, settings), **module.base.provenance()}
@@ -82,10 +77,11 @@ def fuse(cfg: DictConfig, lora: LoRA, model: KnownModel, output_dir: Path) -> No
     size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} holds {model.base}'s transformer with the LoRA in it, {source.precision}, {decimal(size)}")
     if rounding is not None and rounding.share > 0:
-        tell: Any = log.warning if rounding.share > MUCH else log.info
-        more = ": use the LoRA beside the base where you can" if rounding.share > MUCH else ""
-        start = "note: " if rounding.share > MUCH else ""
-        tell(f"{start}rounding to {source.precision} changes the update by {percent(rounding.share)}{more}")
+        change = f"rounding to {source.precision} changes the update by {percent(rounding.share)}"
+        if rounding.share > MUCH:
+            log.warning(f"note: {change}: use the LoRA beside the base where you can")
+        else:
+            log.info(change)
     log.info(f'use it: python predict.py {_same_model(model, output_dir)} image=PHOTO.png prompt="..."')
 
 
@@ -94,5 +90,5 @@ def _same_model(model: KnownModel, transformer: Path) -> str:
     default = hydra.compose("predict", overrides=[f"model={model.name}"]).model
     plain = {str(key): value for key, value in model.settings.items() if isinstance(value, str | int | float)}
     others = {f"model.{key}": value for key, value in plain.items() if key != "seed" and value != default.get(key)}
-    settings = {"model": model.name, **others, "model.transformer_name_or_path": transformer}
-    return " ".join(shlex.quote(f"{key}={value}") for key, value in settings.items())
+    settings = {"model": model.name, **others, "model.transformer_name_or_path": str(transformer)}
+    return " ".join(override(key, value) for key, value in settings.items())

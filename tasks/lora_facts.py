@@ -22,7 +22,7 @@ from lightning_modules.adapters.formats.names import PREFIXES, LayerNames, OwnNa
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.rank_mask import read_rank_gate
 from tasks.lora_header import shown
-from tasks.models import known_models, model_for
+from tasks.models import fitting_models, known_models, model_for
 
 # What layers of models that Retouch does not know are called.
 OTHERS = {
@@ -141,20 +141,12 @@ def _guess(file: LoRAFile, claimed: str) -> LoRAFacts:
         claimed: the model that the header names, which it is not.
     """
     instead = f"; its header says {claimed}" if claimed else ""
-    models = list(known_models())
-    fitting = []
-    for model in models:
-        try:
-            file.check(model.names, model.base)
-            fitting.append(model)
-        except UserError:
-            continue
-    if fitting:
+    if fitting := list(fitting_models([file])):
         words = f"{' or '.join(model.name for model in fitting)}, by its layers"
         return LoRAFacts(file, words + instead, fitting[0].names, True)
     shapes = {name: (file.shapes[one["up"]], file.shapes[one["down"]]) for name, one in file.parts.items()}
     own = OwnNames({name: Sides((*up, 0)[0], (*down, 0, 0)[1]) for name, (up, down) in shapes.items()})
-    shared = {model.name: sum(model.names.meaning(name) is not None for name in file.parts) for model in models}
+    shared = {model.name: sum(model.names.meaning(name) is not None for name in file.parts) for model in known_models()}
     similar = [name for name, count in shared.items() if count and count == max(shared.values())]
     other = next((words for part, words in OTHERS.items() if any(re.search(part, name) for name in file.parts)), None)
     looks = f"; its layers are called as those of {other}" if other else ""

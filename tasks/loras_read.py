@@ -28,11 +28,6 @@ class ReadLoRA:
         self.file = file
         self.updates = file.read(model.names, model.base)
 
-    @property
-    def is_dora(self) -> bool:
-        """Whether it scales rows of the updated weights."""
-        return any(update.magnitude is not None for update in self.updates.values())
-
     @cached_property
     def gate(self) -> RankGate | None:
         """Of a T-LoRA whose rank follows the timestep."""
@@ -55,6 +50,11 @@ class LoRA(NamedTuple):
     updates: dict[str, LowRank]
     header: dict[str, Any]
     scale: float | None
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether it scales rows of the updated weights."""
+        return any(update.magnitude is not None for update in self.updates.values())
 
     @property
     def rank(self) -> int:
@@ -84,7 +84,7 @@ def sum_of(ones: Sequence[ReadLoRA], weights: Sequence[float]) -> LoRA:
         UserError: one of them has no constant update of the weights.
     """
     for one in ones:
-        if one.is_dora:
+        if alone(one).is_dora:
             raise UserError(f"merge=: {one.path} is a DoRA, which scales whole rows of weights: it cannot be added up")
         if one.gate is not None:
             raise UserError(

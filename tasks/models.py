@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,21 +59,25 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
         except UserError:
             if chosen:
                 raise  # else the base is not on this machine, and its layers are those of one that is known
-    tried = []
-    for known in known_models():
-        tried.append(known.base)
-        try:
-            for file in files:
-                file.check(known.names, known.base)
-        except UserError:
-            continue
+    known = next(fitting_models(files), None)
+    if known is not None:
         return known
     for file in files:
         file.parts  # noqa: B018 (a file that is no LoRA at all says so)
+    tried = ", ".join(model.base for model in known_models())
     raise UserError(
-        f"the LoRA {files[0].path} fits none of the models that Retouch knows ({', '.join(tried)}): pass model=NAME "
+        f"the LoRA {files[0].path} fits none of the models that Retouch knows ({tried}): pass model=NAME "
         "model.pretrained_model_name_or_path=FOLDER"
     )
+
+
+def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
+    """Those of `known_models` that all of the files fit."""
+    for known in known_models():
+        with suppress(UserError):
+            for file in files:
+                file.check(known.names, known.base)
+            yield known
 
 
 def known_models() -> Iterator[KnownModel]:
@@ -147,9 +151,9 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
     for key, value in settings.items():
         # A file from elsewhere may set values, never what is called or looked up.
         private = any(part.startswith("_") for part in key.split("."))
-        own = OmegaConf.select(model, key, default=...)
-        same_kind = own is None or value is None or isinstance(value, str) == isinstance(own, str)
-        if _plain(value) and not private and key not in given and own is not ... and same_kind:
+        usual = OmegaConf.select(model, key, default=...)
+        same_kind = usual is None or value is None or isinstance(value, str) == isinstance(usual, str)
+        if _plain(value) and not private and key not in given and usual is not ... and same_kind:
             OmegaConf.update(model, key, value, merge=False)
     return model
 

@@ -52,6 +52,8 @@ class AppliedLoRAs:
 
     def check(self, base: FrozenBase) -> None:
         """Raise a UserError for files that do not fit the base, or cannot be merged into it."""
+        if not self.files:
+            return
         names = LayerNames.of(base)
         adapted: set[str] = set()
         for path in self.files:
@@ -66,7 +68,7 @@ class AppliedLoRAs:
                 raise UserError(
                     f"lora_scale={{{pattern}:{scale:g}}} matches no layer of the LoRA; it has {listing(blocks, 6)}"
                 )
-        if self.files and self.merge:
+        if self.merge:
             precision = base.source.expected_precision
             if precision not in DTYPES:
                 raise UserError(
@@ -82,9 +84,9 @@ class AppliedLoRAs:
             UserError: a file holds no LoRA of this model.
         """
         self.rank_gates = []
+        names = LayerNames.of(base)
         for name, path in zip(self._names, self.files, strict=True):
-            file = LoRAFile(path)
-            read = file.read(LayerNames.of(base), base.name)
+            read = LoRAFile(path).read(names, base.name)
             scales = {layer: self._scale_of(layer) for layer in read}
             # A DoRA scales its rows, however small the update is: a layer without it is left out.
             left_out = {layer for layer, update in read.items() if not scales[layer] and update.magnitude is not None}

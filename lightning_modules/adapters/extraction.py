@@ -1,7 +1,5 @@
 """A LoRA of what a fully fine-tuned transformer has learned: the best of its rank, layer by layer."""
 
-import logging
-import time
 from typing import NamedTuple
 
 import torch
@@ -12,9 +10,7 @@ from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.transformer_files import transformer_weights
 from lightning_modules.pretrained.weights import SafetensorsWeights
-from lightning_modules.timing import SECONDS_BETWEEN_LINES
-
-log = logging.getLogger("retouch")
+from lightning_modules.timing import ProgressLines
 
 
 class Extracted(NamedTuple):
@@ -49,7 +45,7 @@ def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device
         raise UserError(f"extract={tuned} is no other version of {base.name}: {listing(different)} is in one of them")
     layers = {f"{name}.weight" for name, module in base.meta.named_modules() if isinstance(module, torch.nn.Linear)}
     updates, errors, others, squares = {}, {}, [], [0.0, 0.0]
-    last = time.monotonic()
+    progress = ProgressLines(len(before.dtypes), "tensors")
     for number, name in enumerate(sorted(before.dtypes), 1):
         one, other = (weights.read(name).to(device).float() for weights in (before, after))
         if one.shape != other.shape:
@@ -67,9 +63,7 @@ def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device
         whole = float(difference.double().square().sum())
         errors[layer] = (lost / whole) ** 0.5
         squares = [squares[0] + lost, squares[1] + whole]
-        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            log.info(f"{number} of {len(before.dtypes)} tensors")
+        progress.done(number)
     if not updates:
         raise UserError(f"extract={tuned} does not differ from {base.name} in any linear layer")
     return Extracted(updates, errors, (squares[0] / squares[1]) ** 0.5, others)

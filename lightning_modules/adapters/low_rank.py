@@ -65,6 +65,11 @@ class LowRank(NamedTuple):
         return self._replace(down=down.to(self.down.dtype), up=up.to(self.up.dtype))
 
 
+def probe(in_features: int) -> Tensor:
+    """The same random numbers each time, in the host's memory: updates that make the same of them are equal."""
+    return torch.randn(in_features, generator=torch.Generator().manual_seed(0), device="cpu")
+
+
 def inner(one: LowRank, other: LowRank) -> float:
     """The sum of the products of two updates' numbers, which are of the same layer."""
     downs, ups = ([part.double() for part in parts] for parts in ((one.down, other.down), (one.up, other.up)))

@@ -14,7 +14,7 @@ from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.readers import readers
 from lightning_modules.adapters.formats.written import FORMATS
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.low_rank import LowRank, probe
 from lightning_modules.adapters.peft_layers import lora_layers
 
 
@@ -90,7 +90,7 @@ def _without_memory(transformer: Any) -> Any:
     copy = deepcopy(transformer)
     for module in copy.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
             setattr(module, name, nn.Parameter(zeros, requires_grad=False))
     return copy
 
@@ -107,9 +107,9 @@ def require_loaded(transformer: nn.Module, adapter_name: str, updates: Mapping[s
     for name in layers.keys() & updates.keys():
         layer, update = layers[name], updates[name]
         down, up = (half[adapter_name].weight for half in (layer.lora_A, layer.lora_B))
-        x = torch.randn(down.shape[1], generator=torch.Generator().manual_seed(0)).to(down.device)
-        expected = update.apply(x.cpu())
-        loaded = (layer.scaling[adapter_name] * LowRank(down.float(), up.float()).apply(x)).cpu()
+        x = probe(down.shape[1])
+        expected = update.apply(x)
+        loaded = (layer.scaling[adapter_name] * LowRank(down.float(), up.float()).apply(x.to(down.device))).cpu()
         same = torch.allclose(loaded, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
         if update.magnitude is not None:
             own = layer.lora_magnitude_vector[adapter_name].weight.float().cpu()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.formats.names import LayerNames, Meaning, swap_halves
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.low_rank import LowRank, probe
 
 
 def split(whole: LowRank, meaning: Meaning, names: LayerNames) -> dict[str, LowRank]:
@@ -40,10 +40,10 @@ def split(whole: LowRank, meaning: Meaning, names: LayerNames) -> dict[str, LowR
 
 
 def _require_same(whole: LowRank, meaning: Meaning, found: Mapping[str, LowRank], names: LayerNames) -> None:
-    x = torch.randn(whole.down.shape[1], generator=torch.Generator().manual_seed(0))
+    x = probe(whole.down.shape[1])
     expected = swap_halves(whole.apply(x), meaning.swapped)
     rows = [
-        found[layer].apply(x) if layer in found else torch.zeros(names.sides[layer].out_features)
+        found[layer].apply(x) if layer in found else x.new_zeros(names.sides[layer].out_features)
         for layer in meaning.layers
     ]
     if not torch.allclose(torch.cat(rows), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
@@ -76,7 +76,7 @@ def _joined(parts: Sequence[LowRank | None], layers: Sequence[str], names: Layer
         down, up = there[0].down, torch.cat([part.up for part in there])
     else:
         down = torch.cat([part.down for part in there])
-        up = torch.zeros(sum(one.out_features for one in names.sides_of(layers)), len(down))
+        up = down.new_zeros(sum(one.out_features for one in names.sides_of(layers)), len(down))
         row = column = 0
         for layer, part in zip(layers, parts, strict=True):
             end = row + names.sides[layer].out_features

@@ -1,7 +1,7 @@
 """The names that programs give a transformer's layers in LoRA files, and which of its layers each of them means."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +94,6 @@ class LayerNames:
                 if all(layer in self.sides for layer in named):
                     found[native.format(number)] = named
         return found
-
-    def __contains__(self, layer: Any) -> bool:
-        return layer in self.sides
 
 
 class OwnNames(LayerNames):
