@@ -15,6 +15,7 @@ os.environ["COLUMNS"] = "250"  # long paths stay on one line
 
 import pytest
 import torch
+from lightning import seed_everything
 from PIL import Image
 
 import predict
@@ -41,6 +42,12 @@ def _what_stays_is_frozen():
     """What was imported and made so far stays: the garbage collection after each run need not look through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    """Each test draws what it drew the last time, alone or in the suite."""
+    seed_everything(0, verbose=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

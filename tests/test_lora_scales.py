@@ -98,6 +98,7 @@ def test_dora_is_scaled_before_its_rows_get_their_norms(predict, stock, photo, t
     randomize(stock.transformer)
     for layer in lora_layers(stock.transformer).values():
         layer.lora_B["default"].weight.data *= 20
+        layer.lora_magnitude_vector["default"].weight.data *= 4
     stock.transformer.save_lora_adapter(tmp_path / "dora")
     unscaled = stock_picture(stock, photo)
     scale_by_hand(stock)
@@ -105,7 +106,7 @@ def test_dora_is_scaled_before_its_rows_get_their_norms(predict, stock, photo, t
     picture, _ = predict(f"lora={tmp_path / 'dora'}", *settings, "model.max_sequence_length=16", SCALES)
     expected = stock_picture(stock, photo)
     assert np.abs(picture - expected).max() <= 1
-    assert np.abs(expected - unscaled).max() > 5
+    assert np.abs(expected - unscaled).max() > 20
 
 
 def test_on_a_quantized_base_all_layers_by_a_pattern_are_one_scale(predict, trained):
