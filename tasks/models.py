@@ -1,5 +1,6 @@
 """The model that LoRA files are for, and what can be known of it without the network and without weights."""
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -82,18 +83,22 @@ def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
 
 def known_models() -> Iterator[KnownModel]:
     """Every model of conf/model, once, without a file's header."""
-    bases = []
+    bases = set()
     for name in _names():
-        model = hydra.compose("predict", overrides=[f"model={name}"]).model
-        if model.quantization is None and model.pretrained_model_name_or_path not in bases:
-            bases.append(model.pretrained_model_name_or_path)
-            yield KnownModel(name, bases[-1], _layers_of(name), model, guessed=True)
+        variant: Any = OmegaConf.load(CONF / "model" / f"{name}.yaml")
+        if any("quantization" in str(default) for default in variant.get("defaults", ())):
+            continue  # of a model that has its own YAML
+        known = _known_by_name(name)
+        if known.base not in bases:
+            bases.add(known.base)
+            yield known._replace(settings=copy.deepcopy(known.settings))
 
 
 @cache
-def _layers_of(name: str) -> LayerNames:
-    """Of the base that a model's YAML names."""
-    return _known(name, hydra.compose("predict", overrides=[f"model={name}"]).model).names
+def _known_by_name(name: str) -> KnownModel:
+    """With the base that its YAML names; composing takes longest."""
+    settings = hydra.compose("predict", overrides=[f"model={name}"]).model
+    return _known(name, settings)._replace(guessed=True)
 
 
 def _names() -> list[str]:

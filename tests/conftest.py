@@ -15,6 +15,8 @@ os.environ["COLUMNS"] = "250"  # long paths stay on one line
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
+from hypothesis import settings
 from lightning import seed_everything
 from PIL import Image
 
@@ -27,10 +29,20 @@ from tests.support.tiny_pipelines import MODELS
 from tests.support.warm import Warm
 
 torch.set_num_threads(1)
+settings.register_profile("same examples every time", derandomize=True, deadline=None)
+settings.load_profile("same examples every time")
 
 
 # Files whose tests take long: they come first, that none is alone at the end.
-LONG = ("test_benchmarks", "test_distributed", "test_peers", "test_shares", "test_loading_memory", "test_shapes_model")
+LONG = (
+    "test_benchmarks",
+    "test_distributed",
+    "test_peers",
+    "test_cache_builds",
+    "test_shares",
+    "test_loading_memory",
+    "test_shapes_model",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -96,8 +108,9 @@ def run(monkeypatch, capfd):
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         status = 0
         try:
-            # What Lightning tells its processes (MASTER_PORT) is not for those of a later test.
-            with mock.patch.dict(os.environ):
+            # What Lightning tells its processes (MASTER_PORT) is not for those of a later test. Hydra would compose all
+            # settings once more to find the mode, which no YAML sets.
+            with mock.patch.dict(os.environ), mock.patch.object(Hydra, "get_mode", return_value=None):
                 {"train": train, "predict": predict}[script].main()
         except SystemExit as stop:
             status = stop.code

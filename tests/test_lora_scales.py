@@ -9,6 +9,7 @@ from PIL import Image
 
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from tests.support.combinations import first
 from tests.support.pictures import pixels, records
 from tests.support.same_adapters import randomize
 
@@ -62,8 +63,8 @@ def predict(run, photo, tmp_path):
 
 @pytest.mark.parametrize(
     ("adapters", "more"),
-    [(["lora"], []), (["tlora"], []), (["lora"], ["merge_lora=true"]), (["tlora", "lora"], [])],
-    ids=["lora", "tlora", "merged", "both"],
+    first(2, [(["tlora", "lora"], []), (["lora"], ["merge_lora=true"]), (["lora"], []), (["tlora"], [])]),
+    ids=["both", "merged", "lora", "tlora"],
 )
 def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(predict, stock, learned, photo, adapters, more):
     folders = [learned(adapter) / "lora" / "last" for adapter in adapters]

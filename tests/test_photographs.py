@@ -82,6 +82,7 @@ def test_photographs_train_without_a_setting(run, tiny, tmp_path):
     assert (only(tmp_path / "cache").folder / "preview.png").is_file()
 
 
+@pytest.mark.slow
 def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_processes, tiny, two_roots, tmp_path):
     """With resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions, all at once."""
     common = short(tiny, "unused", tmp_path, 1)

@@ -16,6 +16,7 @@ from lightning_modules.pretrained import components, transformer
 from lightning_modules.quantization.quantization import Quantization
 from tests.lightning_modules.pretrained.test_weights import FORMATS, write
 from tests.lightning_modules.quantization.test_quantized_linear import WAYS
+from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses
 from tests.support.quantized import MODEL, quantized
@@ -25,7 +26,7 @@ from tests.support.tiny_pipelines import FLUX, MODELS
 @pytest.mark.parametrize(
     ("format", "backend", "adapter"),
     [
-        pytest.param(*way, adapter, marks=[pytest.mark.slow] * (way[0] in ("fp4", "int8")))
+        pytest.param(*way, adapter, marks=[pytest.mark.slow] * (way[0] != "nf4"))
         for way, adapter in zip(WAYS, cycle(["lora", "tlora"]))
     ],
 )
@@ -124,7 +125,7 @@ EXPERIMENTS = {
 }
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", first(1, EXPERIMENTS))
 def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path, monkeypatch, experiment):
     """The repositories that it names are stood for by tiny ones in the same format."""
     repository, made, precision = EXPERIMENTS[experiment]
@@ -238,7 +239,7 @@ def test_what_stays_in_high_precision_is_known_from_the_lora(run, tiny, pairs, t
     assert set(seen) == {("transformer_blocks.*", "proj_out")}
 
 
-@pytest.mark.parametrize("model", ["flux_kontext", "qwen_image_edit"])
+@pytest.mark.parametrize("model", first(1, ["qwen_image_edit", "flux_kontext"]))
 @pytest.mark.parametrize(("format", "backend"), WAYS)
 def test_quantized_encoders_stay_near(repositories, model, format, backend):
     """T5 computes in the dtype of one of its weights: in a quantized one its embeddings are off by 0.8, or it fails."""

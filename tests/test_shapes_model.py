@@ -56,7 +56,8 @@ def drawn(tmp_path_factory):
     return [f"data.cache_dir={tmp_path_factory.mktemp('drawn')}"]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 def test_lora_learns_an_edit_that_the_base_does_not_have(run, drawn, tmp_path, seed):
     short = ["trainer.max_steps=30", "sample_every=0", "logger=none", "callbacks.sample_images.count=4"]
     run("train", "experiment=shapes", *drawn, f"output_dir={tmp_path / 'run'}", f"seed={seed}", *short)

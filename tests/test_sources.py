@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.stored import FORMS, as_parquet, as_tars, picture, prompt, write_tar
 
@@ -13,7 +14,7 @@ def _own_data_set_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("form", ["parquet", "image folder", "tars", "suffixes", "save_to_disk"])
+@pytest.mark.parametrize("form", first(2, ["parquet", "tars", "image folder", "suffixes", "save_to_disk"]))
 def test_trains_from(form, run, tiny, tmp_path):
     """Alike pictures are encoded once: the second form on finds them in the cache."""
     root = FORMS[form](tmp_path / "mine")

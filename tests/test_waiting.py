@@ -13,6 +13,7 @@ from datamodules.prefetch import Prefetcher
 from lightning_modules.edit_module import EditModule
 from lightning_modules.flow import FlowMatching
 from lightning_modules.timing import StageTimer
+from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.tiny_pipelines import MODELS
 from tests.support.watch import Watch
@@ -41,16 +42,19 @@ SETTINGS = ["trainer.log_every_n_steps=4", "save_every=0", "data.batch_size=2", 
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ["adapter=lora"],
-        ["adapter=tlora", "model.gradient_checkpointing=selective"],
-        ["adapter=tlora", "adapter.update_masked=false", "model.dtype=bfloat16", "model/quantization=fp8"],
+    first(
+        2,
         [
-            "trainer.accumulate_grad_batches=2",
-            "model.offload.activations=true",
-            "+trainer.gradient_clip_algorithm=value",
+            ["adapter=tlora", "adapter.update_masked=false", "model.dtype=bfloat16", "model/quantization=fp8"],
+            [
+                "trainer.accumulate_grad_batches=2",
+                "model.offload.activations=true",
+                "+trainer.gradient_clip_algorithm=value",
+            ],
+            ["adapter=lora"],
+            ["adapter=tlora", "model.gradient_checkpointing=selective"],
         ],
-    ],
+    ),
 )
 def test_no_step_waits_for_the_device_between_two_readings(run, tiny, pairs, tmp_path, watch, more):
     run("train", *short(tiny, pairs, tmp_path / "run", 8), *SETTINGS, *more)
@@ -67,7 +71,7 @@ def test_no_family_waits_for_the_device(run, arguments, tmp_path, watch, model):
     assert watch.found[2] == expected
 
 
-@pytest.mark.parametrize("waiting", ["item", "cpu", "bool", "to"])
+@pytest.mark.parametrize("waiting", first(2, ["item", "to", "cpu", "bool"]))
 def test_the_watch_sees_what_waits(run, tiny, pairs, tmp_path, watch, monkeypatch, waiting):
     losses = FlowMatching.losses
 

@@ -42,6 +42,7 @@ class Card(NamedTuple):
     Attributes:
         model_name: the name of the model's YAML.
         repository: where the weights are uploaded to; None for nowhere.
+        config: the run's config.yaml.
         origin: of the base.
         folder: of the weights, and
         step: after which they were written.
@@ -51,6 +52,7 @@ class Card(NamedTuple):
     module: EditModule
     model_name: str
     repository: str | None
+    config: Any
     origin: Origin
     folder: Path
     step: int
@@ -62,7 +64,7 @@ class Card(NamedTuple):
         with best_effort(f"pictures in {path}"):
             shown, strips = self._write_pictures()
         template = TEMPLATES.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
-        data, config = TrainingData.of(trainer), self._config()
+        data, config = TrainingData.of(trainer), self.config
         words = {**self._what(trainer), **self._learned_from(data, config), **self._use(trainer, strips)}
         words |= self._pictures(data, shown, strips) | self._figures()
         words |= {"settings": self._settings(config, trainer.world_size), "origin": self.origin}
@@ -78,9 +80,6 @@ class Card(NamedTuple):
     @property
     def _edits(self) -> bool:
         return self.module.condition_images.most != 0
-
-    def _config(self) -> Any:
-        return OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
 
     def _write_pictures(self) -> tuple[int, list[Strip]]:
         """GRID and the results alone; the step of these, and the samples. None without pictures of the base as well."""

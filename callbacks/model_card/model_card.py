@@ -1,9 +1,11 @@
 """A model card beside all weights: what they are, how they were made, how to use them."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+from omegaconf import OmegaConf
 
 from callbacks.best_effort import best_effort
 from callbacks.lookup import find_callback
@@ -63,8 +65,13 @@ class ModelCard(L.Callback):
             for folder, step in self._weights(trainer, module).items():
                 with best_effort(f"{README} in {folder}"):
                     if is_outdated(folder) or (folder.name in anew and (folder / README).is_file()):
-                        card = Card(self.run, module, self.model_name, self.repository, self._origin, folder, step)
+                        names = self.model_name, self.repository
+                        card = Card(self.run, module, *names, self._config, self._origin, folder, step)
                         card.write(trainer, folder / README)
+
+    @cached_property
+    def _config(self) -> Any:
+        return OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
 
     def _weights(self, trainer: L.Trainer, module: EditModule) -> dict[Path, int]:
         """The run's folders of weights, and the step of each."""

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.several_runs import DDP, start_two
 
@@ -49,13 +50,16 @@ def assert_ended(processes, folder, rank, how):
 
 @pytest.mark.parametrize(
     ("rank", "how", "others"),
-    [
-        (1, "mistake", "step"),
-        (0, "disk", "sleep"),
-        pytest.param(1, "memory", "hang", marks=pytest.mark.slow),
-        (1, "kill", "hang"),
-        pytest.param(0, "kill", "step", marks=pytest.mark.slow),
-    ],
+    first(
+        1,
+        [
+            (1, "kill", "hang"),
+            (1, "mistake", "step"),
+            (0, "disk", "sleep"),
+            (1, "memory", "hang"),
+            (0, "kill", "step"),
+        ],
+    ),
 )
 def test_all_end_when_one_fails_whatever_the_others_wait_for(start, failing, tmp_path, rank, how, others):
     """In a step of gloo, in Python, or in a library that does not come back, as NCCL where a process is missing."""
@@ -63,6 +67,7 @@ def test_all_end_when_one_fails_whatever_the_others_wait_for(start, failing, tmp
     assert_ended(processes, tmp_path / "run", rank, how)
 
 
-@pytest.mark.parametrize("how", ["error", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["error", "kill"])
 def test_the_command_that_started_the_others_ends_with_the_line_of_the_one_that_failed(start, failing, tmp_path, how):
     assert_ended([start("train", *failing(rank=1, how=how))], tmp_path / "run", 1, how)

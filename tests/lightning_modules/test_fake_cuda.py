@@ -50,8 +50,8 @@ RESIDENT = {"none": "none", "activations": "selective"}
 STREAMED = {"blocks": "full", "blocks_and_activations": "full"}
 
 
-# The blocks of these are another's.
-ALIKE = ("flux_dev", "qwen_image_edit")
+# The family that stands for the others where these do nothing of their own.
+WHOLE = "qwen_image_edit_plus"
 
 
 def offloads(quantization, adapter):
@@ -62,11 +62,11 @@ def offloads(quantization, adapter):
     return [RESIDENT] if stays else [RESIDENT, STREAMED]
 
 
-def slow(model, quantization, adapter):
+def slow(model, quantization, adapter, chosen):
     """Whether others stand for it in the suite, in which is each family, quantization, adapter and offloading."""
-    if model in ALIKE or adapter.startswith("ortho"):
-        return quantization != "bf16" or (model in ALIKE and adapter != "lora")
-    return adapter != "lora" and quantization not in ("bf16", "fp8")
+    if quantization == "bf16":
+        return adapter != "lora" and model != WHOLE
+    return model != WHOLE or adapter != "lora" or (chosen is STREAMED and quantization != "fp8")
 
 
 BUILDS = [
@@ -138,7 +138,7 @@ def test_so_many_are_in_the_matrix():
 
 @pytest.mark.parametrize(
     ("model", "quantization", "adapter", "chosen"),
-    [pytest.param(*build, marks=[pytest.mark.slow] * slow(*build[:3])) for build in BUILDS],
+    [pytest.param(*build, marks=[pytest.mark.slow] * slow(*build)) for build in BUILDS],
     ids=lambda x: "_".join(x) if isinstance(x, dict) else x,
 )
 def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, adapter, chosen):

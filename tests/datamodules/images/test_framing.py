@@ -59,7 +59,7 @@ def test_qwens_controls_get_the_same_pixels_as_their_targets():
         assert target == control
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(SIDES, SIDES, st.sampled_from([64, 512, 1024]), st.sampled_from([16, 32]), st.sampled_from(["aspect", "family"]))
 def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width, height, side, multiple, buckets):
     frame = framing(buckets, multiple=multiple, preferred=PREFERRED_SIZES)
@@ -69,7 +69,7 @@ def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width,
     assert 0 <= left < right <= window.frame[0]
     assert 0 <= top < bottom <= window.frame[1]
     assert window.size == (right - left, bottom - top)
-    assert window.cropped <= MOST_CROPPED + 1e-9
+    assert window.cropped <= MOST_CROPPED + 0.5 / min(window.frame)  # whose sides are whole
     assert window.frame[0] <= max(width, 16)
     assert window.frame[1] <= max(height, 16)
     if buckets == "aspect":
@@ -80,7 +80,6 @@ def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width,
     assert exact.windows[0].size == fit_area(width, height, side**2)
 
 
-@settings(deadline=None)
 @given(SIDES, SIDES, st.sampled_from([256, 1024]))
 def test_enlarged_pictures_reach_the_resolution(width, height, side):
     assume(max(width, height) <= 3 * min(width, height))
@@ -170,7 +169,7 @@ def center(pixels):
     return (columns * bright).sum() / bright.sum(), (rows * bright).sum() / bright.sum()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(130, 420),
     st.integers(130, 420),

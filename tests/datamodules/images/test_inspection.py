@@ -14,6 +14,7 @@ from datamodules.images.findings import Finding, Kind, mostly_small
 from datamodules.images.inspection import Print, inspect_sample, jpeg_quality, look, nearly_equal, print_of
 from datamodules.images.sample import Sample
 from datamodules.images.wording import caption_findings
+from tests.support.combinations import first
 from tests.support.faults import EDITS, PHOTOGRAPHS, moved, noisy, picture, recompressed, with_a_small_change
 
 BESIDE = {
@@ -29,7 +30,7 @@ def gray(image):
     return np.asarray(image.convert("L"), np.float32)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     st.sampled_from(("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "moon")),
     st.sampled_from(sorted(BESIDE)),
@@ -44,7 +45,7 @@ def test_a_shift_is_found_whatever_else_an_edit_does(photo, edit, x, y):
     assert found.scale == pytest.approx(1, abs=0.003)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     st.sampled_from(("astronaut", "chelsea", "coffee", "camera", "moon")),
     st.floats(-6, 6),
@@ -59,7 +60,7 @@ def test_a_fraction_of_a_pixel_and_a_scale_are_found(photo, x, y, scale):
     assert found.scale == pytest.approx(scale, abs=0.003)
 
 
-@pytest.mark.parametrize("photo", ["astronaut", "chelsea", "brick", "retina", "page"])
+@pytest.mark.parametrize("photo", first(2, ["astronaut", "page", "chelsea", "brick", "retina"]))
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_is_no_fault(photo, edit, tmp_path):
     for name, image in zip(("control", "target"), EDITS[edit](picture(photo)), strict=True):

@@ -11,6 +11,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.formats.checked import check_with_diffusers, loader_of
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.low_rank import LowRank
+from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.foreign_files import flux, qwen
 
@@ -93,7 +94,7 @@ def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path):
             check_with_diffusers(tmp_path / "x.safetensors", expected, "FluxPipeline", transformer)
 
 
-@pytest.mark.parametrize(("check", "times"), [("always", 3), ("once", 1), ("never", 0)])
+@pytest.mark.parametrize(("check", "times"), first(1, [("once", 1), ("always", 3), ("never", 0)]))
 def test_savings_are_read_back_as_often_as_they_are_to_be(run, tiny, pairs, tmp_path, monkeypatch, check, times):
     made = []
     load = lora_pipeline.FluxLoraLoaderMixin.load_lora_weights

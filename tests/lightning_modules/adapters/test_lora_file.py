@@ -11,6 +11,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.native_names import NO_NATIVE_NAMES
+from tests.support.combinations import first
 from tests.support.commands import short
 
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
@@ -126,7 +127,9 @@ def test_the_same_for_weights_to_start_from(run, tiny, pairs, tmp_path, name):
     assert message in outcome.error
 
 
-@pytest.mark.parametrize(("form", "halves"), [("lora_unet_", "down/up"), ("", "AB"), ("base_model.model.", "AB")])
+@pytest.mark.parametrize(
+    ("form", "halves"), first(1, [("lora_unet_", "down/up"), ("", "AB"), ("base_model.model.", "AB")])
+)
 def test_training_starts_from_files_of_others(run, tiny, pairs, tmp_path, form, halves):
     """Names differ, not layers; alpha is taken into account."""
     run("train", *short(tiny, pairs, tmp_path / "first", 2), "adapter.alpha=8", "optimizer.lr=1e-2")

@@ -154,6 +154,7 @@ def test_run_goes_on_where_nothing_can_be_kept(source, tmp_path, monkeypatch, ca
     assert left.is_file() or not kept(tmp_path)
 
 
+@pytest.mark.slow
 def test_runs_with_and_without_it_are_bitwise_the_same(run, tiny, pairs, tmp_path, caplog):
     """The LoRA's header says nothing of it; task=clean frees what other settings left."""
     caplog.set_level(logging.INFO)
