@@ -5,7 +5,6 @@ import json
 import time
 
 import numpy as np
-import pytest
 import safetensors.torch
 import torch
 from diffusers import DiffusionPipeline
@@ -20,9 +19,7 @@ from lightning_modules.pretrained.frozen_base import FrozenBase
 from tests.support.commands import compose, lora_bytes
 from tests.support.losses import losses
 from tests.support.stock_pictures import same_request, stock_picture
-from tests.support.tiny_pipelines import MODELS
-
-EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
+from tests.support.tiny_pipelines import EVERY_MODEL, MODELS
 
 
 @EVERY_MODEL

@@ -18,10 +18,7 @@ from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses
 from tests.support.pictures import level
 from tests.support.same_adapters import randomize
-from tests.support.tiny_pipelines import MODELS
-
-EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
-
+from tests.support.tiny_pipelines import EVERY_MODEL
 
 BOTH = pytest.mark.parametrize("adapter", ["tlora", "ortho_tlora"])
 

@@ -17,7 +17,7 @@ from tests.support.combinations import first
 from tests.support.commands import ROOT, compose, short
 from tests.support.pictures import level
 from tests.support.stock_pictures import same_request, stock_picture
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import EVERY_MODEL, MODELS
 
 
 @pytest.mark.parametrize(("model", "adapter"), first(2, zip(reversed(MODELS), cycle(["tlora", "ortho_tlora"]))))
@@ -41,7 +41,7 @@ def test_stock_pipeline_with_the_schedule_makes_the_picture_of_predict(
     assert np.abs(own - full_rank * 255).max() > 4
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EVERY_MODEL
 def test_sampling_timesteps_are_the_pipelines(repositories, datasets, arguments, tmp_path, monkeypatch, model):
     module = instantiate(compose("train", *arguments(model, tmp_path / "run", 1)).model)
     seen = []

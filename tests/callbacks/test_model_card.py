@@ -20,7 +20,7 @@ from tasks import fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short
 from tests.support.pictures import make_pairs
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import EVERY_MODEL
 
 SHOWN = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=1", "callbacks.report=null"]
 
@@ -84,7 +84,7 @@ def test_all_weights_of_every_adapter_have_a_card(run, tiny, tmp_path, settings,
     assert list((tmp_path / "out").glob("*.png"))
 
 
-@pytest.mark.parametrize("model", first(1, reversed(MODELS)))
+@EVERY_MODEL
 def test_card_of_every_family(run, tmp_path, arguments, model):
     run("train", *arguments(model, tmp_path / "run", 1, *SHOWN, shown=True))
     card = read(tmp_path / "run/lora/last")

@@ -15,6 +15,7 @@ from callbacks.validation import Validation
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
 from tests.support.pictures import make_pairs
+from tests.support.tiny_pipelines import EVERY_MODEL
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
     assert (len(data.samples), len(data.validation.samples)) == (16, 4)
 
 
-@pytest.mark.parametrize("model", first(1, ["qwen_image_edit_plus", "flux_kontext", "flux_dev", "qwen_image_edit"]))
+@EVERY_MODEL
 def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arguments, tmp_path, model):
     settings = [one for one in arguments(model, tmp_path / "run", 1, shown=True) if "dtype" not in one]
     pictures = ["callbacks.sample_images.count=2", "callbacks.sample_images.num_inference_steps=2"]

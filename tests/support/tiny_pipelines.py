@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -202,6 +203,7 @@ class Tiny:
         controls: (width, height) of a sample's condition images.
         call: what its stock pipeline must be told to do as we do.
         takes_list: whether that takes several images.
+        variant: whether another model stands for it in the suite.
     """
 
     build: Callable[[Path], None]
@@ -210,6 +212,7 @@ class Tiny:
     controls: tuple[tuple[int, int], ...] = ((64, 32),)
     call: Mapping[str, Any] = field(default_factory=dict)
     takes_list: bool = False
+    variant: bool = False
 
 
 # Pixels of condition images, where a model has a size of its own for them.
@@ -226,8 +229,8 @@ MODELS = {
         settings=FLUX["settings"],
         call={**FLUX["call"], "_auto_resize": False, "max_area": AREA},
     ),
-    "flux_dev": Tiny(build_flux_dev, **FLUX, data="captions", controls=()),
-    "qwen_image_edit": Tiny(lambda folder: build_qwen(folder, plus=False), **QWEN),
+    "flux_dev": Tiny(build_flux_dev, **FLUX, data="captions", controls=(), variant=True),
+    "qwen_image_edit": Tiny(lambda folder: build_qwen(folder, plus=False), **QWEN, variant=True),
     "qwen_image_edit_plus": Tiny(
         lambda folder: build_qwen(folder, plus=True, zero_cond_t=True),
         **QWEN,
@@ -235,3 +238,6 @@ MODELS = {
         takes_list=True,
     ),
 }
+EVERY_MODEL = pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.slow] * model.variant) for name, model in MODELS.items()]
+)

@@ -10,7 +10,7 @@ from tests.support.combinations import first
 from tests.support.steps import family, inputs
 from tests.support.tiny_adapters import build, learn
 from tests.support.tiny_adapters import velocity as of
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import EVERY_MODEL
 
 
 def counted(module, *arguments):
@@ -25,7 +25,7 @@ def counted(module, *arguments):
 @pytest.mark.parametrize(
     "targets", first(1, ["all-linear", "[to_q,to_k,to_v,to_out.0]", r"'.*\.ff\.net\.2|.*img_mlp\.net\.2'"])
 )
-@pytest.mark.parametrize("model", MODELS)
+@EVERY_MODEL
 def test_counts_are_those_of_torch(repositories, model, targets):
     settings = [f"adapter.target_modules={targets}", "model.gradient_checkpointing=none"]
     module = family(repositories, model, *settings)

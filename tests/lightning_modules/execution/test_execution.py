@@ -19,7 +19,7 @@ from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.steps import BASES, assert_same, family, inputs, made, step
 from tests.support.tiny_adapters import build, velocity
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import EVERY_MODEL, MODELS
 
 
 @pytest.mark.parametrize("base", first(2, BASES))
@@ -32,7 +32,7 @@ def test_every_position_of_the_dial_gives_the_same_bits(tiny, adapter, base):
         assert_same(step(module), plain)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EVERY_MODEL
 def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repositories, model):
     """To rounding: matrix products of other shapes add in another order."""
     module = family(repositories, model)
