@@ -22,6 +22,7 @@ def even(datasets, tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_the_doubled_batch_in_every_family(run, in_two_processes, arguments, even, tmp_path):
     """In a second and a third step, too: DDP waits for each gradient of the one before."""
 

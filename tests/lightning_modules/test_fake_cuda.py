@@ -63,10 +63,11 @@ def offloads(quantization, adapter):
 
 
 def slow(model, quantization, adapter, chosen):
-    """Whether others stand for it in the suite, in which is each family, quantization, adapter and offloading."""
+    """Whether others stand for it in the suite, in which is each family, format, adapter and offloading."""
     if quantization == "bf16":
         return adapter != "lora" and model != WHOLE
-    return model != WHOLE or adapter != "lora" or (chosen is STREAMED and quantization != "fp8")
+    of_a_library = "_" in quantization
+    return model != WHOLE or adapter != "lora" or of_a_library or (chosen is STREAMED and quantization != "fp8")
 
 
 BUILDS = [
