@@ -64,10 +64,10 @@ class Card(NamedTuple):
         with best_effort(f"pictures in {path}"):
             shown, strips = self._write_pictures()
         template = TEMPLATES.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
-        data, config = TrainingData.of(trainer), self.config
-        words = {**self._what(trainer), **self._learned_from(data, config), **self._use(trainer, strips)}
+        data = TrainingData.of(trainer)
+        words = {**self._what(trainer), **self._learned_from(data), **self._use(trainer, strips)}
         words |= self._pictures(data, shown, strips) | self._figures()
-        words |= {"settings": self._settings(config, trainer.world_size), "origin": self.origin}
+        words |= {"settings": self._settings(trainer.world_size), "origin": self.origin}
         words["metadata"] = self._metadata(words["trigger_word"] or words["caption"], strips)
         with replacing(path) as temporary:
             temporary.write_text(template.render(words), encoding="utf-8")
@@ -128,13 +128,13 @@ class Card(NamedTuple):
             "best": self.folder.name == "best",
         }
 
-    def _learned_from(self, data: TrainingData, config: Any) -> dict[str, Any]:
+    def _learned_from(self, data: TrainingData) -> dict[str, Any]:
         """What the data says."""
         captions = data.captions().most_common()
         return {
             "caption": one_line(captions[0][0]) if captions else "",
             "captions": len(captions),
-            "trigger_word": one_line(str(OmegaConf.select(config, "data.trigger_word") or "")),
+            "trigger_word": one_line(str(OmegaConf.select(self.config, "data.trigger_word") or "")),
             "noun": "instruction" if self._edits else "caption",
         }
 
@@ -160,12 +160,12 @@ class Card(NamedTuple):
             columns, figures = columns[:-1], [row[:-1] for row in figures]
         return {"metrics": figures, "metric_columns": columns}
 
-    def _settings(self, config: Any, processes: int) -> list[tuple[str, Any]]:
+    def _settings(self, processes: int) -> list[tuple[str, Any]]:
         """How it was trained: the name and the value of each setting that it has."""
         assert self.module.adapter is not None
 
         def setting(key: str) -> Any:
-            return shareable(OmegaConf.select(config, key))
+            return shareable(OmegaConf.select(self.config, key))
 
         adapter, tokens = self.module.adapter.metadata(), setting("data.max_tokens_per_batch")
         batch = (setting("data.batch_size") or 1) * (setting("trainer.accumulate_grad_batches") or 1) * processes

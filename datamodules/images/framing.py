@@ -121,8 +121,7 @@ class Framing:
         if bucket is None:
             size = self._own_proportions(own, side)
             return Window.whole(size, flipped)
-        scale = max(bucket[0] / own[0], bucket[1] / own[1])
-        frame = max(bucket[0], round(own[0] * scale)), max(bucket[1], round(own[1] * scale))
+        frame = _covering(own, bucket)
         offset = (0.5 + SPREAD * crop) % 1
         left, top = ((space - taken) * offset for space, taken in zip(frame, bucket, strict=True))
         box = round(left), round(top), round(left) + bucket[0], round(top) + bucket[1]
@@ -167,7 +166,8 @@ def find_bucket(framing: Framing, own: Sides, side: int) -> Sides | None:
     for buckets in framing.tables(side):
         bucket = min(buckets, key=lambda one: _cropped(own, one))
         if framing.upscale or (bucket[0] <= own[0] and bucket[1] <= own[1]):
-            return bucket if _cropped(own, bucket) <= MOST_CROPPED else None
+            cropped = 1 - math.prod(bucket) / math.prod(_covering(own, bucket))
+            return bucket if cropped <= MOST_CROPPED else None
     return None
 
 
@@ -196,6 +196,12 @@ def _nearest(proportion: float, area: float, multiple: int, control_area: int | 
 
     shared = [one for one in candidates if control_area is not None and size_of_area(*one, control_area) == one]
     return min(shared or candidates, key=distance)
+
+
+def _covering(own: Sides, bucket: Sides) -> Sides:
+    """The sides of a picture that just covers a bucket, in whole pixels."""
+    scale = max(bucket[0] / own[0], bucket[1] / own[1])
+    return max(bucket[0], round(own[0] * scale)), max(bucket[1], round(own[1] * scale))
 
 
 def _cropped(own: Sides, bucket: Sides) -> float:

@@ -62,10 +62,11 @@ def here(hub, monkeypatch):
 
 def on_disk(folder, prefix=""):
     """Byte for byte, but for the header of LoRAs, which names folders of this machine."""
-    copy = Path(shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True))
-    for path in copy.glob("*.safetensors"):
-        forget_folders(path, without_secrets)
-    return {f"{prefix}{path.relative_to(copy)}": path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(shutil.copytree(folder, place, dirs_exist_ok=True))
+        for path in copy.glob("*.safetensors"):
+            forget_folders(path, without_secrets)
+        return {f"{prefix}{path.relative_to(copy)}": path.read_bytes() for path in copy.rglob("*") if path.is_file()}
 
 
 def lines(text, word):

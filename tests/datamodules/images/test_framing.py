@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -60,6 +60,7 @@ def test_qwens_controls_get_the_same_pixels_as_their_targets():
 
 
 @settings(max_examples=300)
+@example(251, 839, 512, 32, "aspect")  # a hair too much, by the rounding of its sides
 @given(SIDES, SIDES, st.sampled_from([64, 512, 1024]), st.sampled_from([16, 32]), st.sampled_from(["aspect", "family"]))
 def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width, height, side, multiple, buckets):
     frame = framing(buckets, multiple=multiple, preferred=PREFERRED_SIZES)
@@ -69,7 +70,7 @@ def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width,
     assert 0 <= left < right <= window.frame[0]
     assert 0 <= top < bottom <= window.frame[1]
     assert window.size == (right - left, bottom - top)
-    assert window.cropped <= MOST_CROPPED + 0.5 / min(window.frame)  # whose sides are whole
+    assert window.cropped <= MOST_CROPPED + 1e-9
     assert window.frame[0] <= max(width, 16)
     assert window.frame[1] <= max(height, 16)
     if buckets == "aspect":
