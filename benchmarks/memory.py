@@ -28,6 +28,8 @@ from lightning_modules.execution.checkpointing import POLICIES, set_checkpointin
 from tasks import models
 
 ROOT = Path(__file__).parent.parent
+# What configurations call the number of blocks of a kind.
+DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
 
 
 def compose(model: str, folder: str, dtype: str, *more: str) -> Any:
@@ -55,7 +57,7 @@ def write_shallow(
     known = [json.loads(path.read_text())["files"] for path in sorted(models.CONFIGURATIONS.glob("*.json"))]
     files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
     for content in files.values() if depth is not None else ():
-        content |= {key: depth for key in ("num_layers", "num_single_layers") if key in content}
+        content |= {key: depth for key in DEPTHS if key in content}
     transformer = files["transformer/config.json"]
     transformer |= {key: value for key, value in changes.items() if key in transformer}
     models.write_files(files, Path(folder))

@@ -13,13 +13,17 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
+from lightning_modules.optimization import averaged_weights
 from lightning_modules.timing import NOT_TRAINING
 
 log = logging.getLogger("retouch")
 
 CHECKS = ("always", "once", "never")
 # Settings of a run, and of the machine that it ran on.
-NOT_OF_THE_MODEL = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "cache", "cache_dir")
+NOT_OF_THE_MODEL = (
+    *("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "cache", "cache_dir"),
+    "training_adapter",  # for training alone
+)
 
 
 def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +36,7 @@ def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
         model: its composed settings.
     """
     header: dict[str, Any] = {"name": name, **_plain(model)}
+    header["sampling"] = _plain(model.get("sampling") or {})
     if quantization := model.get("quantization"):
         lists = {k: list(v) for k, v in quantization.items() if isinstance(v, Sequence) and not isinstance(v, str)}
         header["quantization"] = _plain(quantization) | lists
@@ -97,7 +102,9 @@ class LoRACheckpoint(L.Callback):
         assert module.adapter is not None
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
-        with module.averaged_weights():
+        if module.execution.training_adapter is not None:
+            header["training_adapter"] = module.execution.training_adapter.name
+        with averaged_weights(module):
             write = module.trained.export(module.base, header, self.dtype)
             for name in names if trainer.is_global_zero else ():
                 write(self.run.weights(module.adapter.folder, name))

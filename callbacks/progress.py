@@ -183,6 +183,12 @@ class TrainingProgress(TerminalProgress):
             "memory": self._memory(module, count),
             "results": str(self.output_dir),
         }
+        assistant = module.execution.training_adapter
+        if assistant is not None:
+            rows["trains"] += f", with model.training_adapter={assistant.name} in training alone"
+        sampling = module.sampler.sampling
+        if sampling is not None and sampling.transformer_name_or_path is not None:
+            rows["pictures"] = f"by the transformer of {sampling.transformer_name_or_path}, loaded each time anew"
         if self._step:
             rows["resumed"] = f"after step {self._step}"
         return rows

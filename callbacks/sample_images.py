@@ -19,6 +19,7 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.files import short_name
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
+from lightning_modules.picture_transformer import PictureTransformer
 from lightning_modules.timing import NOT_TRAINING
 
 # The text chunk of a strip's PNG that lists the widths of its parts.
@@ -45,6 +46,7 @@ class SampleImages(L.Callback):
         sample_every: optimizer steps between two sets; 0 makes them at the end only.
         count: how many of the first samples that are held out, or where none are, of all.
         num_inference_steps, guidance_scale, true_cfg_scale, seed: as in prediction; the negative prompt is "".
+        transformer_name_or_path: the transformer that makes them, of `PictureTransformer`; None for that which trains.
 
     Attributes:
         validation: the data module of the held-out samples, where there are some.
@@ -59,19 +61,28 @@ class SampleImages(L.Callback):
         count: int,
         num_inference_steps: int,
         guidance_scale: float | None,
-        true_cfg_scale: float,
+        true_cfg_scale: float | None,
         seed: int,
+        transformer_name_or_path: str | None,
     ) -> None:
         self.run = RunFolder(output_dir)
         self.sample_every = sample_every
         self.count = count
-        self.sampling = Sampling(num_inference_steps, guidance_scale, true_cfg_scale, "")
+        self.sampling = Sampling(num_inference_steps, guidance_scale, true_cfg_scale, "", transformer_name_or_path)
         self.seed = seed
+        self._other: PictureTransformer | None = None
         self._examples: list[tuple[list[Tensor], LatentBatch]] = []  # this process's
         self._step = 0
         self.validation: TrainingData | None = None
         self.results: list[Made] = []
         self.sampled_step = -1
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, EditModule)
+        pl_module.sampling_rules.check(self.sampling, pl_module.pipeline_name)
+        if self.sampling.transformer_name_or_path is not None:
+            self._other = PictureTransformer(pl_module, self.sampling.transformer_name_or_path)
+            self._other.check()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
@@ -102,10 +113,12 @@ class SampleImages(L.Callback):
         """Write one strip for each of the first samples."""
         if not self._examples:
             data = self.validation or TrainingData.of(trainer)
-            examples = data.examples(share(trainer, self.count), empty_prompt=self.sampling.negative is not None)
+            guided = module.sampling_rules.negative_prompt(self.sampling) is not None
+            examples = data.examples(share(trainer, self.count), empty_prompt=guided)
             self._examples = [self._prepare(module, example) for example in examples]
         made = []
-        with torch.no_grad(), module.inference_weights():
+        weights = module.inference_weights() if self._other is None else self._other.in_use()
+        with torch.no_grad(), weights:
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]
                 latents = module.encoder.refresh_prompt_embeds(latents)
@@ -132,7 +145,8 @@ class SampleImages(L.Callback):
     def _prepare(self, module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
         """The pictures to show beside the result (decoded where there are no files), and the latents."""
         if isinstance(example.batch, RawBatch):
-            return example.pictures, module.encoder(example.batch, self.sampling.negative)
+            negative = module.sampling_rules.negative_prompt(self.sampling)
+            return example.pictures, module.encoder(example.batch, negative)
         latents = example.batch.to(module.base.device)
         known = [image for image in (*latents.controls, latents.target_mean) if image is not None]
         return example.pictures or [module.encoder.decode(module.normalize(image)) for image in known], latents

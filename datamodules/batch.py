@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from datamodules.errors import UserError
+
 # (width, height) of the target, then of each control; and whether there is a mask
 Size = tuple[tuple[tuple[int, int], ...], bool]
 # A prompt, and the condition images that its text encoder sees with it.
@@ -110,13 +112,24 @@ class LatentBatch(Batch):
 
 
 def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """By name, (L_1, ...), (L_2, ...), ... -> (B, longest, ...), padded with zeros; other dimensions must agree."""
+    """By name, (L_1, ...), (L_2, ...), ... -> (B, longest, ...), padded with zeros; other dimensions must agree.
 
-    def stack(tensors: list[Tensor]) -> Tensor:
-        alike = len({tensor.shape for tensor in tensors}) == 1
-        return torch.stack(tensors) if alike else torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    Raises:
+        UserError: sequences without a mask are of several lengths: the model would take the padding for text.
+    """
 
-    return {name: stack([sample[name] for sample in samples]) for name in samples[0]}
+    def stack(name: str) -> Tensor:
+        tensors = [sample[name] for sample in samples]
+        lengths = {len(tensor) for tensor in tensors}
+        if len(lengths) == 1:
+            return torch.stack(tensors)
+        if not name.endswith(ON_HOST) and f"{name}{ON_HOST}" not in samples[0]:
+            raise UserError(
+                f"a batch has {name} of {sorted(lengths)} tokens, and this model masks none: use data.batch_size=1"
+            )
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+    return {name: stack(name) for name in samples[0]}
 
 
 def pad_to(tensor: Tensor, length: int) -> Tensor:

@@ -16,7 +16,7 @@ from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
 from datamodules.images.held_out import choose_held_out
-from datamodules.images.transforms import Window
+from datamodules.images.window import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.cache import Cache

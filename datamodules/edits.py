@@ -14,7 +14,7 @@ from datamodules.errors import UserError, printable
 from datamodules.files import read_text
 from datamodules.images.conditions import ConditionImages, model_of
 from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
-from datamodules.images.transforms import Window, fit_area, image_size, verify_image
+from datamodules.images.transforms import image_size, verify_image
 
 
 @dataclass
@@ -155,9 +155,11 @@ class _Requests(Dataset[EditRequest]):
         first = index % data._groups * data.batch_size
         paths = data.images[image]
         # From the file's size, as the result's is: the decoded image may already be reduced.
-        windows = [Window.whole(data.condition_images.size(*image_size(path), data.max_area)) for path in paths]
+        windows = [data.condition_images.window(*image_size(path), data.max_area) for path in paths]
         controls, prompt_images = data.condition_images.load(paths, windows)
-        own = fit_area(*image_size(paths[0]), data.max_area) if paths else (data.resolution, data.resolution)
+        own = data.resolution, data.resolution
+        if paths:
+            own = data.condition_images.target_size(*image_size(paths[0]), data.max_area)
         return EditRequest(
             raw=RawBatch(
                 keys=[f"{self.names[image]}_p{number:02d}" for number in range(first, first + len(prompts))],

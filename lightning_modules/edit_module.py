@@ -1,7 +1,7 @@
 """A frozen pipeline with a trainable adapter in its transformer: Lightning's hooks, nothing else."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -37,7 +37,7 @@ class EditModule(L.LightningModule, Family):
         adapter: what trains; None in prediction.
         timesteps, vae_encode_mode, seed: of `FlowMatching`.
         optimizer, scheduler, max_nonfinite_steps: of `Optimization`.
-        offload, gradient_checkpointing, compile, attention_backend: of `Execution`.
+        offload, gradient_checkpointing, compile, attention_backend, training_adapter: of `Execution`.
         sampling, loras: of `Sampler`, for prediction.
         pretrained_model_name_or_path and the others: of `FrozenBase`.
 
@@ -61,6 +61,7 @@ class EditModule(L.LightningModule, Family):
         gradient_checkpointing: bool | str,
         compile: bool,
         attention_backend: str | None,
+        training_adapter: str | None,
         timesteps: TimestepLaw,
         vae_encode_mode: str,
         max_nonfinite_steps: int,
@@ -79,7 +80,7 @@ class EditModule(L.LightningModule, Family):
         self.text_encoders = nn.ModuleDict()
         self.adapter = adapter
         how = gradient_checkpointing, compile, attention_backend, offload
-        self.execution = Execution(self, self.base, adapter, *how)
+        self.execution = Execution(self, self.base, adapter, training_adapter, *how)
         self.encoder = Encoder(self, self.base, vae_encode_mode)
         self.objective = FlowMatching(timesteps, vae_encode_mode, seed)
         self.optimization = Optimization(optimizer, scheduler, max_nonfinite_steps)
@@ -108,7 +109,7 @@ class EditModule(L.LightningModule, Family):
         sharded = self.device_mesh is not None
         self.base.check()
         self.execution.check(sharded)
-        self.sampler.loras.check(self.base)
+        self.sampler.check()
         if self.adapter is not None:
             training = Training(self.optimization.optimizer, sharded, self.condition_images.text_sees_them)
             self.adapter.check(self.base, training)
@@ -129,7 +130,8 @@ class EditModule(L.LightningModule, Family):
                 self._load_to_train()
             elif self.sampler.sampling is not None:
                 self.transformer = self.base.load_transformer()
-                self.sampler.use(self.transformer)
+                chosen = self.sampler.sampling.transformer_name_or_path is not None
+                self.sampler.use(self.transformer, self.base.source if chosen else None)
                 self.sampler.loras.load(self.transformer, self.base)
                 self.execution.prepare(self.transformer)
 
@@ -215,17 +217,13 @@ class EditModule(L.LightningModule, Family):
     def on_train_end(self) -> None:
         self.optimization.nonfinite.report()
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Inside, the adapter has the weights to use: those that train, or a schedule-free optimizer's average."""
-        return averaged_weights(self.optimizers(use_pl_optimizer=False), self.trained.parameters())
-
     @contextmanager
     def inference_weights(self) -> Iterator[None]:
         """Inside, in evaluation mode and with the weights as a loader will have them, for pictures and validation."""
         self.eval()
         with ExitStack() as stack:
-            stack.enter_context(self.averaged_weights())
-            stack.enter_context(self.execution.without_compiling())
+            stack.enter_context(averaged_weights(self))
+            stack.enter_context(self.execution.for_inference())
             if self.device_mesh is None:  # those that are split over processes stay as they train
                 stack.enter_context(self.trained.in_dtype(self.base.dtype))
             stack.callback(self.train)

@@ -1,6 +1,7 @@
 """Pixels and prompts to latents and embeddings: the one way from a RawBatch to a LatentBatch."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,6 +19,8 @@ from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.timing import ProgressLines, StageTimer
 
+log = logging.getLogger("retouch")
+
 
 class Encoder:
     """A base's frozen encoders, and its decoder.
@@ -34,9 +37,19 @@ class Encoder:
         self.base = base
         self.vae_encode_mode = vae_encode_mode
         self.trains_text_encoders = False
-        self.prompts = PromptCache(
-            lambda prompt, images: family.encode_prompt(base.components, prompt, images), base.timer
-        )
+        self.prompts = PromptCache(self._encode_prompt, base.timer)
+        self._cut: set[str] = set()  # prompts that were said to be too long
+
+    def _encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+        counted = self.family.prompt_tokens(self.base.components, [prompt])
+        if counted is not None and prompt not in self._cut:
+            [tokens], most = counted
+            if tokens > most:
+                self._cut.add(prompt)
+                can_be_set = "max_sequence_length" in self.family.encoding_settings()
+                where = " (model.max_sequence_length)" if can_be_set else ""
+                log.warning(f'note: {tokens} tokens are cut to {most}{where}: "{prompt[:60]}..."')
+        return self.family.encode_prompt(self.base.components, prompt, images)
 
     @torch.no_grad()
     def __call__(self, batch: RawBatch, negative_prompt: str | None = None) -> LatentBatch:

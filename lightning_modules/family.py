@@ -1,7 +1,8 @@
 """What a model family implements; everything else is shared."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
+from datamodules.errors import UserError
 from datamodules.images.conditions import ConditionImages
-from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
+from lightning_modules.flow import dynamic_shift
+from lightning_modules.layers import Layers
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -18,17 +21,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a picture is made; names and meanings are those of the diffusers pipelines."""
+    """How a picture is made; names and meanings are those of the diffusers pipelines.
+
+    Attributes:
+        transformer_name_or_path: the transformer to make it with; None for the model's own.
+    """
 
     num_inference_steps: int
     guidance_scale: float | None
-    true_cfg_scale: float
+    true_cfg_scale: float | None
     negative_prompt: str | None
+    transformer_name_or_path: str | None = None
 
-    @property
-    def negative(self) -> str | None:
-        """The prompt of true CFG's other half; None where there is none."""
-        return (self.negative_prompt or "") if self.true_cfg_scale > 1 else None
+
+def dynamic_mu(config: Mapping[str, Any], tokens: int, num_inference_steps: int) -> float:
+    """What most pipelines shift their timesteps by; arguments as of `SamplingRules.mu`."""
+    return math.log(dynamic_shift(tokens, config))
+
+
+class SamplingRules(NamedTuple):
+    """How a pipeline samples.
+
+    Attributes:
+        cfg_scale: its argument by which it guides away from a negative prompt; None where it cannot.
+        cfg_above: it does so where that argument is larger.
+        any_negative: whether it takes a negative prompt; else it guides away from the empty one.
+        mu: the schedulers' `mu`, by the scheduler's config, the target's tokens and the number of steps.
+    """
+
+    cfg_scale: str | None = "true_cfg_scale"
+    cfg_above: float = 1.0
+    any_negative: bool = True
+    mu: Callable[[Mapping[str, Any], int, int], float] = dynamic_mu
+
+    def negative_prompt(self, sampling: Sampling) -> str | None:
+        """The prompt that these settings guide away from; None where they do not."""
+        scale = None if self.cfg_scale is None else getattr(sampling, self.cfg_scale)
+        return None if scale is None or scale <= self.cfg_above else sampling.negative_prompt or ""
+
+    def scales(self, sampling: Sampling) -> dict[str, float]:
+        """The pipeline's arguments that say how much it guides."""
+        scales = {"guidance_scale": sampling.guidance_scale}
+        if self.cfg_scale == "guidance_scale" and sampling.guidance_scale is None:
+            scales["guidance_scale"] = self.cfg_above  # the pipelines' own default would guide
+        if self.cfg_scale == "true_cfg_scale":
+            scales["true_cfg_scale"] = sampling.true_cfg_scale
+        return {name: scale for name, scale in scales.items() if scale is not None}
+
+    def check(self, sampling: Sampling, pipeline_name: str) -> None:
+        """Raise a UserError for settings that the pipeline would not follow."""
+        if self.cfg_scale != "true_cfg_scale" and (sampling.true_cfg_scale or 1.0) != 1.0:
+            instead = "" if self.cfg_scale is None else f": use {self.cfg_scale}"
+            raise UserError(f"true_cfg_scale={sampling.true_cfg_scale:g}: {pipeline_name} has none{instead}")
+        if sampling.negative_prompt and (self.cfg_scale is None or not self.any_negative):
+            what = "none" if self.cfg_scale is None else "the empty one alone"
+            raise UserError(f"negative_prompt: {pipeline_name} takes {what}: leave it out")
 
 
 class TokenCounts(NamedTuple):
@@ -45,6 +92,7 @@ class Geometry:
 
     Attributes:
         patch: numbers of a latent that one token has of each channel, each way.
+        packed: whether the transformer takes tokens; else latents, of which it makes tokens itself.
         text: the prompt tensor, (B, L, ...), that has as many rows as there are text tokens.
         side_multiple: of which both sides of a picture are multiples, where they can be chosen.
         preferred_sizes: (width, height) that the family's pipeline resizes a picture to; empty if it takes any.
@@ -52,6 +100,7 @@ class Geometry:
     """
 
     patch: int = 2
+    packed: bool = True
     text: str = "prompt_embeds"
     side_multiple: int = 16
     preferred_sizes: tuple[tuple[int, int], ...] = ()
@@ -59,7 +108,7 @@ class Geometry:
 
     def channels(self, config: Mapping[str, Any]) -> int:
         """Of a latent, by the transformer's config."""
-        return config["in_channels"] // self.patch**2
+        return config["in_channels"] // (self.patch**2 if self.packed else 1)
 
     def image_tokens(self, size: Sequence[int]) -> int:
         """Of a latent whose last two sides are height and width."""
@@ -97,7 +146,8 @@ class Family(ABC):
         text_components: the repository's components that only text encoding needs.
         condition_images: how many it takes, and at what sizes.
         geometry: how latents and prompts become tokens.
-        native_names: of the transformer's layers, in other programs' LoRA files.
+        layers: which of the transformer's layers LoRA adapts, and how other programs name them.
+        sampling_rules: how its pipeline samples.
     """
 
     pipeline_name: ClassVar[str]
@@ -105,7 +155,8 @@ class Family(ABC):
     text_components: ClassVar[tuple[str, ...]]
     condition_images = ConditionImages()
     geometry = Geometry()
-    native_names: ClassVar[NativeNames] = NO_NATIVE_NAMES
+    layers: ClassVar[Layers] = Layers()
+    sampling_rules: ClassVar[SamplingRules] = SamplingRules()
 
     @abstractmethod
     def encoding_settings(self) -> dict[str, Any]:

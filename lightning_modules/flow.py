@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,16 +41,16 @@ def shift_time(t: Tensor, shift: float | Tensor) -> Tensor:
     return shift * t / (1 + (shift - 1) * t)
 
 
-def dynamic_shift(
-    tokens: int,
-    base_image_seq_len: int = 256,
-    max_image_seq_len: int = 4096,
-    base_shift: float = 0.5,
-    max_shift: float = 1.15,
-) -> float:
-    """The pipelines' resolution-dependent shift: exp(mu), mu linear in the target's token count."""
-    slope = (max_shift - base_shift) / (max_image_seq_len - base_image_seq_len)
-    return math.exp(base_shift + slope * (tokens - base_image_seq_len))
+def dynamic_shift(tokens: int, config: Mapping[str, Any]) -> float:
+    """The pipelines' resolution-dependent shift: exp(mu), mu linear in the target's token count.
+
+    Args:
+        config: a scheduler's; pipelines take FLUX.1's numbers for those that it lacks.
+    """
+    base_tokens, most_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (max_shift - base_shift) / (most_tokens - base_tokens)
+    return math.exp(base_shift + slope * (tokens - base_tokens))
 
 
 @dataclass(frozen=True)

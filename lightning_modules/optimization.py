@@ -1,7 +1,7 @@
 """What trains is updated: the optimizer, clipping, steps whose gradient is not finite, averaged weights."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,13 +92,14 @@ class Optimization:
 
 
 @contextmanager
-def averaged_weights(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside, the weights are those to use: the ones that train, or a schedule-free optimizer's average."""
+def averaged_weights(module: Any) -> Iterator[None]:
+    """Inside, an `EditModule` has the weights to use: those that train, or a schedule-free optimizer's average."""
+    optimizer = module.optimizers(use_pl_optimizer=False)
     if not hasattr(optimizer, "eval"):
         yield
         return
     # Its own way back rounds: a saving would change the run.
-    originals = {parameter: parameter.data.clone() for parameter in trained.values()}
+    originals = {parameter: parameter.data.clone() for parameter in module.trained.parameters().values()}
     optimizer.eval()
     try:
         yield

@@ -23,15 +23,18 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     return patches.reshape(batch, channels // 4, height, width)
 
 
-def predict_target(transformer: Any, last_block: nn.Module, images: Sequence[Tensor], **arguments: Any) -> Tensor:
+def predict_target(
+    transformer: Any, last_block: nn.Module, images: Sequence[Tensor], text_tokens: int = 0, **arguments: Any
+) -> Tensor:
     """What the transformer gives for the first of some latents, (B, C, h, w): the others are controls.
 
     Args:
         last_block: the transformer's, which may compute the target's tokens alone.
+        text_tokens: how many of text come before the images' in that block's `hidden_states`.
         arguments: of the transformer, beside the images' tokens.
     """
     tokens = [pack(image) for image in images]
     count = tokens[0].shape[1]
-    with target_tokens_only(last_block, count):
+    with target_tokens_only(last_block, count, text_tokens):
         predicted = transformer(hidden_states=torch.cat(tokens, dim=1), return_dict=False, **arguments)[0]
     return unpack(predicted[:, :count], *images[0].shape[-2:])

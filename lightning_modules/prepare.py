@@ -1,7 +1,7 @@
 """What is done to a transformer before it computes, in order: load, quantize, inject the adapter, compile."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.peft_layers import cast_inputs
+from lightning_modules.adapters.training_adapter import TrainingAdapter
 from lightning_modules.estimation.calibration import DeviceMemory
 from lightning_modules.execution.activation_offload import ActivationOffload
 from lightning_modules.execution.autocast import cast_inputs_once
@@ -21,6 +22,7 @@ from lightning_modules.execution.checkpointing import read_policy, set_checkpoin
 from lightning_modules.execution.host_memory import all_weights
 from lightning_modules.execution.kernels import check_attention_backend, compile_blocks, set_attention_backend
 from lightning_modules.family import Family
+from lightning_modules.pretrained.distilled import note_distilled
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.quantization.fp8 import store_transposes
 
@@ -30,6 +32,7 @@ class Execution:
 
     Args:
         adapter: what trains; None in prediction.
+        training_adapter: of `TrainingAdapter`, in training; None for none.
         gradient_checkpointing: what is computed again in the backward pass, to save memory: `none`, `selective`,
             `every_N` (every N-th block), `full` or `auto`, which is `full` until something else is set.
         compile: whether its blocks are compiled.
@@ -43,6 +46,7 @@ class Execution:
         family: Family,
         base: FrozenBase,
         adapter: Adapter | None,
+        training_adapter: str | None,
         gradient_checkpointing: bool | str,
         compile: bool,
         attention_backend: str | None,
@@ -51,6 +55,9 @@ class Execution:
         self.family = family
         self.base = base
         self._adapter = adapter
+        self.training_adapter = (
+            None if adapter is None or training_adapter is None else TrainingAdapter(training_adapter)
+        )
         self.checkpointing = read_policy(gradient_checkpointing)
         self.compile_blocks = compile
         self.attention_backend = attention_backend
@@ -82,6 +89,10 @@ class Execution:
             )
         if trains and self.offload["blocks"] and not recomputes:
             raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
+        if self._adapter is not None and self.training_adapter is not None:
+            self.training_adapter.check(self.base, self._adapter.trains_base, sharded)
+        elif trains:
+            note_distilled(self.base)
 
     def check_data(self, data: TrainingData) -> None:
         """Raise a UserError for data that the adapter cannot be trained on."""
@@ -97,6 +108,8 @@ class Execution:
         """
         transformer = self.base.load_transformer(sharded=mesh is not None)
         self.adapt(transformer)
+        if self.training_adapter is not None:
+            self.training_adapter.load(transformer, self.base, sharded=mesh is not None)
         if self.offload["activations"]:
             self._activations = ActivationOffload(self.base.device, all_weights(transformer))
         dynamic = None
@@ -113,7 +126,7 @@ class Execution:
 
     def adapt(self, transformer: Any) -> None:
         """Inject the adapter and prepare the transformer for training; it may be on the meta device."""
-        self.adapter.inject(transformer, self.family.native_names)
+        self.adapter.inject(transformer, self.family.layers)
         self.family.trim_last_block(transformer)
         cast_inputs_once(transformer)
 
@@ -185,3 +198,10 @@ class Execution:
     def without_compiling(self) -> AbstractContextManager[Any]:
         """Inside, compiled blocks run as they are written: graphs are for steps, pictures have other sizes."""
         return torch.compiler.set_stance("force_eager") if self.compile_blocks else nullcontext()
+
+    @contextmanager
+    def for_inference(self) -> Iterator[None]:
+        """Inside, the transformer is as its users have it: not compiled, and without the training adapter."""
+        left_out = nullcontext() if self.training_adapter is None else self.training_adapter.left_out()
+        with self.without_compiling(), left_out:
+            yield

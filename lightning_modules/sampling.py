@@ -1,5 +1,6 @@
 """Latents to pictures, by the family's diffusers pipeline."""
 
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import load_component
+from lightning_modules.pretrained.transformer import TransformerSource
 
 log = logging.getLogger("retouch")
 
@@ -38,21 +40,41 @@ class Sampler:
         self.loras = loras
         self.sampling = sampling
         self.transformer: Any = None
+        self._source: TransformerSource | None = None
         self._pipeline: Any = None
 
-    def use(self, transformer: Any) -> None:
-        """Make pictures with this one from now on; None lets go of the one before."""
-        self.transformer, self._pipeline = transformer, None
+    def check(self) -> None:
+        """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would not follow."""
+        self.loras.check(self.base)
+        if self.sampling is not None:
+            self.family.sampling_rules.check(self.sampling, self.family.pipeline_name)
+
+    def use(self, transformer: Any, source: TransformerSource | None = None) -> None:
+        """Make pictures with this one from now on; None lets go of the one before.
+
+        Args:
+            source: of one that was chosen for pictures: of a whole pipeline it brings the scheduler.
+        """
+        self.transformer, self._source, self._pipeline = transformer, source, None
 
     def pipeline(self) -> Any:
         """The family's pipeline around the transformer, for all but encoding."""
         if self._pipeline is None:
-            parts = self.base.components
-            self._pipeline = self.family.pipeline_class()(
-                scheduler=load_component(parts.repository, "scheduler", revision=self.base.revision),
+            parts, pipeline_class = self.base.components, self.family.pipeline_class()
+            chosen = self._source or self.base.source
+            own, known = chosen.pipeline_index(), inspect.signature(pipeline_class.__init__).parameters
+            # Whether it was distilled, and so is not guided, is said where the transformer comes from.
+            index = self.base.index | {name: one for name, one in own.items() if name == "is_distilled"}
+            settings = {name: one for name, one in index.items() if isinstance(one, bool | int | float)}
+            home = parts.repository, self.base.revision
+            if self._source is not None and "scheduler" in own:
+                home = chosen.repository, chosen.revision
+            self._pipeline = pipeline_class(
+                scheduler=load_component(home[0], "scheduler", revision=home[1]),
                 vae=parts["vae"],
                 transformer=self.transformer,
                 **dict.fromkeys(self.family.text_components),
+                **{name: one for name, one in settings.items() if name in known},
             )
             self._pipeline.set_progress_bar_config(disable=True)
         return self._pipeline
@@ -68,7 +90,7 @@ class Sampler:
         assert self.sampling is not None
         seconds = self.base.timer.seconds
         seconds["encode_image"] = 0.0
-        latents = self.encoder(request.raw, self.sampling.negative)
+        latents = self.encoder(request.raw, self.family.sampling_rules.negative_prompt(self.sampling))
         wanted = list(itertools.product(range(len(request.raw.prompts)), enumerate(request.seeds)))
         starts = range(0, len(wanted), request.batch_size)
         for scale, start in itertools.product(request.lora_scales, starts):
@@ -98,7 +120,7 @@ class Sampler:
         prompt, images = request.raw.prompts[row], request.raw.prompt_images[row]
         marks = [f"img{number:02d}", f"steps{sampling.num_inference_steps}"]
         marks += [] if sampling.guidance_scale is None else [f"g{sampling.guidance_scale:g}"]
-        marks += [f"cfg{sampling.true_cfg_scale:g}"] if sampling.negative is not None else []
+        marks += [] if (sampling.true_cfg_scale or 1) <= 1 else [f"cfg{sampling.true_cfg_scale:g}"]
         marks += [f"lora{'-by-layer' if self.loras.scales else scale}"] if self.loras.files else []
         taken = {**seconds, "encode_prompt": self.encoder.prompts.seconds(prompt, images)}
         return {
@@ -118,20 +140,19 @@ class Sampler:
     def sample(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seeds: Sequence[int]) -> Tensor:
         """A picture of each sample, (B, 3, H, W), about [-1, 1]: what the stock pipeline gives for its seed.
 
-        True CFG takes the batch's `empty_prompt` as its negative.
+        The batch's `empty_prompt` is what is guided away from.
 
         Args:
             size: (width, height).
         """
         base = self.base
         controls = [self.family.normalize(control) for control in batch.controls]
-        negative = {} if sampling.negative is None else batch.empty_prompt
+        negative = {} if self.family.sampling_rules.negative_prompt(sampling) is None else batch.empty_prompt
         conditioning = {**batch.prompt, **{f"negative_{name}": tensor for name, tensor in negative.items()}}
         arguments = {
             **{name: tensor.to(base.device) for name, tensor in conditioning.items()},
-            "true_cfg_scale": sampling.true_cfg_scale,
-            "guidance_scale": sampling.guidance_scale,
             "num_inference_steps": sampling.num_inference_steps,
+            **self.family.sampling_rules.scales(sampling),
         }
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         with base.timer.stage("denoise"):

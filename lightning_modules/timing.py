@@ -48,12 +48,20 @@ class StageTimer:
         self.seconds: dict[str, float] = {}
         self.synchronize: torch.device | None = None
         self._inner = 0.0
+        self._aside = False  # whether a stage beside training runs
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside, less those of stages within, to `seconds[name]`."""
+        if name == NOT_TRAINING and self._aside:  # within another one, which counts all that it takes
+            yield
+            return
         start, outer, self._inner = self._now(), self._inner, 0.0
-        yield
+        self._aside, aside = self._aside or name == NOT_TRAINING, self._aside
+        try:
+            yield
+        finally:
+            self._aside = aside
         elapsed = self._now() - start
         inner = 0.0 if name == NOT_TRAINING else self._inner  # all that it takes counts, with its stages within
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - inner

@@ -19,7 +19,8 @@ from datamodules.errors import UserError, listing, printable
 from datamodules.files import replacing
 from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.transforms import image_size, open_image, resize
+from datamodules.images.transforms import image_size, open_image
+from datamodules.images.window import resize
 from lightning_modules.captioner import Captioner
 from lightning_modules.timing import ProgressLines
 from tasks.encode import cached_data

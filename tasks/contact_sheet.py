@@ -17,7 +17,8 @@ from datamodules.batch import RawBatch, Size
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
 from datamodules.images.sample import Picture
-from datamodules.images.transforms import Window, open_image
+from datamodules.images.transforms import open_image
+from datamodules.images.window import Window
 from datamodules.pairs import PairsDataModule
 
 COLUMNS = 4

@@ -40,17 +40,21 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         data.scan()
         log.info(f"working out what {module.base.name} takes, which may be a minute or two")
         plan = measure(module, data)
-    samples = cfg.callbacks.get("sample_images") is not None
-    shown = rows(plan, module, data, caches, samples)
+        sampler = cfg.callbacks.get("sample_images")
+        another = sampler is not None and sampler.transformer_name_or_path is not None
+        shown = rows(plan, module, data, caches, sampler is not None, plan.weights - plan.waiting if another else 0)
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 
-def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: bool, samples: bool) -> dict[str, str]:
+def rows(
+    plan: Footprint, module: EditModule, data: PairsDataModule, caches: bool, samples: bool, another: int
+) -> dict[str, str]:
     """The plan by its parts. Parts that settings place on the CPU count with the host's memory.
 
     Args:
         caches: whether the data is encoded once, before the training.
         samples: whether sample pictures are made, for which the autoencoder stays loaded.
+        another: bytes of the transformer that makes them beside the one that trains.
     """
     adapter = module.adapter
     assert adapter is not None
@@ -64,8 +68,10 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
         chosen, more = "full", "; gradient_checkpointing=auto takes more where there is more"
     offloaded = module.base.offloads_encoders  # to the host, while the transformer computes
     weights = plan.weights - plan.waiting
+    assistant = module.execution.training_adapter
+    beside_weights, originals = (0, 0) if assistant is None else assistant.memory(module.base)
     training = {
-        "weights": weights,
+        "weights": weights + beside_weights,
         "adapter": plan.adapter,
         "optimizer": plan.optimizer,
         "activations": plan.activations[chosen],
@@ -77,8 +83,8 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     # Prompts that are shared come first, and their encoders go before the autoencoder comes.
     together = module.condition_images.text_sees_them or not caches
     encoding_peak = sum(encoding.values()) if together else max(sum(texts.values()), vae + plan.encode)
-    trained = weights + plan.adapter + plan.optimizer
-    decoding = trained + vae + plan.decode
+    trained = training["weights"] + plan.adapter + plan.optimizer
+    decoding = trained + vae + plan.decode + another
     # Each step encodes before it computes: pictures, then prompts.
     stepwise = trained + max(sum(texts.values()), vae + plan.encode) if offloaded and not caches else 0
     images, _ = plan.batch.size
@@ -88,6 +94,7 @@ def rows(plan: Footprint, module: EditModule, data: PairsDataModule, caches: boo
     host |= {part: plan.encoders[part] for part in sorted(on_host)}
     host |= {"blocks": plan.waiting} if plan.waiting else {}
     host |= beside if offloaded else {}
+    host |= {"weights without the training adapter": originals} if originals else {}
     disk = {"cache": plan.cache} if caches else {}
     source = module.base.source
     if source.quantization is not None and source.quantization.is_kept and "quantization_config" not in source.config():

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig
 
 from callbacks.graceful_stop import GracefulStop
@@ -47,12 +47,20 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
 
 def make_pictures(cfg: DictConfig, loras: AppliedLoRAs, scales: list[float], folder: Path) -> None:
     """Make what is asked for with LoRAs, at each scale, and write it to a folder; the trainer has its place."""
-    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt)
-    if sampling.negative is not None and cfg.negative_prompt is None:
-        log.info('true_cfg_scale above 1 needs a negative_prompt; using ""')
-    data = requests(cfg, sampling.negative, scales)
+    chosen = cfg.model.sampling.transformer_name_or_path
+    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt, chosen)
+    family: Any = get_class(cfg.model._target_)
+    rules = family.sampling_rules
+    negative = rules.negative_prompt(sampling)
+    if negative is not None and rules.any_negative and cfg.negative_prompt is None:
+        log.info(f'{rules.cfg_scale} above {rules.cfg_above:g} needs a negative_prompt; using ""')
+    if negative is None and cfg.negative_prompt and rules.cfg_scale is not None and rules.any_negative:
+        log.warning(f"note: negative_prompt has no effect without {rules.cfg_scale} above {rules.cfg_above:g}")
+    data = requests(cfg, negative, scales)
     # Hydra would turn objects among its arguments into configs: finish the call without it.
-    module = frozen_model(cfg, _partial_=True)(loras=loras, sampling=sampling)
+    transformer = chosen or cfg.model.transformer_name_or_path
+    partial = frozen_model(cfg, _partial_=True, transformer_name_or_path=transformer)
+    module = partial(loras=loras, sampling=sampling)
     warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
     silence_libraries()
     callbacks = [ImageWriter(str(folder)), GracefulStop()]

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from hydra.utils import get_class
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -11,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from datamodules.errors import UserError
+from lightning_modules.adapters.formats.checked import loader_of
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.readers import readers
 from lightning_modules.adapters.formats.written import FORMATS
@@ -51,7 +54,9 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str) -> None:
     table.add_row("numbers", str(DTYPES[kept])[6:] + ("" if error < TOO_DIFFERENT else f", {percent(error)} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
-    for reader in readers(FORMATS[format], model.names, lora.updates, lora.is_dora):
+    family: type[Any] = get_class(model.settings._target_)
+    loader = loader_of(family.pipeline_name) is not None
+    for reader in readers(FORMATS[format], model.names, lora.updates, lora.is_dora, loader=loader):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 

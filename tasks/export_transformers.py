@@ -20,7 +20,7 @@ from tasks.export_table import most_in, percent
 from tasks.exported_pictures import are_asked_for
 from tasks.folders import require_empty
 from tasks.loras_read import LoRA
-from tasks.models import KnownModel
+from tasks.models import KnownModel, without_network
 from tasks.placement import compute_device, frozen_model
 from tasks.terminal import log, silence_libraries
 
@@ -82,7 +82,9 @@ def fuse(cfg: DictConfig, lora: LoRA, model: KnownModel, output_dir: Path) -> No
             log.warning(f"note: {change}: use the LoRA beside the base where you can")
         else:
             log.info(change)
-    log.info(f'use it: python predict.py {_same_model(model, output_dir)} image=PHOTO.png prompt="..."')
+    with without_network(model.settings) as module:
+        image = "" if module.condition_images.most == 0 else " image=PHOTO.png"
+    log.info(f'use it: python predict.py {_same_model(model, output_dir)}{image} prompt="..."')
 
 
 def _same_model(model: KnownModel, transformer: Path) -> str:

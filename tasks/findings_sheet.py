@@ -13,7 +13,8 @@ from datamodules.errors import UserError
 from datamodules.images.alignment import edges
 from datamodules.images.findings import Finding, Kind
 from datamodules.images.sample import Picture, Sample
-from datamodules.images.transforms import open_image, resize
+from datamodules.images.transforms import open_image
+from datamodules.images.window import resize
 
 COLUMNS, PANELS = 2, 3
 # In pixels: the box of a picture, and what is between two.

@@ -12,7 +12,7 @@ LETTERS = 70
 # Of a path.
 PATH = 48
 # The settings of the model, of which `base` is the one that counts, and the schedule, which has a row.
-SAID_ELSEWHERE = ("model.pre", "model.max_non", "adapter.rank_schedule")
+SAID_ELSEWHERE = ("model.pre", "model.max_non", "model.sampling", "adapter.rank_schedule")
 # Entries that are JSON of many.
 OWN = (HEADER_KEY, DIFFUSERS_KEY)
 # Of a header's text that is looked into.

@@ -153,6 +153,8 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
     if "quantization.format" in given:
         quantization = {key: value for key, value in quantization.items() if key != "backend"}
     settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
+    if isinstance(sampling := trained.get("sampling"), dict):
+        settings |= {f"sampling.{key}": value for key, value in sampling.items()}
     for key, value in settings.items():
         # A file from elsewhere may set values, never what is called or looked up.
         private = any(part.startswith("_") for part in key.split("."))

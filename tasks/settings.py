@@ -108,7 +108,7 @@ SHARED: dict[str, Number | Switch] = {
     "model.timesteps.shift": Number(0, 1000, above=True, null=True, words=("dynamic",)),
     "model.sampling.num_inference_steps": COUNT,
     "model.sampling.guidance_scale": Number(0, null=True),
-    "model.sampling.true_cfg_scale": SCALE,
+    "model.sampling.true_cfg_scale": Number(0, null=True),
     "data.resolution": replace(RESOLUTION, null=True, several=True),
     "data.upscale": Switch(),
     "data.crop_count": Number(1, 100, whole=True),
@@ -171,7 +171,7 @@ TRAINING: dict[str, Number | Switch] = {
     "callbacks.sample_images.count": COUNT_OR_NONE,
     "callbacks.sample_images.num_inference_steps": COUNT,
     "callbacks.sample_images.guidance_scale": Number(0, null=True),
-    "callbacks.sample_images.true_cfg_scale": SCALE,
+    "callbacks.sample_images.true_cfg_scale": Number(0, null=True),
     "callbacks.sample_images.seed": SEED,
 }
 PREDICTION: dict[str, Number | Switch] = {
@@ -180,7 +180,7 @@ PREDICTION: dict[str, Number | Switch] = {
     "num_images_per_prompt": COUNT,
     "num_inference_steps": COUNT,
     "guidance_scale": Number(0, null=True),
-    "true_cfg_scale": SCALE,
+    "true_cfg_scale": Number(0, null=True),
     "lora_scale": Number(several=True, by_pattern=True),
     "height": SIDE,
     "width": SIDE,

@@ -81,7 +81,7 @@ ADAPTER = '''
         def check(self, base, training):
             pass
 
-        def inject(self, transformer, native):
+        def inject(self, transformer, layers):
             for name, parameter in transformer.named_parameters():
                 parameter.requires_grad_(name.endswith("attn.to_q.bias"))
             transformer.train()

@@ -144,6 +144,13 @@ def test_base_that_would_be_split_is_refused(run, tiny, pairs, tmp_path):
     assert "adapter=full needs the whole model in each process" in run("train", *settings_of_fsdp, ok=False).error
 
 
+@pytest.mark.parametrize("model", ["flux2_klein_4b", "qwen_image"])
+def test_text_encoders_that_no_family_trains_stay_frozen(run, arguments, tmp_path, model):
+    overrides = [one for one in arguments(model, tmp_path / "run", 1) if not one.startswith("adapter.")]
+    line = run("train", *overrides, "adapter=full", "adapter.text_encoders=true", ok=False).error
+    assert "stay frozen" in line
+
+
 def test_text_encoders_that_see_images_stay_frozen(run, arguments, tmp_path):
     overrides = [one for one in arguments("qwen_image_edit", tmp_path / "run", 1) if not one.startswith("adapter.")]
     assert "stay frozen" in run("train", *overrides, "adapter=full", "adapter.text_encoders=true", ok=False).error

@@ -75,6 +75,8 @@ def test_repository_of_another_model_is_refused_or_said(run, repositories, pairs
 
     line = train("qwen_image_edit", "flux_kontext").error
     assert "has no processor, which QwenImageEdit needs: it is made for FluxKontextPipeline" in line
+    assert "reads text by a Mistral3ForConditionalGeneration" in train("flux2_klein_4b", "flux2_dev").error
+    assert "reads text by a Qwen3ForCausalLM" in train("flux2_dev", "flux2_klein_4b").error
     outcome = train("qwen_image_edit", "qwen_image_edit_plus")
     note = "names QwenImageEditPlusPipeline, QwenImageEdit expects QwenImageEditPipeline: check model="
     assert outcome.text.count(note) == 1

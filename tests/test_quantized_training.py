@@ -239,7 +239,7 @@ def test_what_stays_in_high_precision_is_known_from_the_lora(run, tiny, pairs, t
     assert set(seen) == {("transformer_blocks.*", "proj_out")}
 
 
-@pytest.mark.parametrize("model", first(1, ["qwen_image_edit", "flux_kontext"]))
+@pytest.mark.parametrize("model", first(1, ["qwen_image_edit", "flux_kontext", "z_image"]))
 @pytest.mark.parametrize(("format", "backend"), WAYS)
 def test_quantized_encoders_stay_near(repositories, model, format, backend):
     """T5 computes in the dtype of one of its weights: in a quantized one its embeddings are off by 0.8, or it fails."""

@@ -4,9 +4,7 @@ import os
 import shlex
 import shutil
 import signal
-import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -119,8 +117,7 @@ def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monk
     monkeypatch.setattr("callbacks.signals.DEBOUNCE", 0.0)
     folder = tmp_path / "run"
     arguments = [*short(tiny, pairs, folder, 400), "save_every=0", "trainer.log_every_n_steps=1"]
-    with told(lambda: (folder / "metrics.csv").exists() and "2," in (folder / "metrics.csv").read_text()):
-        outcome = run("train", *arguments, ok=False)
+    outcome = run("train", *arguments, "+callbacks.stop={_target_: tests.support.probes.StopTwice, step: 2}", ok=False)
     assert outcome.status == 128 + signal.SIGINT
     assert "stopped by SIGINT; nothing to save" in outcome.text
     assert "Traceback" not in outcome.text
@@ -135,27 +132,6 @@ def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monk
     assert [row["step"] for row in metrics(folder)] == ["1", "2"]
     assert not (folder / "samples").exists()
     assert (folder / "notes.txt").exists()
-
-
-@contextmanager
-def told(when):
-    """Tell this process twice to stop, as soon as something has happened."""
-    over = threading.Event()
-
-    def tell():
-        while not over.is_set() and not when():
-            time.sleep(0.002)
-        if not over.is_set():
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=tell)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_a_run_is_not_resumed_with_a_changed_setting(run, tiny, pairs, tmp_path):

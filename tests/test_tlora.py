@@ -18,13 +18,13 @@ from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses
 from tests.support.pictures import level
 from tests.support.same_adapters import randomize
-from tests.support.tiny_pipelines import EVERY_MODEL
+from tests.support.tiny_pipelines import every_model
 
 BOTH = pytest.mark.parametrize("adapter", ["tlora", "ortho_tlora"])
 
 
 @BOTH
-@EVERY_MODEL
+@every_model
 def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arguments, tmp_path, model, adapter):
     """Token activations, modulations without tokens, and Edit-2511's, which have two rows for each sample."""
     settings = [f"adapter={adapter}", "adapter.target_modules=all-linear", "data.cache_dir=null"]

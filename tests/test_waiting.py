@@ -15,7 +15,7 @@ from lightning_modules.flow import FlowMatching
 from lightning_modules.timing import StageTimer
 from tests.support.combinations import first
 from tests.support.commands import short
-from tests.support.tiny_pipelines import EVERY_MODEL
+from tests.support.tiny_pipelines import every_model
 from tests.support.watch import Watch
 
 
@@ -63,7 +63,7 @@ def test_no_step_waits_for_the_device_between_two_readings(run, tiny, pairs, tmp
     assert waits == {1, 4, 8}, watch.found
 
 
-@EVERY_MODEL
+@every_model
 def test_no_family_waits_for_the_device(run, arguments, tmp_path, watch, model):
     run("train", *arguments(model, tmp_path / "run", 3, "trainer.log_every_n_steps=3", "data.batch_size=2"))
     # diffusers' transformer of Qwen-Image-Edit-2511 makes a list of its tokens' kinds in each forward.

@@ -75,7 +75,7 @@ class Card(NamedTuple):
     @property
     def _is_lora(self) -> bool:
         assert self.module.adapter is not None
-        return bool(self.module.adapter.loading_code(""))
+        return bool(self.module.adapter.loading_code("", self.module.pipeline_name))
 
     @property
     def _edits(self) -> bool:
@@ -179,6 +179,7 @@ class Card(NamedTuple):
             "alpha": adapter.get("alpha"),
             "resolution": setting("data.resolution") or self.module.geometry.resolution,
             "precision of the base": dtype if precision == dtype else f"{dtype}, its linear layers {precision}",
+            "training adapter": setting("model.training_adapter"),
             "seed": setting("seed"),
         }
         return [(name, value) for name, value in rows.items() if value is not None]

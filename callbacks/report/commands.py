@@ -10,6 +10,8 @@ from callbacks.report.quoting import PATHS, has_a_meaning, literal
 from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
 from lightning_modules.edit_module import EditModule
+from lightning_modules.family import Sampling
+from lightning_modules.pretrained.repository import repository_file, resolve_repository
 
 
 class Names(NamedTuple):
@@ -30,25 +32,34 @@ class Names(NamedTuple):
         """Of its last weights, to be entered where the run was started."""
         assert module.adapter is not None
         folder = portable_path(str(run))
-        models = {
-            name: without_secrets(portable_path(name)) for name in (module.base.name, module.base.transformer_name)
-        }
+        chosen = module.sampler.sampling and module.sampler.sampling.transformer_name_or_path
+        used = (module.base.name, module.base.transformer_name, *([chosen] if chosen else []))
+        models = {name: without_secrets(portable_path(name)) for name in used}
         weights = str(RunFolder(folder).weights(module.adapter.folder, "last"))
         return cls(module.adapter.predict_arguments(folder, model_name), weights, models)
+
+    def shown(self, model: str) -> str:
+        """What stands for a base or a transformer, by its setting; for a folder that is none of these its last part."""
+        path = Path(model).expanduser()
+        return self.models.get(model, f"PATH_TO/{path.absolute().name}" if path.is_dir() else model)
 
 
 def commands(module: EditModule, names: Names, sampler: SampleImages | None, sample: Strip | None) -> dict[str, str]:
     """The commands that make the sample pictures again, by where they are entered."""
-    seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(sampler))
+    seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(module, sampler.sampling))
     prompt = sample.prompt if sample is not None and sample.prompt else "..."
     width, height = sample.target.size if sample is not None else (1024, 1024)
     images = int(module.condition_images.most != 0) if sample is None else len(sample.controls)
-    settings = {"prompt": prompt, **sampling, "seed": seed}
+    other = None if sampler is None else sampler.sampling.transformer_name_or_path
+    transformer = names.shown(module.base.transformer_name if other is None else other)
+    chosen = {} if other is None else {"model.sampling.transformer_name_or_path": transformer}
+    settings = {"prompt": prompt, **chosen, **sampling, "seed": seed}
     found = {"Here": predict_command(module, names.arguments, settings)}
     # The stock Kontext pipeline takes one condition image.
     if images <= 1 or module.condition_images.most is not None:
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
-        found["In diffusers"] = diffusers_code(module, names, arguments, seed, images)
+        whole = other is not None and repository_file(resolve_repository(other), "model_index.json") is not None
+        found["In diffusers"] = diffusers_code(module, names, transformer, whole, arguments, seed, images)
     return found
 
 
@@ -74,16 +85,27 @@ def predict_command(module: EditModule, weights: Mapping[str, str], settings: Ma
     return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
 
 
-def diffusers_code(module: EditModule, names: Names, arguments: dict[str, Any], seed: int, images: int) -> str:
+def diffusers_code(
+    module: EditModule,
+    names: Names,
+    transformer: str,
+    whole: bool,
+    arguments: dict[str, Any],
+    seed: int,
+    images: int,
+) -> str:
     """Python code for the stock diffusers pipeline.
 
     Args:
+        transformer: what it is called that makes the pictures.
+        whole: whether that is another pipeline than the base, which brings its scheduler, too.
         arguments: of the pipeline's call, without those below.
         images: condition images.
     """
     assert module.adapter is not None
-    loading = module.adapter.loading_code(names.weights)
+    loading = module.adapter.loading_code(names.weights, module.pipeline_name)
     base = names.models[module.base.name] if loading else names.weights
+    base = transformer if whole else base
     base = "assets/shapes" if base == "embedded" else base
     files = ["PHOTO.png"] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
     photos = ", ".join(f"load_image({name!r})" for name in files)
@@ -102,17 +124,16 @@ def diffusers_code(module: EditModule, names: Names, arguments: dict[str, Any], 
         ").images[0]",
         "picture.save('edited.png')",
     ]
-    if module.base.transformer_name != module.base.name:
-        lines.insert(0, f"# Its transformer is that of {names.models[module.base.transformer_name]}.")
+    if not whole and transformer != names.shown(module.base.name):
+        lines.insert(0, f"# Its transformer is that of {transformer}.")
     return "\n".join(lines)
 
 
-def _sampling(sampler: SampleImages) -> dict[str, Any]:
+def _sampling(module: EditModule, sampling: Sampling) -> dict[str, Any]:
     """The sample pictures' settings, as arguments of a pipeline."""
-    sampling = sampler.sampling
-    arguments: dict[str, Any] = {"num_inference_steps": sampling.num_inference_steps}
-    if sampling.guidance_scale is not None:
-        arguments["guidance_scale"] = sampling.guidance_scale
-    if sampling.negative is not None:
-        arguments |= {"true_cfg_scale": sampling.true_cfg_scale, "negative_prompt": sampling.negative}
-    return arguments
+    arguments = {"num_inference_steps": sampling.num_inference_steps, **module.sampling_rules.scales(sampling)}
+    negative = module.sampling_rules.negative_prompt(sampling)
+    if negative is None:
+        arguments.pop("true_cfg_scale", None)
+    takes_one = negative is not None and module.sampling_rules.any_negative
+    return {**arguments, "negative_prompt": negative} if takes_one else arguments

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.images.sample import Picture
-from datamodules.images.transforms import Window, fit_area, floor_size, open_image, size_of_area, to_tensor
+from datamodules.images.transforms import fit_area, floor_size, open_image, shrunk, size_of_area, to_tensor
+from datamodules.images.window import Window
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,16 @@ class ConditionImages:
         vae_image_size: area in pixels that each is resized to for the autoencoder, keeping its aspect ratio; None for
             its own size, floored to 16.
         condition_image_size: the same for the text encoder; None if that sees no images.
+        most_area: the autoencoder sees none of more pixels; larger ones are shrunk to it, their sides rounded down.
+        crops: whether its own size is floored by cropping the edges, instead of resizing.
     """
 
     most: int | None = None
     least: int = 0
     vae_image_size: int | None = None
     condition_image_size: int | None = None
+    most_area: int | None = None
+    crops: bool = False
 
     @property
     def text_sees_them(self) -> bool:
@@ -46,7 +51,40 @@ class ConditionImages:
         """The (width, height) that the autoencoder sees; `max_area` bounds a picture that keeps its own size."""
         if self.vae_image_size is not None:
             return size_of_area(width, height, self.vae_image_size)
-        return floor_size(width, height) if max_area is None else fit_area(width, height, max_area)
+        return floor_size(*self._bounded(width, height, max_area))
+
+    @property
+    def sets_target(self) -> bool:
+        """Whether the pipeline makes a picture of the condition image's size, and no other."""
+        return False
+
+    def target_size(self, width: int, height: int, max_area: int) -> tuple[int, int]:
+        """The (width, height) of a picture that is made of one of these sides, where none is asked for."""
+        return self.size(width, height) if self.sets_target else fit_area(width, height, max_area)
+
+    def window(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
+        """What the autoencoder sees of a picture; arguments as of `size`."""
+        size = self.size(width, height, max_area)
+        if not self.crops:
+            return Window.whole(size, flipped)
+        return Window.center(self._bounded(width, height, max_area), size, flipped)
+
+    def narrowed(self, window: Window) -> Window:
+        """What the autoencoder sees of what a window shows."""
+        size = self.size(*window.size)
+        if not self.crops:
+            return window._replace(size=size)
+        left, top, right, bottom = window.box
+        across, down = (
+            round(side * (1 - seen / whole) / 2)
+            for side, seen, whole in zip(window.seen, size, self._bounded(*window.size), strict=True)
+        )
+        return window._replace(box=(left + across, top + down, right - across, bottom - down), size=size)
+
+    def _bounded(self, width: int, height: int, max_area: int | None = None) -> tuple[int, int]:
+        if self.most_area is not None:
+            width, height = shrunk(width, height, self.most_area, int)
+        return (width, height) if max_area is None else shrunk(width, height, max_area)
 
     def load(self, paths: Sequence[Picture], windows: Sequence[Window]) -> tuple[list[Tensor], list[Tensor]]:
         """The images for the autoencoder, each (1, 3, h, w) in [-1, 1], and for the text encoder, as `for_text`.

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from datamodules.batch import RawBatch
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.framing import View
-from datamodules.images.transforms import load_image, load_mask
+from datamodules.images.window import load_image, load_mask
 from datamodules.sampler import drawn_caption
 
 

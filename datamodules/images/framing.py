@@ -4,14 +4,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from datamodules.batch import Size
 from datamodules.errors import UserError
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.sample import Root, Sample
-from datamodules.images.transforms import Window, fit_area, floor_size, size_of_area
+from datamodules.images.transforms import floor_size, shrunk
+from datamodules.images.window import Window
 
 # Proportions of buckets are powers of it, up to 3.2 : 1: among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
 # off, without the rounding of the sides.
@@ -28,6 +29,7 @@ SPREAD = (5**0.5 - 1) / 2
 SAME_PROPORTIONS = 0.02
 
 Sides = tuple[int, int]
+OWN_SIZE = ConditionImages()
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Framing:
     flip: bool
     multiple: int = 16
     preferred: tuple[Sides, ...] = ()
-    condition_images: ConditionImages = field(default_factory=ConditionImages)
+    condition_images: ConditionImages = OWN_SIZE
 
     def __post_init__(self) -> None:
         if self.buckets not in ("exact", "aspect", "family"):
@@ -118,34 +120,41 @@ class Framing:
 
     def _place(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
         bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
+        if bucket is None and self.condition_images.sets_target:
+            return self.condition_images.window(*own, flipped=flipped)
         if bucket is None:
-            size = self._own_proportions(own, side)
-            return Window.whole(size, flipped)
+            frame = self._own_proportions(own, side)
+            size = floor_size(*frame)
+            # A control is cropped so: its target as well, or the edit would be learned with a little zoom.
+            return Window.center(frame, size, flipped) if self.condition_images.crops else Window.whole(size, flipped)
         frame = _covering(own, bucket)
         offset = (0.5 + SPREAD * crop) % 1
         left, top = ((space - taken) * offset for space, taken in zip(frame, bucket, strict=True))
         box = round(left), round(top), round(left) + bucket[0], round(top) + bucket[1]
-        return Window(frame, box, bucket, flipped)
+        size = self.condition_images.size(*bucket) if self.condition_images.sets_target else bucket
+        return Window(frame, box, size, flipped)
 
     def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
-        fixed = self.condition_images.vae_image_size
+        images = self.condition_images
         same_view = abs(math.log(own[0] / own[1] * target_own[1] / target_own[0])) <= SAME_PROPORTIONS
-        if same_view and (target.cropped or (side and self.buckets != "exact")):
-            size = target.size if fixed is None else size_of_area(*target.size, fixed)
-            return target._replace(size=size)
-        if fixed is not None:
-            size = size_of_area(*own, fixed)
-            return Window.whole(size, flipped)
-        return self._place(own, side, 0, flipped)
+        if same_view and side and self.buckets != "exact":
+            if images.sets_target:
+                return target
+            window = target
+        elif images.vae_image_size is not None:
+            return images.window(*own, flipped=flipped)
+        else:
+            window = self._place(own, side, 0, flipped)
+        return images.narrowed(window)
 
     def _own_proportions(self, own: Sides, side: int) -> Sides:
-        """Shrunk to the area of `side`, and enlarged if that is wanted; both sides rounded down to 16."""
+        """Shrunk to the area of `side`, and enlarged if that is wanted."""
         if not side:
-            return floor_size(*own)
+            return own
         if self.upscale and own[0] * own[1] < side**2:
             scale = side / math.sqrt(own[0] * own[1])
             own = round(own[0] * scale), round(own[1] * scale)
-        return fit_area(*own, side**2)
+        return shrunk(*own, side**2)
 
     def tables(self, side: int) -> Iterator[Sequence[Sides]]:
         """The buckets of a resolution, and of smaller and smaller ones."""
@@ -157,7 +166,7 @@ class Framing:
             if self.buckets == "family" and self.preferred and number == 0:
                 yield self.preferred
             else:
-                yield bucket_table((side * factor) ** 2, self.multiple, self.condition_images.vae_image_size)
+                yield bucket_table((side * factor) ** 2, self.multiple, self.condition_images)
 
 
 @lru_cache(maxsize=4096)
@@ -172,17 +181,17 @@ def find_bucket(framing: Framing, own: Sides, side: int) -> Sides | None:
 
 
 @lru_cache(maxsize=256)
-def bucket_table(area: float, multiple: int, control_area: int | None = None) -> tuple[Sides, ...]:
+def bucket_table(area: float, multiple: int, controls: ConditionImages = OWN_SIZE) -> tuple[Sides, ...]:
     """Sides in steps of `multiple`, of about `area` pixels: one for each proportion, from the highest to the widest.
 
     Args:
-        control_area: that controls are resized to, where they are: sides that a control gets too come first.
+        controls: sides that a control gets too come first, where it is resized or has a largest area.
     """
-    found = {_nearest(STEP**step, area, multiple, control_area): None for step in range(-STEPS, STEPS + 1)}
+    found = {_nearest(STEP**step, area, multiple, controls): None for step in range(-STEPS, STEPS + 1)}
     return tuple(found)
 
 
-def _nearest(proportion: float, area: float, multiple: int, control_area: int | None) -> Sides:
+def _nearest(proportion: float, area: float, multiple: int, controls: ConditionImages) -> Sides:
     """The sides that come nearest to a proportion and an area; the proportion counts four times as much."""
     width, height = math.sqrt(area * proportion), math.sqrt(area / proportion)
     candidates = [
@@ -194,7 +203,7 @@ def _nearest(proportion: float, area: float, multiple: int, control_area: int | 
     def distance(one: Sides) -> float:
         return abs(math.log(one[0] / one[1] / proportion)) + abs(math.log(one[0] * one[1] / area)) / 4
 
-    shared = [one for one in candidates if control_area is not None and size_of_area(*one, control_area) == one]
+    shared = [one for one in candidates if controls.size(*one) == one]
     return min(shared or candidates, key=distance)
 
 

@@ -13,15 +13,8 @@ from datamodules.errors import UserError, printable
 from datamodules.images.alignment import align, edges
 from datamodules.images.findings import Finding, Kind
 from datamodules.images.sample import Picture, Sample
-from datamodules.images.transforms import (
-    MOST_PIXELS,
-    ONE_LARGE,
-    SIDE_MULTIPLE,
-    image_size,
-    open_image,
-    picture,
-    resize,
-)
+from datamodules.images.transforms import MOST_PIXELS, ONE_LARGE, SIDE_MULTIPLE, image_size, open_image, picture
+from datamodules.images.window import resize
 
 # The longer side of the small copies; a JPEG is decoded at a fraction of its size.
 SIDE, DECODED_AREA = 512, 256**2

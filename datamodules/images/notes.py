@@ -52,8 +52,8 @@ def framing_notes(usable: Sequence[Usable], views: Sequence[View], roots: Sequen
         notes.append(f"{frames} {noun} have pictures of several frames, of which the first is used")
     if crops := [view.cropped for view in views if view.cropped]:
         notes.append(
-            f"{len(crops)} {noun} are cropped to a bucket's proportions, by {100 * sum(crops) / len(crops):.1f} % on "
-            f"average, at most {100 * max(crops):.1f} %"
+            f"{len(crops)} {noun} are cropped to the sizes that they are trained at, by "
+            f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"
         )
     return notes
 

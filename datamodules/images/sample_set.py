@@ -192,13 +192,13 @@ class SampleSet:
         if most == 0 and (some := [sample.key for sample in samples if sample.controls]):
             raise UserError(
                 f"{self.model} makes pictures from text alone, but {listing(some)} of data.root={self.paths[0]} have "
-                "condition images: choose a model that edits (model=flux_kontext, qwen_image_edit), or train on the "
-                "targets alone with data=captions and their folder as data.root"
+                "condition images: choose a model that edits (model=flux_kontext, flux2_klein_4b, qwen_image_edit), or "
+                "train on the targets alone with data=captions and their folder as data.root"
             )
         if most != 0 and (bare := [sample.key for sample in samples if not sample.controls]):
             raise UserError(
                 f"{self.model} edits pictures, but {listing(bare)} of data.root={self.paths[0]} have no condition "
-                "image: use data=cached with pairs, or model=flux_dev with data=captions"
+                "image: use data=cached with pairs, or model=flux_dev, qwen_image or z_image with data=captions"
             )
         if most and (many := [f"{s.key} ({len(s.controls)})" for s in samples if len(s.controls) > most]):
             raise UserError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_modules.adapters.rank_mask import RankGate
-from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
+from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
@@ -52,11 +52,11 @@ class Adapter(ABC):
         """Raise a UserError for what it cannot be trained with, before any weights are read."""
 
     @abstractmethod
-    def inject(self, part: Any, native: NativeNames = NO_NATIVE_NAMES) -> None:
+    def inject(self, part: Any, layers: Layers = ALIKE) -> None:
         """Freeze what stays of a transformer or a text encoder, and let the rest train in float32.
 
         Args:
-            native: the names of its layers in the model's own code, for weights to start from.
+            layers: the family's, of a transformer.
         """
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Adapter(ABC):
         """Settings of predict.py, to use the last weights of a run's folder."""
 
     @abstractmethod
-    def loading_code(self, weights: str) -> list[str]:
+    def loading_code(self, weights: str, pipeline_name: str) -> list[str]:
         """Lines of Python that load the weights into diffusers' `pipe`; none where they are a pipeline themselves."""
 
     def metadata(self) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class AppliedLoRAs:
         self._scale: float | None = None
 
     @property
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """What they are called in the transformer."""
         return [f"lora_{number}" for number in range(len(self.files))]
 
     def check(self, base: FrozenBase) -> None:
@@ -85,7 +86,7 @@ class AppliedLoRAs:
         """
         self.rank_gates = []
         names = LayerNames.of(base)
-        for name, path in zip(self._names, self.files, strict=True):
+        for name, path in zip(self.names, self.files, strict=True):
             read = LoRAFile(path).read(names, base.name)
             scales = {layer: self._scale_of(layer) for layer in read}
             # A DoRA scales its rows, however small the update is: a layer without it is left out.
@@ -112,13 +113,13 @@ class AppliedLoRAs:
         if not self.files or scale == self._scale:
             return
         self._scale = scale
-        transformer.set_adapters(self._names, [scale] * len(self.files))
+        transformer.set_adapters(self.names, [scale] * len(self.files))
         if scale == 0:  # a DoRA would go on to scale rows
             transformer.disable_adapters()
         else:
             transformer.enable_adapters()
         if self.merge:
-            self._merged = self._merged or MergedLoRAs(transformer, self._names)
+            self._merged = self._merged or MergedLoRAs(transformer, self.names)
             self._merged.merge()
 
     def unmerge(self) -> None:

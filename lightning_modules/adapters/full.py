@@ -13,7 +13,8 @@ from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
 from lightning_modules.adapters.formats.written import require_finite
-from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
+from lightning_modules.family import Family
+from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import local_folder, read_index
 
@@ -48,8 +49,10 @@ class FullFineTuning(Adapter):
             raise UserError("adapter=full does not go with model.offload.blocks: offloaded blocks are frozen")
         if self.trains_text_encoders and training.text_sees_images:
             raise UserError("adapter.text_encoders=true: text encoders that see the condition images stay frozen")
+        if self.trains_text_encoders and base.family_class.encode_prompts is Family.encode_prompts:
+            raise UserError(f"adapter.text_encoders=true: those of {base.family_class.__name__} stay frozen")
 
-    def inject(self, transformer: nn.Module, native: NativeNames = NO_NATIVE_NAMES) -> None:
+    def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
         transformer.requires_grad_(True).train()
         for parameter in transformer.parameters():
             parameter.data = parameter.data.float()
@@ -88,7 +91,7 @@ class FullFineTuning(Adapter):
     def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
         return {"model": model_name, "model.pretrained_model_name_or_path": f"{run}/{self.folder}/last"}
 
-    def loading_code(self, weights: str) -> list[str]:
+    def loading_code(self, weights: str, pipeline_name: str) -> list[str]:
         return []
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
-from lightning_modules.adapters.formats.checked import read_back
+from lightning_modules.adapters.formats.checked import loader_of, read_back
 from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
@@ -31,7 +32,7 @@ from lightning_modules.adapters.peft_layers import (
     set_weight,
     use_weight,
 )
-from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
+from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 log = logging.getLogger("retouch")
@@ -45,7 +46,7 @@ class LoRA(Adapter):
         alpha: the update is scaled by alpha / rank; None stands for rank, a scale of 1.
         dropout: share of a layer's inputs that the update does not see, in training.
         target_modules: names that layers end with, a regular expression for the whole name, or `all-linear`
-            (every linear layer but the output projection).
+            (every linear layer but the family's `Layers.output` and `flattened`); None for the family's.
         init_lora_weights: peft's: True draws the down projection as PyTorch does, `gaussian` from a normal distribution
             of standard deviation 1 / rank; the up projection is zero.
         init_from: LoRA weights to start from (a run's folder, a weights folder or a file).
@@ -63,7 +64,7 @@ class LoRA(Adapter):
         rank: int,
         alpha: float | None,
         dropout: float,
-        target_modules: Sequence[str] | str,
+        target_modules: Sequence[str] | str | None,
         init_lora_weights: bool | str,
         init_from: str | None,
         seed: int,
@@ -74,7 +75,7 @@ class LoRA(Adapter):
         self.alpha = rank if alpha is None else alpha
         self.dropout = dropout
         self.init_lora_weights = init_lora_weights
-        self.target_modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+        self.target_modules = target_modules if isinstance(target_modules, str | None) else list(target_modules)
         self.init_from = None if init_from is None else find_weights(init_from)
         self.seed = seed
         self._told_of_rounding = False
@@ -82,21 +83,20 @@ class LoRA(Adapter):
     def check(self, base: FrozenBase, training: Training) -> None:
         if self.init_from:
             LoRAFile(self.init_from).check(LayerNames.of(base), base.name)
-        self._check_rank(base.source.meta)
+        self._check_rank(base.source.meta, base.family_class.layers)
         if training.optimizer is not None:
             self.check_optimizer(training.optimizer)
 
-    def _check_rank(self, transformer: nn.Module) -> None:
+    def _check_rank(self, transformer: nn.Module, layers: Layers) -> None:
         """Raise a UserError for a rank above every target's own, which would take memory and learn nothing more."""
         linears = {name: one for name, one in transformer.named_modules() if isinstance(one, nn.Linear)}
-        targets = matching(self.resolve_targets(transformer), linears)
-        largest = max(min(linears[name].weight.shape) for name in targets)
+        largest = max(min(linears[name].weight.shape) for name in self.resolve_targets(transformer, layers))
         if self.rank > largest:
             raise UserError(
                 f"adapter.rank={self.rank}: no layer that adapter.target_modules names has a rank above {largest}"
             )
 
-    def inject(self, transformer: nn.Module, native: NativeNames = NO_NATIVE_NAMES) -> None:
+    def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
         """Freeze the transformer and put trainable layers beside its targets.
 
         The initial weights are a function of the seed, whatever the device.
@@ -105,7 +105,9 @@ class LoRA(Adapter):
             UserError: target_modules matches nothing, or init_from fits another model.
         """
         transformer.requires_grad_(False)
-        targets = self.resolve_targets(transformer)
+        if self.target_modules is None:
+            self.target_modules = list(layers.targets)
+        targets = self.resolve_targets(transformer, layers)
         with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(self.seed)
             add_adapter(transformer, self.rank, self.alpha, self.dropout, targets, self.init_lora_weights)
@@ -116,17 +118,19 @@ class LoRA(Adapter):
         self.initialize(transformer)
         transformer.train()
         if self.init_from is not None:
-            self.load(transformer, LoRAFile(self.init_from), LayerNames(transformer, native))
+            self.load(transformer, LoRAFile(self.init_from), LayerNames(transformer, layers.native))
 
     def initialize(self, transformer: nn.Module) -> None:
         """Replace peft's initial layers; a plain LoRA keeps them."""
 
-    def resolve_targets(self, transformer: nn.Module) -> list[str] | str:
-        """What to tell peft; raises UserError where target_modules matches no linear layer."""
+    def resolve_targets(self, transformer: nn.Module, layers: Layers) -> list[str]:
+        """The names of the layers to adapt; raises UserError where target_modules matches no linear layer."""
         linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
         if self.target_modules == "all-linear":
-            return [name for name in linear if name != "proj_out"]
-        modules = self.target_modules
+            left_out = (layers.output, *layers.flattened)
+            return [name for name in linear if not any(fnmatchcase(name, pattern) for pattern in left_out)]
+        modules = list(layers.targets) if self.target_modules is None else self.target_modules
+        targets: dict[str, None] = {}
         for one in [modules] if isinstance(modules, str) else [[name] for name in modules]:
             try:
                 found = matching(one, linear)
@@ -138,7 +142,8 @@ class LoRA(Adapter):
                     f"adapter.target_modules: {one if isinstance(one, str) else one[0]} matches no linear layer of "
                     f"{type(transformer).__name__}; it has layers that end with {', '.join(endings)}"
                 )
-        return modules
+            targets.update(dict.fromkeys(found))
+        return [name for name in linear if name in targets]
 
     @torch.no_grad()
     def load(self, transformer: nn.Module, file: LoRAFile, names: LayerNames) -> None:
@@ -224,7 +229,9 @@ class LoRA(Adapter):
     def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
         return {"lora": run}
 
-    def loading_code(self, weights: str) -> list[str]:
+    def loading_code(self, weights: str, pipeline_name: str) -> list[str]:
+        if loader_of(pipeline_name) is None:
+            return [f"pipe.transformer.load_lora_adapter({weights!r}, prefix='transformer', use_safetensors=True)"]
         return [f"pipe.load_lora_weights({weights!r})"]
 
     def metadata(self) -> dict[str, Any]:

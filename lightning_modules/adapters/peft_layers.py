@@ -1,6 +1,6 @@
 """peft's LoRA layers: the one file that knows how they are made and what is in them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,12 @@ def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict
         for name, module in transformer.named_modules()
         if isinstance(module, LoraLayer) and (adapter_name is None or adapter_name in module.lora_A)
     }
+
+
+def activate(transformer: nn.Module, adapter_names: Sequence[str]) -> None:
+    """Compute with these adapters alone, and leave as it is what of them trains."""
+    for layer in lora_layers(transformer).values():
+        layer._active_adapter = list(adapter_names)  # peft's set_adapter would let them all train, or none
 
 
 def cast_inputs(transformer: nn.Module, on: bool) -> None:

@@ -1,7 +1,8 @@
 """T-LoRA's rank mask (arXiv 2507.05964) in a transformer's forwards: hooks that stop components by the timestep."""
 
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,14 @@ def mask_forwards(
             outside, where each sample's own is taken from the transformer's arguments.
     """
 
+    signature = inspect.signature(transformer.forward)
+
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Sampling's own: the pipelines round the timestep that they pass to the base's dtype. Where there are gradients
         # it is not sampling, whatever an interrupted pipeline has left behind.
         now = None if torch.is_grad_enabled() else current_step()
-        hidden = kwargs["hidden_states"]
-        autocast = torch.is_autocast_enabled(hidden.device.type)
-        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
-        timesteps, all_timesteps = now if now is not None else (kwargs["timestep"].float() * NUM_TRAIN_TIMESTEPS, None)
+        own, dtype = _noise_level(signature.bind(*args, **kwargs).arguments)
+        timesteps, all_timesteps = now if now is not None else (own * NUM_TRAIN_TIMESTEPS, None)
         for gate in gates:
             gate.open(timesteps.reshape(-1), all_timesteps, dtype)
 
@@ -149,18 +150,31 @@ def mask_forwards(
     ]
 
 
+def _noise_level(given: Mapping[str, Any]) -> tuple[Tensor, torch.dtype]:
+    """Of a forward's arguments: each sample's t (B,), 1 for noise, and the dtype that the transformer computes in."""
+    hidden = given["hidden_states"] if "hidden_states" in given else given["x"][0]
+    # Z-Image's `t` runs the other way, from noise to the picture.
+    t = given["timestep"].float() if "timestep" in given else 1 - given["t"].float()
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    return t, torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+
+
 def sampling_step(pipeline: Any) -> tuple[Tensor, Tensor] | None:
     """Where a diffusers pipeline is in its sampling loop, as `mask_forwards` asks."""
-    now = getattr(pipeline, "current_timestep", None)  # before the first call it does not exist
-    return None if now is None else (now, pipeline.scheduler.timesteps)
+    scheduler = pipeline.scheduler
+    if hasattr(type(pipeline), "current_timestep"):
+        now = getattr(pipeline, "current_timestep", None)  # before the first call it does not exist
+        return None if now is None else (now, scheduler.timesteps)
+    step = scheduler.begin_index if scheduler.step_index is None else scheduler.step_index
+    inside = step is not None and step < len(scheduler.timesteps)
+    return (scheduler.timesteps[step], scheduler.timesteps) if inside else None
 
 
 def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | None = None) -> None:
     """Let a T-LoRA that was loaded into a diffusers pipeline follow its rank schedule.
 
     Args:
-        pipeline: a FluxPipeline, FluxKontextPipeline, QwenImageEditPipeline or QwenImageEditPlusPipeline, after
-            `load_lora_weights`.
+        pipeline: of a model that Retouch trains, after `load_lora_weights`.
         lora: the weights that were loaded: a run's folder, a weights folder or a file.
         adapter_name: as given to `load_lora_weights`; None where one adapter is loaded.
 

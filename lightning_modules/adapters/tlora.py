@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import dummy_optimizer_step
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.rank_mask import RANK_MASK_CALLBACKS, RankGate
 from lightning_modules.adapters.rank_schedule import RankSchedule
-from lightning_modules.native_names import NO_NATIVE_NAMES, NativeNames
+from lightning_modules.layers import ALIKE, Layers
 
 WITHOUT_SCHEDULE = "a loader that does not apply rank_schedule uses the full rank at every timestep"
 
@@ -38,9 +39,18 @@ class TLoRA(LoRA):
         self.update_masked = update_masked
         self._hold: HoldMasked | None = None
 
-    def inject(self, transformer: nn.Module, native: NativeNames = NO_NATIVE_NAMES) -> None:
-        super().inject(transformer, native)
+    def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
+        super().inject(transformer, layers)
         self.gate.attach(transformer, ADAPTER)
+
+    def resolve_targets(self, transformer: nn.Module, layers: Layers) -> list[str]:
+        targets = super().resolve_targets(transformer, layers)
+        if unmaskable := [name for name in targets if any(fnmatchcase(name, one) for one in layers.flattened)]:
+            raise UserError(
+                f"adapter.target_modules: {listing(unmaskable)} sees the tokens of a whole batch as one row, where a "
+                "T-LoRA cannot tell samples apart: leave it out"
+            )
+        return targets
 
     def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:
         return self.gate.bind_rank_mask(block)
@@ -52,9 +62,9 @@ class TLoRA(LoRA):
         schedule = {**asdict(self.schedule), "width": self.width, "note": WITHOUT_SCHEDULE}
         return super().metadata() | {"rank_schedule": schedule}
 
-    def loading_code(self, weights: str) -> list[str]:
+    def loading_code(self, weights: str, pipeline_name: str) -> list[str]:
         return [
-            *super().loading_code(weights),
+            *super().loading_code(weights, pipeline_name),
             "from lightning_modules.adapters.rank_mask import attach_rank_schedule",
             f"attach_rank_schedule(pipe, {weights!r})",
         ]

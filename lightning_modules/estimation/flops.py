@@ -15,8 +15,9 @@ from datamodules.batch import LatentBatch
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.family import Family
 
-# Tokens of the probe: the decimal digits of a product's rows tell what they are.
-TEXT, TARGET, CONTROL = 10, 1_000, 100_000
+# Tokens of the probe: the digits of a product's rows tell what they are. Multiples of 32, to which some transformers
+# pad what they get; padding is no useful work.
+TEXT, TARGET, CONTROL = 2**5, 2**12, 2**19
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class StepFlops:
         channels, patch = family.geometry.channels(transformer.config), family.geometry.patch
         target, control = (
             torch.empty(1, channels, patch * side, patch * tokens // side, device="meta")
-            for side, tokens in ((10, TARGET), (100, CONTROL))
+            for side, tokens in ((2**6, TARGET), (2**9, CONTROL))
         )
         controls = [] if family.condition_images.most == 0 else [control]
         shapes = family.prompt_shapes(transformer.config, "", [(16, 16)] * len(controls))

@@ -30,7 +30,8 @@ def cast_inputs_once(transformer: nn.Module) -> None:
     def cast_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.to(compute_dtype(output))
 
-    attentions: list[Any] = [block.attn for block in blocks(transformer).values()]
+    parts: list[Any] = list(blocks(transformer).values())
+    attentions = [block.attn if hasattr(block, "attn") else block.attention for block in parts]
     for attention in attentions:
         attention.register_forward_pre_hook(cast, with_kwargs=True)
         for name, norm in attention.named_children():

@@ -1,5 +1,6 @@
 """The kernels that a transformer's blocks run: of attention, and compiled."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from lightning_modules.execution.last_block import LastBlock
 
 # Kernels without a backward pass.
 INFERENCE_ONLY = ("sage", "_sage")
+# That a list of blocks may need: by sizes, by whether there is one sample, padding, or a gradient of the inputs.
+GRAPHS = 16
 
 
 def check_attention_backend(name: str | None, trains: bool = False) -> None:
@@ -52,11 +55,13 @@ def compile_blocks(transformer: Any, dynamic: bool | None) -> None:
     Args:
         dynamic: whether one graph serves all sizes; None makes one for the first size, and another when a second comes.
     """
-    for block in blocks(transformer).values():
+    found = blocks(transformer)
+    # Lists of blocks may be of one class, as Z-Image's three: their graphs, which differ, count as one function's.
+    lists = len({name.partition(".")[0] for name in found})
+    make = partial(torch.compile, fullgraph=True, dynamic=dynamic, recompile_limit=lists * GRAPHS)
+    for block in found.values():
         forward = block.forward
         if isinstance(forward, LastBlock):
-            forward.full, forward.compute = (
-                torch.compile(one, fullgraph=True, dynamic=dynamic) for one in (forward.full, forward.compute)
-            )
+            forward.full, forward.compute = make(forward.full), make(forward.compute)
         else:
-            block.forward = torch.compile(forward, fullgraph=True, dynamic=dynamic)
+            block.forward = make(forward)

@@ -15,35 +15,39 @@ class LastBlock:
 
     Args:
         block: with its own forward.
-        compute: the forward for the target; arguments as the block's, and target and control tokens apart.
+        compute: the forward for the target; arguments as the block's, and the tokens of target, controls and text
+            apart, in this order. Where the block gets and gives text and images as one, so does it.
         unread: the block's layers that `compute` does without.
     """
 
-    def __init__(
-        self, block: nn.Module, compute: Callable[..., tuple[Tensor, Tensor]], unread: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, block: nn.Module, compute: Callable[..., Any], unread: tuple[str, ...] = ()) -> None:
         self.full = block.forward
         self.block = block
         self.compute = compute
         self.unread = unread
-        self.target_tokens: int | None = None
+        self.target_tokens: slice | None = None
 
-    def __call__(self, hidden_states: Tensor, encoder_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        count = self.target_tokens
-        if count is None:
+    def __call__(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        at = self.target_tokens
+        if at is None:
             return self.full(hidden_states, encoder_hidden_states, *args, **kwargs)
-        target, control = hidden_states[:, :count], hidden_states[:, count:]
-        return self.compute(self.block, target, control, encoder_hidden_states, *args, **kwargs)
+        before, target, control = hidden_states.tensor_split((at.start, at.stop), dim=1)
+        text = before if encoder_hidden_states is None else encoder_hidden_states
+        return self.compute(self.block, target, control, text, *args, **kwargs)
 
 
 @contextmanager
-def target_tokens_only(block: nn.Module, tokens: int) -> Iterator[None]:
-    """Inside, a `LastBlock` computes so many tokens, the first of the images'; other blocks compute all."""
+def target_tokens_only(block: nn.Module, tokens: int, text_tokens: int = 0) -> Iterator[None]:
+    """Inside, a `LastBlock` computes so many tokens, the first of the images'; other blocks compute all.
+
+    Args:
+        text_tokens: how many of text come before these in the block's `hidden_states`.
+    """
     last = block.forward
     if not isinstance(last, LastBlock):
         yield
         return
-    last.target_tokens = tokens
+    last.target_tokens = slice(text_tokens, text_tokens + tokens)
     try:
         yield
     finally:

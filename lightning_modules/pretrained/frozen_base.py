@@ -1,20 +1,21 @@
 """The frozen pipeline that is fine-tuned: where it comes from, its components and its transformer."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from datamodules.errors import UserError, listing
+from datamodules.files import reading
 from lightning_modules import flow
 from lightning_modules.family import Family
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.component_files import check_component
+from lightning_modules.pretrained.component_files import GET_AGAIN, check_component
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.quantization import Quantization
@@ -24,8 +25,8 @@ log = logging.getLogger("retouch")
 
 
 @cache
-def _note_once(text: str) -> None:
-    """A run has several modules."""
+def note_once(text: str) -> None:
+    """Warn, but not again of the same: a run has several modules."""
     log.warning(f"note: {text}")
 
 
@@ -97,6 +98,11 @@ class FrozenBase:
         return self._device()
 
     @property
+    def index(self) -> dict[str, Any]:
+        """Its model_index.json."""
+        return repository.read_index(self.components.repository, self.revision)
+
+    @property
     def encoder_names(self) -> Sequence[str]:
         """The components that encode: of text, and the autoencoder."""
         return (*self.family_class.text_components, "vae")
@@ -107,20 +113,15 @@ class FrozenBase:
         Raises:
             UserError: the repository is of another kind, or cannot be used as the settings say.
         """
-        index = repository.read_index(self.components.repository, self.revision)
+        index = self.index
         made_for, model = index.get("_class_name"), self.family_class.__name__
         if missing := [name for name in (*self.encoder_names, "scheduler") if name not in index]:
             raise UserError(f"{self.name} has no {listing(missing)}, which {model} needs: it is made for {made_for}")
         self.components.check_quantization([name for name in self.family_class.text_components if name in index])
-        found = self.source.config().get("_class_name")
-        if found not in (self.family_class.transformer_class, None):
-            raise UserError(
-                f"{self.transformer_name} holds a {found}, {model} needs a {self.family_class.transformer_class}: "
-                "choose the model= that goes with it"
-            )
+        self.source.check_class(model)
         self.source.check()
         if made_for != self.family_class.pipeline_name:
-            _note_once(
+            note_once(
                 f"model_index.json of {self.name} names {made_for}, {model} expects {self.family_class.pipeline_name}: "
                 "check model="
             )
@@ -140,7 +141,7 @@ class FrozenBase:
         Raises:
             UserError: a component's file is missing or damaged.
         """
-        index = repository.read_index(self.components.repository, self.revision)
+        index = self.index
         for name in (*self.encoder_names, "scheduler"):
             folder = Path(self.components.repository, name)
             if folder.is_dir():
@@ -176,22 +177,31 @@ class FrozenBase:
         """Known without loading the autoencoder: training from cached latents never needs its weights."""
         return repository.component_config(self.components.repository, "vae", self.revision)
 
+    def vae_tensor(self, name: str) -> Tensor:
+        """One of the autoencoder's tensors, (...) in its file's dtype: the others are not read."""
+        filename = "vae/diffusion_pytorch_model.safetensors"
+        path = repository.repository_file(self.components.repository, filename, self.revision)
+        if path is None:
+            raise UserError(f"{self.name} has no {filename}: {GET_AGAIN}")
+        with reading(path, GET_AGAIN), safe_open(path, "pt") as file:
+            return file.get_tensor(name)
+
     def latent_size(self, width: int, height: int) -> torch.Size:
         """(height, width) of a picture's latent."""
         halvings = self.vae_config.get("temperal_downsample") or self.vae_config["block_out_channels"][1:]
         return torch.Size((height >> len(halvings), width >> len(halvings)))
 
     def dynamic_shift(self, tokens: int) -> float:
-        """The pipeline's timestep shift for a target of so many tokens."""
+        """The shift of its scheduler, for a target of so many tokens."""
         config = self.components["scheduler"].config
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        return flow.dynamic_shift(tokens, **{name: config[name] for name in names if name in config})
+        return flow.dynamic_shift(tokens, config) if config["use_dynamic_shifting"] else config["shift"]
 
     def sampling_timesteps(self, tokens: int, num_inference_steps: int) -> Tensor:
         """The pipeline's timesteps (num_inference_steps,), in [0, 1000], for a target of so many tokens."""
         scheduler = self.components["scheduler"]
         sigmas = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps, dtype=torch.float64)
-        scheduler.set_timesteps(sigmas=sigmas.tolist(), mu=math.log(self.dynamic_shift(tokens)))
+        mu = self.family_class.sampling_rules.mu(scheduler.config, tokens, num_inference_steps)
+        scheduler.set_timesteps(sigmas=sigmas.tolist(), mu=mu)
         return scheduler.timesteps
 
     def identity(self, memo: Path) -> dict[str, Any]:

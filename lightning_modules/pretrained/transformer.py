@@ -12,10 +12,12 @@ from datamodules.cached import memo
 from datamodules.errors import UserError
 from lightning_modules.execution.block_offload import streamed_blocks
 from lightning_modules.pretrained.assembly import assemble
+from lightning_modules.pretrained.component_files import read_json
 from lightning_modules.pretrained.quantized_cache import QuantizedTransformer
 from lightning_modules.pretrained.repository import (
     content,
     load_model,
+    repository_file,
     resolve_repository,
 )
 from lightning_modules.pretrained.transformer_files import (
@@ -80,6 +82,19 @@ class TransformerSource:
     def config(self) -> dict[str, Any]:
         """Its config.json."""
         return transformer_config(self.repository, self.revision)
+
+    def pipeline_index(self) -> dict[str, Any]:
+        """model_index.json of the pipeline that it comes with; empty for a transformer alone."""
+        path = repository_file(self.repository, "model_index.json", self.revision)
+        return {} if path is None else read_json(path)
+
+    def check_class(self, model: str) -> None:
+        """Raise a UserError where it is of another class than a model takes."""
+        found = self.config().get("_class_name")
+        if found not in (self.class_name, None):
+            raise UserError(
+                f"{self.name} holds a {found}, {model} needs a {self.class_name}: choose the model= that goes with it"
+            )
 
     def check(self) -> None:
         """Raise a UserError for settings that it cannot follow."""

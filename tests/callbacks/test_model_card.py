@@ -20,7 +20,7 @@ from tasks import fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short
 from tests.support.pictures import make_pairs
-from tests.support.tiny_pipelines import EVERY_MODEL
+from tests.support.tiny_pipelines import MODELS, every_model
 
 SHOWN = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=1", "callbacks.report=null"]
 
@@ -84,15 +84,16 @@ def test_all_weights_of_every_adapter_have_a_card(run, tiny, tmp_path, settings,
     assert list((tmp_path / "out").glob("*.png"))
 
 
-@EVERY_MODEL
+@every_model
 def test_card_of_every_family(run, tmp_path, arguments, model):
     run("train", *arguments(model, tmp_path / "run", 1, *SHOWN, shown=True))
     card = read(tmp_path / "run/lora/last")
-    assert card.data.pipeline_tag == ("text-to-image" if model == "flux_dev" else "image-to-image")
-    assert ("to make pictures from text" in card.text) == (model == "flux_dev")
+    edits = bool(MODELS[model].controls)
+    assert card.data.pipeline_tag == ("image-to-image" if edits else "text-to-image")
+    assert ("to make pictures from text" in card.text) != edits
     assert ("2511" in card.text) == (model == "qwen_image_edit_plus")
     assert ("FluxKontextMultiReferenceLatentMethod" in card.text) == (model == "flux_kontext")
-    assert ("Control, before, after" in card.text) == (model != "flux_dev")
+    assert ("Control, before, after" in card.text) == edits
     assert card.text.count("```") % 2 == 0
 
 

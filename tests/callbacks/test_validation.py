@@ -15,7 +15,7 @@ from callbacks.validation import Validation
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
 from tests.support.pictures import make_pairs
-from tests.support.tiny_pipelines import EVERY_MODEL
+from tests.support.tiny_pipelines import MODELS, every_model
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
     assert (len(data.samples), len(data.validation.samples)) == (16, 4)
 
 
-@EVERY_MODEL
+@every_model
 def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arguments, tmp_path, model):
     settings = [one for one in arguments(model, tmp_path / "run", 1, shown=True) if "dtype" not in one]
     pictures = ["callbacks.sample_images.count=2", "callbacks.sample_images.num_inference_steps=2"]
@@ -71,7 +71,7 @@ def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arg
     first, last = rows(tmp_path / "run")
     assert all(np.isfinite(value) for value in (*first.values(), *last.values()))
     assert first["val_loss"] != last["val_loss"]
-    assert ("psnr_source" in first) == ("psnr_nothing" in first) == (model != "flux_dev")
+    assert ("psnr_source" in first) == ("psnr_nothing" in first) == bool(MODELS[model].controls)
     text = (tmp_path / "run/report.html").read_text()
     assert "psnr (before" in text
     assert text.count('alt="after"') == 2

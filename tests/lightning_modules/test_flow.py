@@ -51,11 +51,11 @@ def test_interpolation_equals_the_schedulers():
 @pytest.mark.parametrize("tokens", [16, 256, 1024, 4096, 8192])
 def test_dynamic_shift_equals_the_pipelines(tokens):
     mu = calculate_shift(tokens, 256, 4096, 0.5, 1.15)
-    assert dynamic_shift(tokens) == pytest.approx(math.exp(mu))
+    assert dynamic_shift(tokens, {}) == pytest.approx(math.exp(mu))
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     t = torch.linspace(0.01, 1, 20)
     expected = torch.as_tensor(scheduler.time_shift(mu, 1.0, t))
-    torch.testing.assert_close(shift_time(t, dynamic_shift(tokens)), expected)
+    torch.testing.assert_close(shift_time(t, dynamic_shift(tokens, {})), expected)
 
 
 @pytest.mark.parametrize("scheme", ["logit_normal", "mode"])

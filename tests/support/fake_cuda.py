@@ -35,6 +35,7 @@ ON_HOST = {
     ("flow.py", "drop_captions"): "which captions are dropped is known on the host, and masks of prompts are there",
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
     ("denoise.py", "velocity"): "masks of prompts stay on the host, and are asked whether they mask",
+    ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
     ("activation_offload.py", "_send"): "activations that wait there",
     ("transformer_qwenimage.py", "forward"): "diffusers makes a list of 2511's tokens, and waits for its copy",
 }
@@ -42,6 +43,10 @@ ON_HOST = {
 ONCE = {
     ("rank_schedule.py", "_thresholds"),
     ("module.py", "_statistic"),
+    ("frozen_base.py", "vae_tensor"),
+    ("module.py", "_mean_and_std"),
+    ("transformer_z_image.py", "precompute_freqs_cis"),
+    ("transformer_z_image.py", "__call__"),  # of its positions
 }
 # Of `ON_HOST`, what waits for the device, too.
 WAITS = {("transformer_qwenimage.py", "forward")}

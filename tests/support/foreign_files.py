@@ -5,7 +5,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
 from torch import Tensor
 
 # In the model's own code one layer, in diffusers those named; by its first letters what a program trains.
@@ -36,6 +36,18 @@ QWEN = {
         "img_in",
     )
 }
+Z_IMAGE = {
+    **{
+        f"{block}.0.attention.qkv": [f"{block}.0.attention.to_{one}" for one in "qkv"]
+        for block in ("noise_refiner", "context_refiner", "layers")
+    },
+    "layers.0.attention.out": ["layers.0.attention.to_out.0"],
+    **{name: [name] for name in ("layers.0.feed_forward.w1", "noise_refiner.0.feed_forward.w2")},
+    **{name: [name] for name in ("layers.0.adaLN_modulation.0", "t_embedder.mlp.0", "cap_embedder.1")},
+    "x_embedder": ["all_x_embedder.2-1"],
+    "final_layer.linear": ["all_final_layer.2-1.linear"],
+    "final_layer.adaLN_modulation.1": ["all_final_layer.2-1.adaLN_modulation.1"],
+}
 RANK, ALPHA = 4, 6.0
 
 
@@ -57,6 +69,15 @@ def qwen(heads: int = 2, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) 
     ).requires_grad_(False)  # fmt: skip
 
 
+def z_image(heads: int = 3, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) -> ZImageTransformer2DModel:
+    """One block of each kind, random."""
+    torch.manual_seed(0)
+    return ZImageTransformer2DModel(
+        in_channels=4, dim=heads * dim, n_layers=1, n_refiner_layers=1, n_heads=heads, n_kv_heads=heads,
+        cap_feat_dim=32, axes_dims=list(axes), axes_lens=[64, 8, 8],
+    ).requires_grad_(False)  # fmt: skip
+
+
 @torch.no_grad()
 def velocity(transformer: torch.nn.Module) -> Tensor:
     """A forward on 4x4 tokens and 5 of text."""
@@ -64,6 +85,8 @@ def velocity(transformer: torch.nn.Module) -> Tensor:
     dtype = transformer.dtype
     x, text, pooled = (torch.randn(*s, generator=generator).to(dtype) for s in ((1, 16, 16), (1, 5, 32), (1, 32)))
     t = torch.tensor([0.6]).to(dtype)
+    if isinstance(transformer, ZImageTransformer2DModel):
+        return transformer([x[0].view(4, 1, 8, 8)], t, list(text), return_dict=False)[0][0]
     if isinstance(transformer, QwenImageTransformer2DModel):
         return transformer(
             hidden_states=x, encoder_hidden_states=text, timestep=t, img_shapes=[[(1, 4, 4)]], return_dict=False
@@ -92,7 +115,7 @@ def of_diffusers(drawn, groups, transformer) -> dict[str, tuple[Tensor, Tensor]]
     found = {}
     for native, layers in groups.items():
         down, up = drawn[native]
-        if native.startswith("final_layer.adaLN"):
+        if layers == ["norm_out.linear"]:
             shift, scale = up.chunk(2)
             up = torch.cat([scale, shift])
         widths = [transformer.get_submodule(layer).out_features for layer in layers]

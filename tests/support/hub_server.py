@@ -1,4 +1,4 @@
-"""A hub of one data set on this machine, which answers what `datasets` asks."""
+"""A hub of one repository on this machine, which answers what `datasets` asks of a data set, and others of a model."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def checksum(path: Path) -> str:
 
 @contextmanager
 def hub(folder: Path) -> Iterator[str]:
-    """Serve a folder as the data set owner/name; yields the address."""
+    """Serve a folder as owner/name; yields the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_):
@@ -45,8 +45,8 @@ def hub(folder: Path) -> Iterator[str]:
                 self.wfile.write(content)
 
         def do_GET(self):
-            path = unquote(urlparse(self.path).path)
-            about, _, rest = path.partition(f"/datasets/{NAME}")
+            path = unquote(urlparse(self.path).path).replace("/datasets/", "/", 1)
+            about, _, rest = path.partition(f"/{NAME}")
             what, _, rest = rest.removeprefix("/").partition("/")
             place = folder / rest.partition("/")[2]
             if path == about or what not in ("", "revision", "tree", "resolve"):

@@ -4,10 +4,19 @@ import torch
 
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.low_rank import LowRank
-from lightning_modules.families.flux.native_names import NATIVE_NAMES
-from lightning_modules.native_names import NO_NATIVE_NAMES
+from lightning_modules.families.flux.module import FluxKontext
+from lightning_modules.families.flux2.module import Flux2Klein
+from lightning_modules.families.longcat_image.module import LongCatImageEdit
+from lightning_modules.families.qwen_image.module import QwenImageEdit
+from lightning_modules.families.z_image.module import ZImage
 
-NATIVE = {"flux_kontext": NATIVE_NAMES, "qwen_image_edit": NO_NATIVE_NAMES}
+FAMILIES = {
+    "flux_kontext": FluxKontext,
+    "flux2_klein_4b": Flux2Klein,
+    "qwen_image_edit": QwenImageEdit,
+    "z_image": ZImage,
+    "longcat_image_edit": LongCatImageEdit,
+}
 TARGETS = {
     "default": lambda name: name.endswith(("to_q", "to_k", "to_v", "to_out.0")),
     "all-linear": lambda name: name != "proj_out",
@@ -18,7 +27,7 @@ TARGETS = {
 
 def layer_names(model, transformer):
     """All names of a transformer's layers."""
-    return LayerNames(transformer, NATIVE[model])
+    return LayerNames(transformer, FAMILIES[model].layers.native)
 
 
 def random_updates(names, targets="default", rank=3, dora=False, seed=0, size=0.1):

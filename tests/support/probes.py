@@ -116,6 +116,18 @@ class StopWhileSampling(L.Callback):
         pl_module.sampler.sample = told
 
 
+class StopTwice(L.Callback):
+    """SIGINT in the middle of a run and SIGTERM as soon as it is handled: the run ends at once, and saves nothing."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(number)
+
+
 class CountShares(L.Callback):
     """Writes down how many sample pictures and validation losses each process made: rank0, rank1."""
 

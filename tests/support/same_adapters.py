@@ -16,9 +16,10 @@ def randomize(transformer: torch.nn.Module) -> None:
 
 def adapt_like(transformer: torch.nn.Module, own: torch.nn.Module) -> None:
     """Give a stock transformer, by peft alone, the adapter of ours (rank 4, alpha 6)."""
-    transformer.requires_grad_(False)
-    transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     weights = adapter_state(own)
+    layers = sorted({name.rpartition(".lora_")[0] for name in weights})
+    transformer.requires_grad_(False)
+    transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=layers))
     for name, parameter in transformer.named_parameters():
         if "lora_" in name:
             parameter.data = weights[name.replace(".default", "")].clone()

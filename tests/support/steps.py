@@ -48,13 +48,20 @@ def with_a_block_of_each_kind(module):
     return module
 
 
-def inputs(module, samples=2):
-    """x_t, t, controls and prompt of any family; where the text has a mask, one sample's ends early."""
+def inputs(module, samples=2, width=12, text=None):
+    """x_t, t, controls and prompt of any family; where the text has a mask, one sample's ends early.
+
+    Args:
+        width: of the target's latent.
+        text: how many tokens of text; None for those of a short prompt.
+    """
     generator = torch.Generator().manual_seed(1)
-    channels = module.transformer.config.in_channels // 4
+    channels = module.geometry.channels(module.transformer.config)
     controls = [] if module.condition_images.most == 0 else [(8, 8)]
-    x_t, *controls = (torch.randn(samples, channels, *size, generator=generator) for size in ((8, 12), *controls))
+    x_t, *controls = (torch.randn(samples, channels, *size, generator=generator) for size in ((8, width), *controls))
     shapes = module.prompt_shapes(module.base.source.config(), "make it snow", [(32, 32)] * len(controls))
+    if text is not None:
+        shapes = {name: (text, *shape[1:]) if len(shape) > 1 else shape for name, shape in shapes.items()}
     prompt = {name: torch.randn(samples, *shape, generator=generator) for name, shape in shapes.items()}
     if "pooled_prompt_embeds" not in prompt:
         mask = torch.ones(prompt["prompt_embeds"].shape[:2], dtype=torch.bool)

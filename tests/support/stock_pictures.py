@@ -1,7 +1,10 @@
 """What the stock pipelines of diffusers make of the same request."""
 
+from functools import partial
+
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
@@ -9,9 +12,10 @@ from tests.support.tiny_pipelines import AREA, MODELS
 
 
 def shrink_condition_images(monkeypatch, vae: int, condition: int) -> None:
-    """Let the stock Qwen pipelines resize condition images to fewer pixels than their own, to save time."""
-    dimensions = pipeline_qwenimage_edit.calculate_dimensions
-    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(vae, ratio))
+    """Let the stock pipelines resize condition images to fewer pixels than their own, to save time."""
+    for module in (pipeline_qwenimage_edit, pipeline_longcat_image_edit):
+        fewer = partial(module.calculate_dimensions, vae)
+        monkeypatch.setattr(module, "calculate_dimensions", lambda _, ratio, fewer=fewer: fewer(ratio))
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", vae)
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", condition)
 
@@ -25,8 +29,10 @@ def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=No
     shrink_condition_images(monkeypatch, AREA, AREA)
     pipeline = DiffusionPipeline.from_pretrained(repository, torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
-    if lora is not None:
+    if lora is not None and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights(lora)
+    elif lora is not None:
+        pipeline.transformer.load_lora_adapter(lora, prefix="transformer", use_safetensors=True)
     if prepare is not None:
         prepare(pipeline, lora)
     generator = torch.Generator().manual_seed(11)
@@ -34,15 +40,14 @@ def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=No
 
 
 def same_request(model, root):
-    """The stock pipeline's arguments and predict.py's, with the first sample's condition images and true CFG."""
-    request = ["seed=11", "width=64", "height=32"]
-    request += ["num_inference_steps=3", "true_cfg_scale=3", "negative_prompt=blurry"]
-    call = {"num_inference_steps": 3, "true_cfg_scale": 3.0, "negative_prompt": "blurry", "width": 64, "height": 32}
+    """The stock pipeline's arguments and predict.py's, with the first sample's condition images, and guided."""
+    tiny = MODELS[model]
+    request = ["seed=11", "width=64", "height=32", "num_inference_steps=3"]
+    request += [f"{name}={value}" for name, value in tiny.guidance.items()]
+    call = {"num_inference_steps": 3, **({"width": 64, "height": 32} if tiny.sized else {}), **tiny.guidance}
     controls = sorted(root.glob("control_images/0*"))
     if controls:
         request = [*request, f"image={controls[0]}"]
         images = [Image.open(path) for path in controls]
-        call = call | {"image": images if MODELS[model].takes_list else images[0]}
-    if "guidance_scale" in MODELS[model].call:
-        request = [*request, f"guidance_scale={MODELS[model].call['guidance_scale']}"]
-    return call | MODELS[model].call, request
+        call = call | {"image": images if tiny.takes_list else images[0]}
+    return call | tiny.call, request

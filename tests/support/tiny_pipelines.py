@@ -1,10 +1,12 @@
 """Tiny pipelines of the real classes, random and in float32, in diffusers' folder layout."""
 
+import shutil
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -15,9 +17,14 @@ from diffusers import (
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    LongCatImageEditPipeline,
+    LongCatImageTransformer2DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
+    QwenImagePipeline,
     QwenImageTransformer2DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextConfig,
@@ -29,12 +36,34 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
 )
 
+from tests.support.tiny_flux2 import build_flux2_dev, build_flux2_klein
+from tests.support.tiny_parts import QWEN3_TEMPLATE, build_scheduler
+
 CHARACTERS = string.ascii_letters + string.digits + ".,;:!?'\"()-+/&%#"
+
+
+def build_vae(channels: int = 8) -> AutoencoderKL:
+    """Of FLUX.1's kind."""
+    return AutoencoderKL(
+        block_out_channels=(8, 16, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=4,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+    )
 
 
 def build_pipeline(folder: Path, seed: int, heads: int = 4) -> None:
@@ -50,27 +79,8 @@ def build_pipeline(folder: Path, seed: int, heads: int = 4) -> None:
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(seed)
         pipeline = FluxKontextPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                shift=3.0,
-                use_dynamic_shifting=True,
-                base_image_seq_len=256,
-                max_image_seq_len=4096,
-                base_shift=0.5,
-                max_shift=1.15,
-            ),
-            vae=AutoencoderKL(
-                block_out_channels=(8, 16, 16, 16),
-                down_block_types=("DownEncoderBlock2D",) * 4,
-                up_block_types=("UpDecoderBlock2D",) * 4,
-                layers_per_block=1,
-                latent_channels=8,
-                norm_num_groups=4,
-                mid_block_add_attention=False,
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-                scaling_factor=0.3611,
-                shift_factor=0.1159,
-            ),
+            scheduler=build_scheduler(),
+            vae=build_vae(),
             text_encoder=CLIPTextModel(
                 CLIPTextConfig(
                     vocab_size=len(clip_pieces),
@@ -116,8 +126,8 @@ def build_flux_dev(folder: Path) -> None:
     FluxPipeline(**FluxKontextPipeline.from_pretrained(folder).components).save_pretrained(folder)
 
 
-def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
-    """A QwenImageEditPipeline or QwenImageEditPlusPipeline; zero_cond_t as in the 2511 version."""
+def qwen_vl() -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLProcessor]:
+    """A vision-language model whose tokens are letters."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
     special += ["<|image_pad|>", "<|video_pad|>"]
     pieces = [*CHARACTERS, "Ġ", "Ċ"]
@@ -155,7 +165,12 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
             vision_end_token_id=ids["<|vision_end|>"],
         )
     )
-    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
+    return text_encoder, tokenizer, Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
+
+
+def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
+    """A QwenImageEditPipeline or QwenImageEditPlusPipeline; zero_cond_t as in the 2511 version."""
+    text_encoder, tokenizer, processor = qwen_vl()
     pipeline_class = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
     pipeline_class(
         scheduler=FlowMatchEulerDiscreteScheduler(
@@ -192,6 +207,79 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
     ).save_pretrained(folder)
 
 
+def build_z_image(folder: Path) -> None:
+    """A ZImagePipeline; text and pictures are padded with tokens that do something."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    pieces = [*CHARACTERS, "Ġ", "Ċ"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], extra_special_tokens=special
+    )
+    tokenizer.chat_template = QWEN3_TEMPLATE
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        torch.manual_seed(6)
+        transformer = ZImageTransformer2DModel(
+            in_channels=8,
+            dim=48,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=3,
+            n_kv_heads=3,
+            cap_feat_dim=32,
+            axes_dims=[4, 6, 6],
+            axes_lens=[1024, 64, 64],
+        )
+        for token in (transformer.x_pad_token, transformer.cap_pad_token):
+            torch.nn.init.normal_(token)
+        ZImagePipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+            vae=build_vae(),
+            text_encoder=Qwen3Model(
+                Qwen3Config(
+                    vocab_size=len(tokenizer),
+                    hidden_size=32,
+                    intermediate_size=64,
+                    num_hidden_layers=3,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    head_dim=16,
+                )
+            ),
+            tokenizer=tokenizer,
+            transformer=transformer,
+        ).save_pretrained(folder)
+
+
+def build_qwen_image(folder: Path) -> None:
+    """Qwen-Image-Edit's parts under the name of Qwen-Image."""
+    build_qwen(folder, plus=False)
+    parts = QwenImageEditPipeline.from_pretrained(folder).components
+    del parts["processor"]
+    shutil.rmtree(folder)
+    QwenImagePipeline(**parts).save_pretrained(folder)
+
+
+def build_longcat(folder: Path) -> None:
+    """A LongCatImageEditPipeline."""
+    text_encoder, tokenizer, processor = qwen_vl()
+    LongCatImageEditPipeline(
+        scheduler=build_scheduler(),
+        vae=build_vae(channels=16),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        text_processor=processor,
+        transformer=LongCatImageTransformer2DModel(
+            in_channels=64,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            axes_dims_rope=(4, 6, 6),
+        ),
+    ).save_pretrained(folder)
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A model as the tests see it.
@@ -202,7 +290,9 @@ class Tiny:
         data: the kind of data it learns from.
         controls: (width, height) of a sample's condition images.
         call: what its stock pipeline must be told to do as we do.
+        guidance: settings of predict.py and of the stock pipeline, by which it guides.
         takes_list: whether that takes several images.
+        sized: whether it is told the size of the picture; else that follows from the image.
         variant: whether another model stands for it in the suite.
     """
 
@@ -211,7 +301,9 @@ class Tiny:
     data: str = "cached"
     controls: tuple[tuple[int, int], ...] = ((64, 32),)
     call: Mapping[str, Any] = field(default_factory=dict)
+    guidance: Mapping[str, Any] = field(default_factory=lambda: {"true_cfg_scale": 3.0, "negative_prompt": "blurry"})
     takes_list: bool = False
+    sized: bool = True
     variant: bool = False
 
 
@@ -219,17 +311,27 @@ class Tiny:
 AREA = 64 * 32
 FLUX: dict[str, Any] = {
     "settings": ("model.max_sequence_length=64",),
-    "call": {"max_sequence_length": 64, "guidance_scale": 2.0},
+    "call": {"max_sequence_length": 64},
+    "guidance": {"true_cfg_scale": 3.0, "negative_prompt": "blurry", "guidance_scale": 2.0},
 }
 QWEN: dict[str, Any] = {"settings": (f"model.vae_image_size={AREA}", f"model.condition_image_size={AREA}")}
+FLUX2: dict[str, Any] = {
+    "settings": FLUX["settings"],
+    "call": FLUX["call"],
+    "controls": ((64, 64), (64, 96)),  # the stock pipelines take none whose sides are below 64
+    "guidance": {"guidance_scale": 3.0},
+    "takes_list": True,
+}
 # By the names of their YAMLs
 MODELS = {
     "flux_kontext": Tiny(
         build_kontext,
         settings=FLUX["settings"],
+        guidance=FLUX["guidance"],
         call={**FLUX["call"], "_auto_resize": False, "max_area": AREA},
     ),
     "flux_dev": Tiny(build_flux_dev, **FLUX, data="captions", controls=(), variant=True),
+    "qwen_image": Tiny(build_qwen_image, settings=(), data="captions", controls=(), variant=True),
     "qwen_image_edit": Tiny(lambda folder: build_qwen(folder, plus=False), **QWEN, variant=True),
     "qwen_image_edit_plus": Tiny(
         lambda folder: build_qwen(folder, plus=True, zero_cond_t=True),
@@ -237,7 +339,29 @@ MODELS = {
         controls=((64, 32), (32, 48)),
         takes_list=True,
     ),
+    "flux2_klein_4b": Tiny(build_flux2_klein, **FLUX2),
+    "flux2_dev": Tiny(build_flux2_dev, **FLUX2, variant=True),
+    "z_image": Tiny(
+        build_z_image,
+        settings=("model.max_sequence_length=96",),
+        data="captions",
+        controls=(),
+        call={"max_sequence_length": 96},
+        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+    ),
+    "longcat_image_edit": Tiny(
+        build_longcat,
+        settings=(f"model.vae_image_size={AREA}",),
+        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+        sized=False,
+    ),
 }
-EVERY_MODEL = pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=[pytest.mark.slow] * model.variant) for name, model in MODELS.items()]
-)
+
+
+def every_model(test: Callable[..., None]) -> Any:
+    """The test of each model: two of those that differ are in the suite, others in other tests; the rest are slow."""
+    different = [name for name, model in MODELS.items() if not model.variant]
+    first = crc32(test.__name__.encode())
+    quick = {different[(first + number) % len(different)] for number in (0, 2)}
+    cases = [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in MODELS]
+    return pytest.mark.parametrize("model", cases)(test)

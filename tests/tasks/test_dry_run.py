@@ -1,5 +1,6 @@
 """The plan of a run: from the real configurations, without weights."""
 
+import json
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_modules import flow
 from lightning_modules.estimation.activations import bytes_per_parameter
 from lightning_modules.estimation.fake_tensors import PeakMemory
 from lightning_modules.execution.checkpointing import set_checkpointing
+from tasks import models
 from tasks.footprint import measure
 from tasks.models import without_network
 from tests.support.combinations import first
@@ -23,8 +25,14 @@ from tests.support.tiny_pipelines import MODELS
 PARAMETERS = {
     "flux_kontext": 11_901_408_320,
     "flux_dev": 11_901_408_320,
+    "flux2_klein_4b": 3_875_544_576,
+    "flux2_klein_9b": 9_078_581_248,
+    "flux2_dev": 32_223_281_152,
+    "qwen_image": 20_430_401_088,
     "qwen_image_edit": 20_430_401_088,
     "qwen_image_edit_plus": 20_430_401_088,
+    "z_image": 6_154_908_736,
+    "longcat_image_edit": 6_270_668_864,
 }
 YAMLS = sorted(
     path.stem for path in (ROOT / "conf" / "model").glob("[!_]*.yaml") if path.stem[-4:] not in ("_fp8", "_fp4")
@@ -40,7 +48,7 @@ def test_every_model_is_known_without_weights(model):
     assert parameters == PARAMETERS.get(model, parameters)
 
 
-@pytest.mark.parametrize("model", first(1, ["qwen_image_edit_plus", "embedded", "flux_dev"]))
+@pytest.mark.parametrize("model", first(1, ["qwen_image_edit_plus", "embedded", "flux_dev", "z_image"]))
 def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
     """Of each kind of transformer; of those that are large two blocks of each kind."""
     captions = model in MODELS and MODELS[model].data == "captions"
@@ -71,6 +79,21 @@ def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
         assert ("quantized transformer" in text) == bool(more)
         sizes.append(float(re.search(r"weights ([\d.]+) [kM]B", text)[1]) * (1000 if "weights 1.9 MB" in text else 1))
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+@pytest.mark.parametrize("model", ["flux_kontext_fp8", "flux2_klein_4b"])
+def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositories, pairs, tmp_path, monkeypatch, model):
+    """With no file but the JSON ones, to the last line: quantized, and with statistics in the autoencoder's weights."""
+    name = compose("train", f"model={model}").model.pretrained_model_name_or_path
+    folder = repositories[model.removesuffix("_fp8")]
+    files = {str(path.relative_to(folder)): json.loads(path.read_text()) for path in folder.rglob("*.json")}
+    written = {"source": "", "files": {path: one for path, one in files.items() if "tokenizer" not in path}}
+    (tmp_path / f"{name.replace('/', '--')}.json").write_text(json.dumps(written))
+    monkeypatch.setattr(models, "CONFIGURATIONS", tmp_path)
+    where = [f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.max_sequence_length=64"]
+    text = run("train", "task=dry_run", f"model={model}", "data.upscale=true", "data.resolution=64", *where).text
+    assert "GPU in all" in text
+    assert ("quantized transformer" in text) == model.endswith("_fp8")
 
 
 def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):

@@ -1,11 +1,16 @@
 """Where a LoRA's weights are."""
 
+import re
 from pathlib import Path
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
+from lightning_modules.pretrained.repository import repository_file
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+
+# owner/name, or a file of it.
+ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
 
 def find_weights(lora: str | Path) -> Path:
@@ -32,3 +37,44 @@ def find_weights(lora: str | Path) -> Path:
     if len(others) == 1:
         return others[0]
     raise UserError(f"LoRA weights {path}: the folder has neither {WEIGHTS_NAME} nor lora/last/{WEIGHTS_NAME}")
+
+
+def find_or_download(lora: str) -> Path:
+    """What `find_weights` finds; else a file on huggingface.co, `owner/name` or `owner/name/FILE.safetensors`.
+
+    Raises:
+        UserError: it is in neither place, cannot be reached, or the repository has several and none of the usual name.
+    """
+    match = ON_THE_HUB.fullmatch(lora)
+    if match is None or Path(lora).expanduser().exists():
+        return find_weights(lora)
+    repository, filename = match.groups()
+    if filename is None:
+        names = _names_on_the_hub(repository)
+        if len(names) > 1 and WEIGHTS_NAME not in names:
+            raise UserError(f"{repository} has {listing(names, 6)}: which one? Name it as {repository}/{names[0]}")
+        filename = names[0] if len(names) == 1 else WEIGHTS_NAME
+    path = repository_file(repository, filename)
+    if path is None:
+        raise UserError(f"{repository} has no {filename}: name a file that is there, as {repository}/FILE.safetensors")
+    return path
+
+
+def _names_on_the_hub(repository: str) -> list[str]:
+    """The safetensors files of a repository; without the network those in the cache; none where neither has it."""
+    from huggingface_hub import constants, errors, scan_cache_dir, snapshot_download
+
+    try:
+        found = snapshot_download(repository, allow_patterns="*.safetensors", dry_run=True)
+        return sorted(one.filename for one in found)
+    except (OSError, ValueError):  # why it is not there is said when the file is looked for
+        pass
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except errors.CacheNotFound:
+        return []
+    cached = (one for one in repositories if (one.repo_type, one.repo_id) == ("model", repository))
+    revisions = (revision for one in cached for revision in one.revisions if "main" in revision.refs)
+    files = ((file.file_path, revision.snapshot_path) for revision in revisions for file in revision.files)
+    names = (path.relative_to(snapshot).as_posix() for path, snapshot in files)
+    return sorted(name for name in names if name.endswith(".safetensors"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.native_names import NativeNames
+from lightning_modules.layers import NativeNames
 
 if TYPE_CHECKING:
     from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -60,6 +60,7 @@ class LayerNames:
             if isinstance(module, nn.Linear) and ".lora_" not in name:
                 self.sides[name.removesuffix(".base_layer")] = Sides(module.out_features, module.in_features)
         self.swapped = frozenset(native.swapped)
+        self.readers = native.readers
         self.native = self._in_blocks(native.layers)
         self._meanings: dict[str, Meaning] = {}
         for known in ({name: (name,) for name in self.sides}, self.native, self._in_blocks(native.read_only)):
@@ -71,7 +72,7 @@ class LayerNames:
     @classmethod
     def of(cls, base: "FrozenBase") -> "LayerNames":
         """Those of a base's transformer."""
-        return cls(base.source.meta, base.family_class.native_names)
+        return cls(base.source.meta, base.family_class.layers.native)
 
     def meaning(self, name: str) -> Meaning | None:
         """What a file means by this name, with any of `PREFIXES`; None where the transformer has no such layer."""
@@ -106,7 +107,7 @@ class OwnNames(LayerNames):
     def __init__(self, sides: Mapping[str, Sides]) -> None:
         bare = {name: name.removeprefix(next(filter(name.startswith, PREFIXES), "")) for name in sides}
         self.sides = {bare[name]: one for name, one in sides.items()}
-        self.native, self.swapped = {}, frozenset()
+        self.native, self.swapped, self.readers = {}, frozenset(), ""
         self._meanings = {name: Meaning((own,)) for name, own in bare.items()}
 
 

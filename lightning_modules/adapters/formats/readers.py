@@ -36,17 +36,26 @@ class Names(NamedTuple):
     flat: bool = False
 
 
-# By whether a model's own code has names of its own, as FLUX's has, and Qwen-Image's has not.
+FLUX = {
+    Names("transformer."),
+    Names("diffusion_model.", native=True),
+    Names("lora_unet_", native=True, flat=True),
+    Names("lora_transformer_", flat=True),
+    Names("lycoris_", flat=True),
+}
+# By `NativeNames.readers`; "" for a model whose own code has no other names, as Qwen-Image's.
 COMFYUI = {
-    True: {
+    "flux": {Names(""), *FLUX},
+    "flux2": FLUX,
+    "z_image": {
         Names(""),
         Names("transformer."),
+        Names("diffusion_model."),
         Names("diffusion_model.", native=True),
         Names("lora_unet_", native=True, flat=True),
-        Names("lora_transformer_", flat=True),
         Names("lycoris_", flat=True),
     },
-    False: {
+    "": {
         Names(""),
         Names("transformer."),
         Names("diffusion_model."),
@@ -56,18 +65,42 @@ COMFYUI = {
 }
 # The same, for lora_A and lora_B, and for lora_down and lora_up: whether diffusers' load_lora_weights reads it.
 DIFFUSERS = {
-    (True, False): {Names("transformer.")},
-    (True, True): {Names("lora_unet_", native=True, flat=True), Names("lora_transformer_", flat=True)},
-    (False, False): {Names("transformer."), Names("diffusion_model.")},
-    (False, True): {Names("lora_unet_", flat=True)},
+    ("flux", False): {Names("transformer.")},
+    ("flux", True): {Names("lora_unet_", native=True, flat=True), Names("lora_transformer_", flat=True)},
+    ("flux2", False): {
+        Names("transformer."),
+        Names("diffusion_model."),
+        Names("diffusion_model.", native=True),
+        Names("base_model.model.", native=True),
+    },
+    ("flux2", True): {Names("lora_unet_", native=True, flat=True)},
+    ("z_image", False): {Names("transformer."), Names("diffusion_model.")},
+    ("z_image", True): {Names("lora_unet_", flat=True), Names("lora_unet_", native=True, flat=True)},
+    ("", False): {Names("transformer."), Names("diffusion_model.")},
+    ("", True): {Names("lora_unet_", flat=True)},
 }
+# Of FLUX's kin, the layers that ComfyUI knows by diffusers' names.
+COMFYUI_LAYERS = (
+    "transformer_blocks.",
+    "single_transformer_blocks.",
+    "x_embedder",
+    "context_embedder",
+    "time_text_embed.",
+    "norm_out.",
+    "proj_out",
+)
 PEFT = "base_model.model."
 COMFYUI_DORA = "nearly: it divides by the norms of the base's rows, not of the updated ones"
 MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
 
 
 def readers(
-    how: Format, names: LayerNames, layers: Iterable[str], dora: bool = False, masked: bool = False
+    how: Format,
+    names: LayerNames,
+    layers: Iterable[str],
+    dora: bool = False,
+    masked: bool = False,
+    loader: bool = True,
 ) -> list[Reader]:
     """What programs do with a file.
 
@@ -77,10 +110,12 @@ def readers(
         layers: that it adapts, by diffusers' names.
         dora: whether it is a DoRA.
         masked: whether it is a T-LoRA that has its rank schedule in its header, and all its components.
+        loader: whether the model's pipeline in diffusers has load_lora_weights; else its transformer loads files.
     """
-    own = bool(names.native)
-    named = Names(how.prefix, how.native and own, how.flat)  # of Qwen-Image the same as diffusers'
-    found = [_comfyui(how, named, own, dora), _diffusers(how, named, own, list(layers), dora)]
+    named = Names(how.prefix, how.native and bool(names.native), how.flat)  # of Qwen-Image the same as diffusers'
+    layers = list(layers)
+    by_diffusers = _diffusers(how, named, names.readers, layers, dora) if loader else _transformer(how, named)
+    found = [_comfyui(how, named, names.readers, layers, dora), by_diffusers]
     if named == Names(PEFT):
         found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
     if masked:
@@ -88,35 +123,52 @@ def readers(
     return [*found, Reader("Retouch", True, "lora=, adapter.init_from=")]
 
 
-def _comfyui(how: Format, named: Names, own: bool, dora: bool) -> Reader:
-    if named not in COMFYUI[own]:
+def _comfyui(how: Format, named: Names, table: str, layers: list[str], dora: bool) -> Reader:
+    if named not in COMFYUI[table]:
         if named.prefix in (PEFT, "lora_transformer_"):
             return Reader("ComfyUI", False, "does not know these names; use format=comfyui")
         return Reader("ComfyUI", None, "nobody has tried these names; use format=comfyui")
     if dora and how.magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, f"leaves {how.magnitude[0]} out, half of the DoRA; use format=comfyui")
+    by_table = table in ("flux", "flux2") and not named.native
+    if by_table and (left_out := [layer for layer in layers if not layer.startswith(COMFYUI_LAYERS)]):
+        return Reader("ComfyUI", False, f"does not read {left_out[0]} under these names; use format=comfyui")
     return Reader("ComfyUI", True, COMFYUI_DORA if dora else "")
 
 
-def _diffusers(how: Format, named: Names, own: bool, layers: list[str], dora: bool) -> Reader:
+def _diffusers(how: Format, named: Names, table: str, layers: list[str], dora: bool) -> Reader:
     """By load_lora_weights of the model's pipeline."""
     if named == Names(PEFT):
-        return Reader(
-            "diffusers", True, f"pipe.transformer.load_lora_adapter(FOLDER, prefix={PEFT[:-1]!r}, weight_name=...)"
-        )
-    if named not in DIFFUSERS[own, how.halves == DOWN_UP]:
+        return _transformer(how, named)
+    if named not in DIFFUSERS[table, how.halves == DOWN_UP]:
         return Reader("diffusers", False, "does not know these names; use format=diffusers")
-    if dora and named != Names("transformer."):  # the others are converted, and only their halves are
+    # Other names are converted, and of a DoRA only the halves are.
+    as_in_diffusers = {Names("transformer."), *([Names("diffusion_model.")] if table == "flux2" else [])}
+    if dora and named not in as_in_diffusers:
         return Reader("diffusers", False, f"leaves {how.magnitude[0]} out, half of the DoRA; use format=diffusers")
-    if left_out := [layer for layer in layers if own and not _converted(named, layer)]:
+    if left_out := [layer for layer in layers if not _converted(named, table, layer)]:
         return Reader("diffusers", False, f"does not read {left_out[0]} under these names; use format=diffusers")
-    widths = own and how.halves == DOWN_UP and named.native
+    widths = table == "flux" and how.halves == DOWN_UP and named.native
     return Reader("diffusers", True, "pipe.load_lora_weights(...)" + (", at the real model's widths" if widths else ""))
 
 
-def _converted(named: Names, layer: str) -> bool:
-    """Whether diffusers' conversion of FLUX's files knows the layer: of kohya's blocks alone, of others attention."""
+def _transformer(how: Format, named: Names) -> Reader:
+    """By load_lora_adapter of the model's transformer, which converts no names."""
+    if named not in (Names("transformer."), Names("diffusion_model."), Names(PEFT)) or how.halves == DOWN_UP:
+        return Reader("diffusers", False, "does not know these names; use format=diffusers")
+    prefix = how.prefix.removesuffix(".")
+    return Reader("diffusers", True, f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)")
+
+
+def _converted(named: Names, table: str, layer: str) -> bool:
+    """Whether diffusers' conversion knows the layer: of FLUX in kohya's blocks alone, of others attention."""
+    if table == "flux2" and named == Names("diffusion_model."):
+        return "transformer_blocks." in layer
+    if table == "flux2":
+        return not named.native or layer != "norm_out.linear"  # whose halves it forgets to swap
+    if table == "z_image":
+        return not named.native or not layer.startswith(("all_x_embedder.", "all_final_layer."))
     in_block = "transformer_blocks." in layer
-    if named.prefix == "lora_unet_":
+    if table == "flux" and named.prefix == "lora_unet_":
         return in_block
     return named.prefix != "lora_transformer_" or not in_block or ".attn." in layer

@@ -1,28 +1,26 @@
 """FLUX.1 dev and Kontext: an MMDiT over text, target and control tokens (arXiv 2506.15742)."""
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from datamodules.images.conditions import ConditionImages
-from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux import denoise
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
+from lightning_modules.families.kl_autoencoder import KLAutoencoder
 from lightning_modules.family import Geometry, Parts
+from lightning_modules.layers import Layers
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-log = logging.getLogger("retouch")
 
 # PREFERRED_KONTEXT_RESOLUTIONS of diffusers' pipeline, whose module imports the classes of all encoders.
 HIGH = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
 PREFERRED_SIZES = (*HIGH, (1024, 1024), *((high, wide) for wide, high in reversed(HIGH)))
 
 
-class FluxKontext(EditModule):
+class FluxKontext(KLAutoencoder):
     """FLUX.1 Kontext [dev]: any number of condition images, each at its own size; prediction works without any too.
 
     Args:
@@ -35,13 +33,12 @@ class FluxKontext(EditModule):
     transformer_class = "FluxTransformer2DModel"
     text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
     geometry = Geometry(preferred_sizes=PREFERRED_SIZES)
-    native_names = NATIVE_NAMES
+    layers = Layers(NATIVE_NAMES)
 
     def __init__(self, max_sequence_length: int, training_guidance_scale: float, **settings: Any) -> None:
         super().__init__(**settings)
         self._max_sequence_length = max_sequence_length
         self._guidance_scale = training_guidance_scale
-        self._truncated: set[str] = set()  # prompts that were said to be too long
 
     # Text
 
@@ -68,13 +65,6 @@ class FluxKontext(EditModule):
         """T5's last hidden states, (B, max_sequence_length, D); padding is encoded like text."""
         tokenizer, encoder = parts["tokenizer_2"], parts["text_encoder_2"]
         ids = _tokenize(tokenizer, prompts, self._max_sequence_length)
-        for prompt, tokens in zip(prompts, tokenizer(prompts).input_ids, strict=True):
-            if len(tokens) > self._max_sequence_length and prompt not in self._truncated:
-                self._truncated.add(prompt)
-                log.warning(
-                    f"note: {len(tokens)} tokens are cut to {self._max_sequence_length} (model.max_sequence_length): "
-                    f'"{prompt[:60]}..."'
-                )
         return encoder(ids.to(parts.device("text_encoder_2"))).last_hidden_state.to(parts.dtype)
 
     def prompt_shapes(
@@ -88,20 +78,6 @@ class FluxKontext(EditModule):
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         """T5's; CLIP gives one vector, of the first 77."""
         return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self._max_sequence_length
-
-    # Images
-
-    def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        latent = vae.encode(pixels).latent_dist
-        return latent.mode(), latent.std
-
-    def normalize(self, latents: Tensor) -> Tensor:
-        config = self.base.vae_config
-        return (latents - config["shift_factor"]) * config["scaling_factor"]
-
-    def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(latents.to(vae.dtype)).sample
 
     # The transformer
 

@@ -1,6 +1,6 @@
 """FLUX.1's layers in Black Forest Labs' own code, by which ComfyUI, kohya's tools and others name them."""
 
-from lightning_modules.native_names import NativeNames
+from lightning_modules.layers import NativeNames
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 IMAGE_QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
@@ -45,4 +45,5 @@ NATIVE_NAMES = NativeNames(
     },
     # There shift and scale, in diffusers scale and shift.
     swapped=("norm_out.linear",),
+    readers="flux",
 )

@@ -1,1 +1,1 @@
-"""Qwen-Image-Edit and Edit-Plus."""
+"""Qwen-Image, Qwen-Image-Edit and Edit-Plus."""

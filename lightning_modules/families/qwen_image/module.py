@@ -1,7 +1,7 @@
-"""Qwen-Image-Edit and Edit-Plus: a 20B MMDiT conditioned by a vision-language model (arXiv 2508.02324)."""
+"""Qwen-Image, Edit and Edit-Plus: a 20B MMDiT conditioned by a vision-language model (arXiv 2508.02324)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,64 +10,57 @@ from datamodules.errors import UserError
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.transforms import size_of_area
 from lightning_modules.edit_module import EditModule
-from lightning_modules.families.qwen_image import denoise
+from lightning_modules.families.qwen_image import denoise, text
 from lightning_modules.family import Geometry, Parts
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-class QwenImageEdit(EditModule):
-    """Qwen-Image-Edit: one condition image, which the text encoder sees too.
+class QwenImage(EditModule):
+    """Qwen-Image and Qwen-Image-2512: text to image.
 
-    Args:
-        vae_image_size: pixels that condition images are resized to for the autoencoder, in their own proportions;
-            None for their own size.
-        condition_image_size: the same for the text encoder.
-        settings: of `EditModule`.
+    Attributes:
+        most_text_tokens: how many a prompt has at most, its template's end among them; None for any number, as where
+            the tokens of images are among them.
     """
 
-    pipeline_name = "QwenImageEditPipeline"
+    pipeline_name = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
-    text_components = ("tokenizer", "processor", "text_encoder")
-    geometry = Geometry(side_multiple=32)  # its pipelines round so
-    most_condition_images = 1
+    text_components: ClassVar[tuple[str, ...]] = ("tokenizer", "text_encoder")
+    condition_images = ConditionImages(most=0)
+    most_text_tokens: ClassVar[int | None] = 512  # as its pipeline does unless told otherwise
 
-    def __init__(self, vae_image_size: int | None, condition_image_size: int | None, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        if condition_image_size is None:
-            raise UserError("model.condition_image_size=null: the text encoder sees every image, at a number of pixels")
         self._statistics: dict[tuple[str, torch.device], Tensor] = {}
-        self.condition_images = ConditionImages(self.most_condition_images, 1, vae_image_size, condition_image_size)
+
+    # Text
 
     def encoding_settings(self) -> dict[str, Any]:
-        sizes = self.condition_images
-        return {"vae_image_size": sizes.vae_image_size, "condition_image_size": sizes.condition_image_size}
+        return {}
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.qwen_image.pipeline import LatentEditPipeline
+        from lightning_modules.families.qwen_image.pipeline import LatentPipeline
 
-        return LatentEditPipeline
+        return LatentPipeline
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """prompt_embeds (L, D) and prompt_embeds_mask (L,), by the pipeline's own template."""
-        unused = dict.fromkeys((*self.text_components, "scheduler", "vae", "transformer"))
-        # The language model without its head, whose logits nobody needs.
-        used = {"processor": parts["processor"], "text_encoder": parts["text_encoder"].model}
-        device = parts.device("text_encoder")
-        pipeline: Any = self.pipeline_class()(**unused | used)
-        embeds, mask = pipeline._get_qwen_prompt_embeds(prompt, images, device, parts.dtype)
-        return {"prompt_embeds": embeds[0], "prompt_embeds_mask": mask[0]}
+        embeds, mask = text.embeddings(self.pipeline_class(), parts, self.text_components, prompt, images)
+        most = self.most_text_tokens
+        return {"prompt_embeds": embeds[:most], "prompt_embeds_mask": mask[:most]}
+
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
+        if self.most_text_tokens is None:
+            return None
+        return text.token_counts(self.pipeline_class(), parts["tokenizer"], prompts), self.most_text_tokens
 
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        """Text at four characters a token; of images one token for 28x28 pixels, and a few words between."""
-        area = self.condition_images.condition_image_size
-        assert area is not None
-        seen = [size_of_area(*image, area) for image in images]
-        tokens = sum(round(width / 28) * round(height / 28) + 8 for width, height in seen)
-        return {"prompt_embeds": (8 + len(prompt) // 4 + tokens, config["joint_attention_dim"])}
+        """Text at four characters a token."""
+        return {"prompt_embeds": (8 + len(prompt) // 4, config["joint_attention_dim"])}
 
     # Images: the autoencoder is one for videos, (B, C, 1, H, W)
 
@@ -100,6 +93,49 @@ class QwenImageEdit(EditModule):
 
     def trim_last_block(self, transformer: Any) -> None:
         denoise.trim_last_block(transformer)
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen-Image-Edit: one condition image, which the text encoder sees too.
+
+    Args:
+        vae_image_size: pixels that condition images are resized to for the autoencoder, in their own proportions;
+            None for their own size.
+        condition_image_size: the same for the text encoder.
+        settings: of `EditModule`.
+    """
+
+    pipeline_name = "QwenImageEditPipeline"
+    text_components = ("tokenizer", "processor", "text_encoder")
+    geometry = Geometry(side_multiple=32)  # its pipelines round so
+    most_condition_images = 1
+    most_text_tokens = None
+
+    def __init__(self, vae_image_size: int | None, condition_image_size: int | None, **settings: Any) -> None:
+        super().__init__(**settings)
+        if condition_image_size is None:
+            raise UserError("model.condition_image_size=null: the text encoder sees every image, at a number of pixels")
+        self.condition_images = ConditionImages(self.most_condition_images, 1, vae_image_size, condition_image_size)
+
+    def encoding_settings(self) -> dict[str, Any]:
+        sizes = self.condition_images
+        return {"vae_image_size": sizes.vae_image_size, "condition_image_size": sizes.condition_image_size}
+
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        from lightning_modules.families.qwen_image.pipeline import LatentEditPipeline
+
+        return LatentEditPipeline
+
+    def prompt_shapes(
+        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The same, and of images one token for 28x28 pixels, and a few words between."""
+        area = self.condition_images.condition_image_size
+        assert area is not None
+        seen = [size_of_area(*image, area) for image in images]
+        tokens = sum(round(width / 28) * round(height / 28) + 8 for width, height in seen)
+        length, width = super().prompt_shapes(config, prompt, images)["prompt_embeds"]
+        return {"prompt_embeds": (length + tokens, width)}
 
 
 class QwenImageEditPlus(QwenImageEdit):

@@ -12,7 +12,8 @@ from datamodules.files import FileHashes, Packed, hash_file
 from datamodules.images.cells import Cell
 from datamodules.images.sample import Root
 from datamodules.images.sources import find_samples
-from datamodules.images.transforms import Window, image_size, load_image, verify_image
+from datamodules.images.transforms import image_size, verify_image
+from datamodules.images.window import Window, load_image
 from tests.support.commands import ROOT
 from tests.support.pictures import make_pairs
 from tests.support.stored import FORMS, as_arrow, as_parquet, as_saved, as_suffixes, as_tars, picture, prompt

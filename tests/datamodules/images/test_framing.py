@@ -13,8 +13,10 @@ from datamodules.errors import UserError
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.framing import MOST_CROPPED, Framing, bucket_table
 from datamodules.images.sample import Root, Sample
-from datamodules.images.transforms import fit_area, floor_size, load_image, load_mask, size_of_area
+from datamodules.images.transforms import fit_area, floor_size, size_of_area
+from datamodules.images.window import load_image, load_mask
 from lightning_modules.families.flux.module import PREFERRED_SIZES
+from lightning_modules.families.longcat_image.conditions import HalvedForText
 
 MEGAPIXEL = 1024**2
 SIDES = st.integers(16, 6000)
@@ -51,7 +53,10 @@ def test_buckets_are_multiples_of_about_the_area_and_close_together(side, multip
 
 def test_qwens_controls_get_the_same_pixels_as_their_targets():
     """Its pipelines resize every condition image to a megapixel, in steps of 32."""
-    assert all(size_of_area(*size, MEGAPIXEL) == size for size in bucket_table(MEGAPIXEL, 32, MEGAPIXEL))
+    assert all(
+        size_of_area(*size, MEGAPIXEL) == size
+        for size in bucket_table(MEGAPIXEL, 32, ConditionImages(vae_image_size=MEGAPIXEL))
+    )
     frame = framing(multiple=32, condition_images=ConditionImages(1, 1, MEGAPIXEL, 384**2))
     for own in ((4000, 3000), (3000, 4000), (6000, 4000), (1920, 1080), (5000, 1600)):
         [view] = views(frame, own, own)
@@ -138,6 +143,38 @@ def test_a_reference_of_other_proportions_gets_a_bucket_of_its_own():
     assert same == target
     assert reference.size[0] < reference.size[1]
     assert math.prod(reference.size) <= 600 * 900
+
+
+@pytest.mark.parametrize("side", [512, 768, 1024])
+def test_references_that_have_a_largest_area_agree_with_their_targets_in_every_bucket(side):
+    """FLUX.2's: a control that is shrunk alone would teach a little zoom with the edit."""
+    images = ConditionImages(most_area=MEGAPIXEL, crops=True)
+    frame = framing(condition_images=images)
+    for proportion in np.geomspace(1 / 3, 3, 67):
+        own = round(3000 * proportion**0.5), round(3000 / proportion**0.5)
+        [view] = views(frame, own, own, root=Root("", resolution=(side,)))
+        assert view.windows[0] == view.windows[1]
+    assert all(images.size(*one) == one for one in bucket_table(side**2, 16, images))
+
+
+def test_references_that_are_cropped_keep_their_own_size_where_each_picture_does():
+    frame = framing("exact", condition_images=ConditionImages(most_area=MEGAPIXEL, crops=True))
+    [view] = views(frame, (1000, 1000), (500, 500), (1000, 1000))
+    target, smaller, same = view.windows
+    assert (target.size, smaller.size) == ((992, 992), (496, 496))
+    assert same == target
+
+
+@pytest.mark.parametrize("buckets", ["exact", "aspect"])
+@pytest.mark.parametrize("own", [(512, 512), (3000, 2000), (1920, 1080), (200, 900), (1008, 1008)])
+def test_a_target_has_the_grid_of_the_image_that_sets_it(own, buckets):
+    """LongCat's pipeline makes a picture of its condition image's size, and no other."""
+    images = HalvedForText(1, 1, vae_image_size=MEGAPIXEL)
+    [view] = views(framing(buckets, condition_images=images), own, own)
+    target, control = view.windows
+    assert target == control
+    if buckets == "exact":
+        assert target.size == images.target_size(*own, MEGAPIXEL) == images.size(*own)
 
 
 @pytest.mark.parametrize(

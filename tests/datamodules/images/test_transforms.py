@@ -13,16 +13,8 @@ from PIL import Image
 
 from datamodules.errors import UserError
 from datamodules.images.conditions import ConditionImages
-from datamodules.images.transforms import (
-    Window,
-    fit_area,
-    floor_size,
-    image_size,
-    load_image,
-    load_mask,
-    open_image,
-    verify_image,
-)
+from datamodules.images.transforms import fit_area, floor_size, image_size, open_image, verify_image
+from datamodules.images.window import Window, load_image, load_mask
 from tests.support.pictures import photograph
 
 SIZE = (48, 32)

@@ -29,7 +29,9 @@ def fill(cache, count, facts=lambda number: {}):
     for number in range(count):
         ids = [prompt_id("prompt", f"{number} {caption}") for caption in range(CAPTIONS)]
         for caption, id in enumerate(ids):
-            shard.add(id, {"prompt_embeds": torch.full((1 + caption, 1), 10.0 * number + caption)}, {"caption": "x"})
+            embeds = torch.full((1 + caption, 1), 10.0 * number + caption)
+            prompt = {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(1 + caption)}
+            shard.add(id, prompt, {"caption": "x"})
         more = {"sizes": [[16, 16]], "mask": False, "tokens": 4 + CAPTIONS}
         row = {"key": str(number), "prompts": ids, "empty_prompt": empty, **more, **facts(number)}
         shard.add(f"id{number}", {"target_mean": torch.full((1, 2, 2), float(number))}, row)

@@ -10,7 +10,7 @@ import webdataset as wds
 
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
-from datamodules.images.transforms import Window
+from datamodules.images.window import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit, fingerprint
 from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader

@@ -100,7 +100,7 @@ def test_batch_padded_to_its_longest_prompt_keeps_within_the_budget():
             str(number),
             str(number),
             {"target_mean": torch.zeros(1, 2, 2)},
-            [{"prompt_embeds": torch.ones(length, 1)}],
+            [{"prompt_embeds": torch.ones(length, 1), "prompt_embeds_mask": torch.ones(length)}],
             {},
             "",
         )

@@ -10,7 +10,7 @@ from torch import nn
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.checked import check_with_diffusers, loader_of
 from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.low_rank import LowRank, probe
 from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.foreign_files import flux, qwen
@@ -92,6 +92,22 @@ def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path):
             UserError, match=rf"x.safetensors is read wrongly by diffusers: {name} differ from the file"
         ):
             check_with_diffusers(tmp_path / "x.safetensors", expected, "FluxPipeline", transformer)
+
+
+def test_rounding_of_an_update_that_cancels_is_no_mistake(tmp_path):
+    """After few steps of Adam all numbers of a half are alike, and what its rank's rows give may add up to little."""
+    transformer = flux().bfloat16()
+    updates = updates_of(transformer, ("to_v",))
+    for name, update in updates.items():
+        x = probe(update.down.shape[1])
+        down = torch.stack([update.down[0], x * 1e-3 - update.down[0]])
+        down[1] -= x * (down.sum(0) @ x) / (x @ x) * 0.999
+        updates[name] = LowRank(down, torch.full_like(update.up, 0.015))
+    save_lora(updates, tmp_path / "x.safetensors", {})
+    check_with_diffusers(tmp_path / "x.safetensors", updates, "FluxPipeline", transformer)
+    doubled = {name: one.scaled(2) for name, one in updates.items()}
+    with pytest.raises(UserError, match="is read wrongly"):
+        check_with_diffusers(tmp_path / "x.safetensors", doubled, "FluxPipeline", transformer)
 
 
 @pytest.mark.parametrize(("check", "times"), first(1, [("once", 1), ("always", 3), ("never", 0)]))

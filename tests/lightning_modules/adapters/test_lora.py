@@ -12,7 +12,7 @@ from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import adapter_state, lora_layers
-from lightning_modules.native_names import NO_NATIVE_NAMES
+from lightning_modules.layers import NO_NATIVE_NAMES
 from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import build_pipeline
 

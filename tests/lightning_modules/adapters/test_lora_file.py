@@ -10,7 +10,7 @@ import torch
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.native_names import NO_NATIVE_NAMES
+from lightning_modules.layers import NO_NATIVE_NAMES
 from tests.support.combinations import first
 from tests.support.commands import short
 

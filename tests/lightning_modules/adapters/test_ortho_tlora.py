@@ -8,7 +8,7 @@ from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.peft_layers import ADAPTER, adapter_state, adapter_tensors, lora_layers
-from lightning_modules.native_names import NO_NATIVE_NAMES
+from lightning_modules.layers import NO_NATIVE_NAMES
 from tests.support.tiny_adapters import LAYER, RANK, build, export, learn, quantize, velocity
 
 

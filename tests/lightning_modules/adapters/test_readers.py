@@ -1,6 +1,7 @@
 """The table of who reads a file, against diffusers and peft themselves."""
 
 import copy
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -22,6 +23,7 @@ OTHERS = {
         for prefix in PREFIXES
         if "." not in prefix
     },
+    "diffusion_model. with names of diffusers": Format("diffusion_model."),
     **{
         f"{prefix} native": Format(prefix, native=True)
         for prefix in ("", "transformer.", "diffusion_model.", "base_model.model.")
@@ -30,7 +32,7 @@ OTHERS = {
 HOW = FORMATS | OTHERS
 
 
-@pytest.fixture(scope="module", params=["flux_kontext", "qwen_image_edit"])
+@pytest.fixture(scope="module", params=["flux_kontext", "flux2_klein_4b", "qwen_image_edit", "z_image"])
 def pipeline(request, repositories):
     made = DiffusionPipeline.from_pretrained(repositories[request.param])
     made.names = layer_names(request.param, made.transformer)
@@ -69,7 +71,11 @@ def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, how, dora):
     tried = 0
     for targets in ("default", "all-linear", "single projections"):
         updates = random_updates(pipeline.names, targets, dora=dora)
-        in_parts = dora and how.native and pipeline.names.native and targets != "single projections"
+        in_parts = (
+            dora
+            and how.native
+            and any(0 < len(updates.keys() & set(layers)) < len(layers) for layers in pipeline.names.native.values())
+        )
         says = row("diffusers", how, pipeline.names, updates, dora)
         if not updates or in_parts or "load_lora_adapter" in says.note or "widths" in says.note:
             continue
@@ -78,6 +84,25 @@ def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, how, dora):
         assert says.reads is right, targets
         tried += 1
     assert tried or how.prefix in ("base_model.model.", "lora_unet_") or in_parts
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("how", HOW)
+def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(repositories, tmp_path, how, dora):
+    model, how = "longcat_image_edit", HOW[how]
+    pipeline = DiffusionPipeline.from_pretrained(repositories[model])
+    assert not hasattr(pipeline, "load_lora_weights")
+    names = layer_names(model, pipeline.transformer)
+    pipeline.load_lora_weights = partial(
+        pipeline.transformer.load_lora_adapter, prefix=how.prefix.removesuffix("."), use_safetensors=True
+    )
+    pipeline.unload_lora_weights = pipeline.transformer.unload_lora
+    pipeline.names = names
+    updates = random_updates(names, "all-linear", dora=dora)
+    says = row("diffusers", how, names, updates, dora, loader=False)
+    found, is_dora = loaded(pipeline, how, updates, tmp_path)
+    assert says.reads is (bool(found) and relative(updates, found) < 1e-5 and is_dora == dora)
+    assert says.reads is (f"prefix={how.prefix.removesuffix('.')!r}" in says.note)
 
 
 @pytest.mark.parametrize("targets", ["default", "all-linear"])
@@ -139,7 +164,7 @@ def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
 
 
 def test_a_t_lora_with_all_its_components_is_right_in_retouch_alone(pipeline):
-    rows = readers(FORMATS["diffusers"], pipeline.names, pipeline.names.sides, masked=True)
+    rows = readers(FORMATS["diffusers"], pipeline.names, random_updates(pipeline.names), masked=True)
     assert {one.program: one.reads for one in rows} == {"ComfyUI": False, "diffusers": False, "Retouch": True}
     assert all("full rank at every timestep" in one.note for one in rows[:2])
 
@@ -149,4 +174,4 @@ def test_dora_of_diffusers_is_not_right_in_comfyui(pipeline):
     assert row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, True).reads is False
     assert "lora_magnitude_vector" in row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, True).note
     assert row("ComfyUI", FORMATS["comfyui"], pipeline.names, layers, True).reads is True
-    assert row("ComfyUI", FORMATS["onetrainer"], pipeline.names, layers).reads is bool(pipeline.names.native)
+    assert row("ComfyUI", FORMATS["onetrainer"], pipeline.names, layers).reads is (pipeline.names.readers == "flux")

@@ -10,7 +10,7 @@ from tests.support.combinations import first
 from tests.support.steps import family, inputs
 from tests.support.tiny_adapters import build, learn
 from tests.support.tiny_adapters import velocity as of
-from tests.support.tiny_pipelines import EVERY_MODEL
+from tests.support.tiny_pipelines import every_model
 
 
 def counted(module, *arguments):
@@ -23,16 +23,24 @@ def counted(module, *arguments):
 
 
 @pytest.mark.parametrize(
-    "targets", first(1, ["all-linear", "[to_q,to_k,to_v,to_out.0]", r"'.*\.ff\.net\.2|.*img_mlp\.net\.2'"])
+    "targets",
+    first(
+        1,
+        [
+            "all-linear",
+            "[to_q,to_k,to_v,to_out.0]",
+            r"'.*\.(ff\.net\.2|img_mlp\.net\.2|ff\.linear_out|feed_forward\.w2)'",
+        ],
+    ),
 )
-@EVERY_MODEL
+@every_model
 def test_counts_are_those_of_torch(repositories, model, targets):
     settings = [f"adapter.target_modules={targets}", "model.gradient_checkpointing=none"]
     module = family(repositories, model, *settings)
-    x_t, t, controls, prompt = inputs(module, samples=1)
+    x_t, t, controls, prompt = inputs(module, samples=1, width=16, text=32)  # 32 tokens each, which nobody pads
     prompt.pop("prompt_embeds_mask", None)
     flops = module.step_flops
-    tokens = Tokens(prompt["prompt_embeds"].shape[1], 24, 16 * len(controls))
+    tokens = Tokens(32, 32, 16 * len(controls))
     forward, both = counted(module, x_t, t, controls, prompt)
     assert flops.forward(tokens) == forward
     assert flops.of_sample(tokens) == both

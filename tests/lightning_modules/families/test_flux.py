@@ -64,7 +64,9 @@ def test_prompt_that_is_cut_is_said(module, caplog, monkeypatch):
 
     monkeypatch.setattr(logging.getLogger("retouch"), "handlers", [caplog.handler])
     monkeypatch.setattr(logging.getLogger("retouch"), "propagate", False)
-    module.encode_prompts(module.base.components, ["short", "x" * 70])
+    for _ in range(2):
+        module.encoder._encode_prompt("short", [])
+        module.encoder._encode_prompt("x" * 70, [])
     assert [record.getMessage() for record in caplog.records if "cut" in record.getMessage()] == [
         'note: 72 tokens are cut to 64 (model.max_sequence_length): "' + "x" * 60 + '..."'
     ]
@@ -109,7 +111,11 @@ def test_edited_picture_equals_the_pipelines(module, stock, tmp_path, size, true
 
     raw = RawBatch(["x"], [0], PROMPTS[:1], None, [to_tensor(image)[None]])
     sampling = Sampling(5, 2.5, true_cfg_scale, "blurry")
-    own = module.sampler.sample(module.encoder(raw, sampling.negative), sampling, size, [7]) / 2 + 0.5
+    own = (
+        module.sampler.sample(module.encoder(raw, module.sampling_rules.negative_prompt(sampling)), sampling, size, [7])
+        / 2
+        + 0.5
+    )
     torch.testing.assert_close(own.clamp(0, 1), expected, rtol=0, atol=1e-5)
     assert (expected - unadapted).abs().max() > 1e-2
 

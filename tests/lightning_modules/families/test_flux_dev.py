@@ -63,7 +63,7 @@ def test_picture_equals_the_pipelines(module, stock, tmp_path, size, true_cfg_sc
     stock.load_lora_weights(tmp_path)
     expected = stock(**arguments, generator=torch.Generator().manual_seed(7)).images
     sampling = Sampling(5, 3.5, true_cfg_scale, "blurry")
-    encoded = module.encoder(RawBatch(["x"], [0], [PROMPT], None, []), sampling.negative)
+    encoded = module.encoder(RawBatch(["x"], [0], [PROMPT], None, []), module.sampling_rules.negative_prompt(sampling))
     own = module.sampler.sample(encoded, sampling, size, [7]) / 2 + 0.5
     torch.testing.assert_close(own.clamp(0, 1), expected, rtol=0, atol=1e-5)
     assert (expected - unadapted).abs().max() > 1e-2

@@ -10,7 +10,8 @@ from PIL import Image
 from datamodules.batch import RawBatch
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import collate
-from datamodules.images.transforms import Window, size_of_area, to_tensor
+from datamodules.images.transforms import size_of_area, to_tensor
+from datamodules.images.window import Window
 from lightning_modules import flow
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.family import Sampling
@@ -137,7 +138,7 @@ def test_edited_picture_equals_the_pipelines(name, sizes, true_cfg_scale, reposi
     stock.load_lora_weights(tmp_path)
     expected = stock(**arguments, generator=torch.Generator().manual_seed(7)).images
     sampling = Sampling(4, None, true_cfg_scale, "blurry")
-    encoded = module.encoder(raw_sample(module, images, tmp_path), sampling.negative)
+    encoded = module.encoder(raw_sample(module, images, tmp_path), module.sampling_rules.negative_prompt(sampling))
     own = module.sampler.sample(encoded, sampling, (64, 48), [7]) / 2 + 0.5
     torch.testing.assert_close(own.clamp(0, 1), expected, rtol=0, atol=1e-5)
     assert (expected - unadapted).abs().max() > 1e-3

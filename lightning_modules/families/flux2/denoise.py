@@ -1,0 +1,108 @@
+"""FLUX.2's velocity: its tokens, their positions, and its last block, as pure functions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_modules.execution.autocast import compute_dtype
+from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.patches import predict_target
+
+# On the axis of images, from the target to the first reference and from each to the next.
+BETWEEN_IMAGES = 10
+
+
+def text_ids(tokens: int, device: torch.device) -> Tensor:
+    """(L, 4): three zeros and the number of the token."""
+    return torch.nn.functional.pad(torch.arange(tokens, device=device)[:, None], (3, 0))
+
+
+def image_ids(images: Sequence[Tensor], first: int = 0) -> Tensor:
+    """Latents, each (B, C, 2H, 2W) -> (sum of H*W, 4): which image, row, column, zero.
+
+    Args:
+        first: the number of the first image: 0 the target, 1, 2, ... its references.
+    """
+    ids = []
+    for number, image in enumerate(images, first):
+        sides = (torch.arange(side // 2, device=image.device) for side in image.shape[-2:])
+        rows, columns = torch.meshgrid(*sides, indexing="ij")
+        axes = torch.full_like(rows, BETWEEN_IMAGES * number), rows, columns, torch.zeros_like(rows)
+        ids.append(torch.stack(axes, dim=-1).reshape(-1, 4))
+    return torch.cat(ids)
+
+
+def empirical_mu(config: Mapping[str, Any], tokens: int, num_inference_steps: int) -> float:
+    """The pipelines' `compute_empirical_mu`; arguments as of `SamplingRules.mu`."""
+    at_200_steps = 0.00016927 * tokens + 0.45666666
+    if tokens > 4300:
+        return at_200_steps
+    at_10_steps = 8.73809524e-05 * tokens + 1.89833333
+    slope = (at_200_steps - at_10_steps) / 190.0
+    return slope * num_inference_steps + at_200_steps - 200.0 * slope
+
+
+def velocity(
+    transformer: Any,
+    x_t: Tensor,
+    t: Tensor,
+    controls: list[Tensor],
+    prompt: Mapping[str, Tensor],
+    guidance_scale: float | None,
+) -> Tensor:
+    """The transformer's prediction (B, C, h, w) of (B, C, h, w) at t (B,).
+
+    Args:
+        guidance_scale: embedded where the transformer is distilled from guidance; None where it is not.
+    """
+    images, embeds = [x_t, *controls], prompt["prompt_embeds"]
+    return predict_target(
+        transformer,
+        transformer.single_transformer_blocks[-1],
+        images,
+        text_tokens=embeds.shape[1],
+        timestep=t,
+        guidance=None if guidance_scale is None else torch.full_like(t, guidance_scale),
+        encoder_hidden_states=embeds,
+        txt_ids=text_ids(embeds.shape[1], embeds.device),
+        img_ids=image_ids(images),
+    )
+
+
+def trim_last_block(transformer: Any) -> None:
+    """Let the last block compute the target's tokens alone, where `velocity` asks for these."""
+    block = transformer.single_transformer_blocks[-1]
+    block.forward = LastBlock(block, last_block)
+
+
+def last_block(
+    block: Any,
+    target: Tensor,
+    control: Tensor,
+    text: Tensor,
+    temb_mod: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    joint_attention_kwargs: None = None,
+) -> Tensor:
+    """diffusers' Flux2SingleTransformerBlock: (B, T, D), (B, C, D), (B, L, D) -> text as it is and target (B, L+T, D).
+
+    One layer gives queries, keys, values and the MLP's input, of all tokens: only what follows it is for the target.
+    """
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    attn, chosen = block.attn, slice(text.shape[1], text.shape[1] + target.shape[1])
+    shift, scale, gate = (temb_mod[:, None] if temb_mod.ndim == 2 else temb_mod).chunk(3, dim=-1)
+    normed = (1 + scale) * block.norm(torch.cat([text, target, control], dim=1)) + shift
+    projected = attn.to_qkv_mlp_proj(normed.to(compute_dtype(normed)))
+    *heads, mlp = projected.split([*[attn.inner_dim] * 3, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1)
+    query, key, value = (tokens.unflatten(-1, (-1, attn.head_dim)) for tokens in heads)
+    cos, sin = image_rotary_emb
+    query = apply_rotary_emb(attn.norm_q(query[:, chosen]), (cos[chosen], sin[chosen]), sequence_dim=1)
+    key = apply_rotary_emb(attn.norm_k(key), image_rotary_emb, sequence_dim=1)
+    backend = attn.processor._attention_backend
+    attended = dispatch_attention_fn(query, key, value, backend=backend).flatten(2, 3).to(query.dtype)
+    update = attn.to_out(torch.cat([attended, attn.mlp_act_fn(mlp[:, chosen])], dim=-1))
+    return torch.cat([text, target + gate * update], dim=1)

@@ -1,0 +1,164 @@
+"""FLUX.2 klein and dev: an MMDiT over text, target and reference tokens, its text from one language model's layers."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from datamodules.errors import UserError
+from datamodules.images.conditions import ConditionImages
+from lightning_modules.edit_module import EditModule
+from lightning_modules.families.flux2 import denoise
+from lightning_modules.families.flux2.native_names import NATIVE_NAMES
+from lightning_modules.family import Parts, SamplingRules
+from lightning_modules.layers import Layers
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+# The double blocks' attention, and both layers of a single block, which are its attention and its MLP in one.
+TARGETS = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "to_out")
+
+
+class Flux2Klein(EditModule):
+    """FLUX.2 [klein]: any number of condition images, each at its own size; prediction works without any too.
+
+    Args:
+        max_sequence_length: tokens of the text encoder; the transformer sees its padding, so use the same in training
+            and prediction.
+        settings: of `EditModule`.
+    """
+
+    pipeline_name = "Flux2KleinPipeline"
+    transformer_class = "Flux2Transformer2DModel"
+    text_components = ("tokenizer", "text_encoder")
+    condition_images = ConditionImages(most_area=1024 * 1024, crops=True)
+    layers = Layers(NATIVE_NAMES, TARGETS)
+    sampling_rules = SamplingRules("guidance_scale", any_negative=False, mu=denoise.empirical_mu)
+    _prompt_function = "_get_qwen3_prompt_embeds"  # the pipeline's, with its template and the layers that it reads
+    _guidance_scale: float | None = None  # embedded in training
+    _reads_text = "Qwen3ForCausalLM"
+
+    def __init__(self, max_sequence_length: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._max_sequence_length = max_sequence_length
+        self._statistics: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def check(self) -> None:
+        super().check()
+        found = self.base.index["text_encoder"][-1]
+        if found != self._reads_text:
+            model = type(self).__name__
+            raise UserError(
+                f"{self.base.name} reads text by a {found}, {model} by a {self._reads_text}: choose the model= that "
+                "goes with it"
+            )
+
+    # Text
+
+    def encoding_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self._max_sequence_length}
+
+    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+        """prompt_embeds (max_sequence_length, 3D): of three layers, one behind the other; padding counts."""
+        embed = getattr(self.pipeline_class(), self._prompt_function)
+        # The language model without its head, whose logits nobody needs.
+        used = parts["text_encoder"].model, parts["tokenizer"], prompt, parts.dtype, parts.device("text_encoder")
+        return {"prompt_embeds": embed(*used, self._max_sequence_length)[0]}
+
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+        """With those of the template."""
+        template = parts["tokenizer"].apply_chat_template
+        told = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=False) for one in told]
+        return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self._max_sequence_length
+
+    def prompt_shapes(
+        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
+    ) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (self._max_sequence_length, config["joint_attention_dim"])}
+
+    # Images
+
+    def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        latent = vae.encode(pixels).latent_dist
+        return latent.mode(), latent.std
+
+    def _statistics_on(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the autoencoder's batch norm, beside these latents, as of `_mean_and_std`."""
+        key = latents.device, latents.dtype
+        if key not in self._statistics:
+            mean, variance = (self.base.vae_tensor(f"bn.running_{name}") for name in ("mean", "var"))
+            self._statistics[key] = _mean_and_std(mean, variance, self.base.vae_config["batch_norm_eps"], latents)
+        return self._statistics[key]
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics_on(latents)
+        return ((_patches(latents) - mean) / std).reshape(latents.shape)
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        latents = latents.to(vae.dtype)
+        mean, std = _mean_and_std(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps, latents)
+        return vae.decode((_patches(latents) * std + mean).reshape(latents.shape)).sample
+
+    # The transformer
+
+    def velocity(
+        self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
+    ) -> Tensor:
+        return denoise.velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
+
+    def trim_last_block(self, transformer: Any) -> None:
+        denoise.trim_last_block(transformer)
+
+    # Prediction
+
+    def call_arguments(self, width: int, height: int) -> dict[str, Any]:
+        return super().call_arguments(width, height) | {"max_sequence_length": self._max_sequence_length}
+
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        from lightning_modules.families.flux2.pipeline import LatentFlux2KleinPipeline
+
+        return LatentFlux2KleinPipeline
+
+
+class Flux2Dev(Flux2Klein):
+    """FLUX.2 [dev]: Mistral reads the prompt, and guidance is embedded.
+
+    Args:
+        training_guidance_scale: the guidance embedding in training; the distilled model wants 1.
+        settings: of `Flux2Klein`.
+    """
+
+    pipeline_name = "Flux2Pipeline"
+    sampling_rules = SamplingRules(None, mu=denoise.empirical_mu)
+    _reads_text = "Mistral3ForConditionalGeneration"
+    _prompt_function = "_get_mistral_3_small_prompt_embeds"
+
+    def __init__(self, training_guidance_scale: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._guidance_scale = training_guidance_scale
+
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        template = parts["tokenizer"].apply_chat_template
+        made = [template(format_input([prompt]), tokenize=True, return_dict=True) for prompt in prompts]
+        return [len(one["input_ids"][0]) for one in made], self._max_sequence_length
+
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        from lightning_modules.families.flux2.pipeline import LatentFlux2Pipeline
+
+        return LatentFlux2Pipeline
+
+
+def _patches(latents: Tensor) -> Tensor:
+    """(B, C, 2H, 2W) -> (B, C, H, 2, W, 2)."""
+    return latents.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))
+
+
+def _mean_and_std(mean: Tensor, variance: Tensor, eps: float, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each channel's four numbers in a token, each (C, 1, 2, 1, 2); rounded as the latents are, before the root."""
+    mean, variance = (one.to(latents).view(-1, 1, 2, 1, 2) for one in (mean, variance))
+    return mean, torch.sqrt(variance + eps)

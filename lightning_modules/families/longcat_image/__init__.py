@@ -1,0 +1,1 @@
+"""LongCat-Image-Edit."""

@@ -1,0 +1,49 @@
+"""LongCat's condition image: a size for the autoencoder, and half of its sides for the text encoder."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules.images.conditions import ConditionImages
+from datamodules.images.sample import Picture
+from datamodules.images.transforms import SIDE_MULTIPLE, image_size
+from datamodules.images.window import Window, resize
+
+
+@dataclass(frozen=True)
+class HalvedForText(ConditionImages):
+    """The text encoder sees what the autoencoder sees, with half as many pixels each way."""
+
+    @property
+    def text_sees_them(self) -> bool:
+        return True
+
+    @property
+    def sets_target(self) -> bool:
+        return True
+
+    def size(self, width: int, height: int, max_area: int | None = None) -> tuple[int, int]:
+        """Of `vae_image_size` pixels in the same proportions, both sides rounded up to 16."""
+        assert self.vae_image_size is not None
+        wide = math.sqrt(self.vae_image_size * (width / height))
+        high = wide / (width / height)  # in the pipeline's order, to round as it does
+        return math.ceil(wide / SIDE_MULTIPLE) * SIDE_MULTIPLE, math.ceil(high / SIDE_MULTIPLE) * SIDE_MULTIPLE
+
+    def for_text(self, paths: Sequence[Picture]) -> list[Tensor]:
+        return self.load(paths, [self.window(*image_size(path)) for path in paths])[1]
+
+    def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
+        # Resized twice, as in the pipeline.
+        seen = [window.of(image) for image, window in zip(images, windows, strict=True)]
+        small = [resize(image, halved(*image.size)) for image in seen]
+        return [torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in small]
+
+
+def halved(width: int, height: int) -> tuple[int, int]:
+    """At the autoencoder's size -> at the text encoder's."""
+    return width // 2, height // 2

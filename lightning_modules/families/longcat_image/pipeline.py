@@ -1,0 +1,62 @@
+"""diffusers' LongCat pipeline, for a condition image that is latents."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import LongCatImageEditPipeline
+from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import retrieve_timesteps
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from lightning_modules.families.longcat_image.denoise import velocity
+from lightning_modules.family import dynamic_mu
+
+
+class NoProcessor:
+    """In its place where no prompts are encoded: the stock pipeline takes a part of it at once."""
+
+    image_processor = None
+
+
+class LatentEditPipeline(LongCatImageEditPipeline):
+    """The stock pipeline for latents. Its own call takes one picture and makes another of about its size."""
+
+    def __init__(
+        self, scheduler: Any, vae: Any, text_encoder: Any, tokenizer: Any, text_processor: Any, transformer: Any
+    ) -> None:
+        super().__init__(scheduler, vae, text_encoder, tokenizer, text_processor or NoProcessor(), transformer)
+
+    @torch.no_grad()
+    def edit(
+        self,
+        controls: list[Tensor],
+        size: tuple[int, int],
+        *,
+        prompt_embeds: Tensor,
+        num_inference_steps: int,
+        generator: list[torch.Generator],
+        guidance_scale: float = 1.0,
+        negative_prompt_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Pictures of `size` (width, height), as latents (B, C, h, w); controls are (B, C, ...)."""
+        width, height = (side // self.vae_scale_factor for side in size)
+        transformer, device = self.transformer, self.transformer.device
+        shape = (len(generator), transformer.config.in_channels // 4, height, width)
+        latents = randn_tensor(shape, generator=generator, device=device, dtype=prompt_embeds.dtype)
+        controls = [control.to(latents) for control in controls]
+        for now in self._timesteps(num_inference_steps, height * width // 4):
+            self._current_timestep = now
+            t = now.expand(len(latents)).to(latents.dtype) / 1000
+            predicted = velocity(transformer, latents, t, controls, {"prompt_embeds": prompt_embeds})
+            if negative_prompt_embeds is not None:
+                away = velocity(transformer, latents, t, controls, {"prompt_embeds": negative_prompt_embeds})
+                predicted = away + guidance_scale * (predicted - away)
+            latents = self.scheduler.step(predicted, now, latents, return_dict=False)[0]
+        self._current_timestep = None
+        return latents
+
+    def _timesteps(self, steps: int, tokens: int) -> Tensor:
+        """The scheduler's (N,), shifted as the stock pipeline does for a picture of so many tokens."""
+        sigmas, mu = np.linspace(1.0, 1.0 / steps, steps), dynamic_mu(self.scheduler.config, tokens, steps)
+        return retrieve_timesteps(self.scheduler, steps, self.transformer.device, sigmas=sigmas, mu=mu)[0]

@@ -1,0 +1,118 @@
+"""Z-Image: one stream of tokens of text and picture (arXiv 2511.22699)."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from datamodules.batch import stack_padded
+from datamodules.images.conditions import ConditionImages
+from lightning_modules.families.kl_autoencoder import KLAutoencoder
+from lightning_modules.families.z_image import denoise
+from lightning_modules.families.z_image.native_names import NATIVE_NAMES
+from lightning_modules.family import Geometry, Parts, SamplingRules
+from lightning_modules.layers import Layers
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+
+class ZImage(KLAutoencoder):
+    """Z-Image, text to image.
+
+    Args:
+        max_sequence_length: of text tokens; what is beyond is cut.
+        settings: of `EditModule`.
+    """
+
+    pipeline_name = "ZImagePipeline"
+    transformer_class = "ZImageTransformer2DModel"
+    text_components = ("tokenizer", "text_encoder")
+    condition_images = ConditionImages(most=0)
+    geometry = Geometry(packed=False)
+    layers = Layers(NATIVE_NAMES, output="all_final_layer.*.linear", flattened=("all_x_embedder.*", "cap_embedder.*"))
+    sampling_rules = SamplingRules("guidance_scale", 0.0)
+
+    def __init__(self, max_sequence_length: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._max_sequence_length = max_sequence_length
+
+    # Text
+
+    def encoding_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self._max_sequence_length}
+
+    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+        """prompt_embeds (L, D), of the chat that the prompt is the beginning of, and prompt_embeds_mask (L,)."""
+        return {name: tensor[0] for name, tensor in self.encode_prompts(parts, [prompt]).items()}
+
+    def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
+        counts, length = self.prompt_tokens(parts, prompts)
+        device = parts.device("text_encoder")
+        tokens = parts["tokenizer"](
+            _chats(parts["tokenizer"], prompts),
+            padding="max_length",
+            padding_side="right",
+            max_length=length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        hidden_states = (
+            parts["text_encoder"]
+            .base_model(  # without a head, whose logits nobody needs
+                input_ids=tokens.input_ids.to(device),
+                attention_mask=tokens.attention_mask.to(device).bool(),
+                output_hidden_states=True,
+            )
+            .hidden_states
+        )
+        embeds = hidden_states[-2].to(parts.dtype)
+        own = [one[: min(count, length)] for one, count in zip(embeds, counts, strict=True)]
+        masks = [torch.ones(len(one), dtype=torch.int64, device="cpu") for one in own]
+        return stack_padded(
+            [{"prompt_embeds": one, "prompt_embeds_mask": mask} for one, mask in zip(own, masks, strict=True)]
+        )
+
+    def prompt_shapes(
+        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Text at four characters a token, and the chat around it."""
+        return {"prompt_embeds": (min(8 + len(prompt) // 4, self._max_sequence_length), config["cap_feat_dim"])}
+
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+        tokenizer = parts["tokenizer"]
+        return [len(ids) for ids in tokenizer(_chats(tokenizer, prompts)).input_ids], self._max_sequence_length
+
+    # Images
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        latents = latents.to(vae.dtype)  # before, as the pipeline rounds in bf16
+        return vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample
+
+    # The transformer
+
+    def velocity(
+        self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
+    ) -> Tensor:
+        return denoise.velocity(transformer, x_t, t, prompt)
+
+    # Prediction
+
+    def call_arguments(self, width: int, height: int) -> dict[str, Any]:
+        return super().call_arguments(width, height) | {"max_sequence_length": self._max_sequence_length}
+
+    def pipeline_class(self) -> "type[DiffusionPipeline]":
+        from lightning_modules.families.z_image.pipeline import LatentZImagePipeline
+
+        return LatentZImagePipeline
+
+
+def _chats(tokenizer: Any, prompts: list[str]) -> list[str]:
+    """The prompts as the language model has learned to read them, up to where it would answer."""
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        for prompt in prompts
+    ]

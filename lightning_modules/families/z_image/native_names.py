@@ -1,0 +1,18 @@
+"""Z-Image's layers in its own code, by which ComfyUI and kohya's tools name them."""
+
+from lightning_modules.layers import NativeNames
+
+# Blocks that see the noisy picture, the text, and both.
+BLOCKS = ("noise_refiner.{}", "context_refiner.{}", "layers.{}")
+QKV = ("to_q", "to_k", "to_v")
+
+NATIVE_NAMES = NativeNames(
+    layers={
+        "x_embedder": ("all_x_embedder.2-1",),
+        **{f"{block}.attention.qkv": tuple(f"{block}.attention.{name}" for name in QKV) for block in BLOCKS},
+        **{f"{block}.attention.out": (f"{block}.attention.to_out.0",) for block in BLOCKS},
+        "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
+        "final_layer.linear": ("all_final_layer.2-1.linear",),
+    },
+    readers="z_image",
+)

@@ -1,0 +1,165 @@
+"""Pictures by another transformer than the one that trains."""
+
+import json
+import shutil
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from callbacks.report.page import read_strip
+from datamodules.errors import UserError
+from lightning_modules.adapters.formats.written import save_lora
+from lightning_modules.picture_transformer import PictureTransformer
+from lightning_modules.pretrained.transformer import TransformerSource
+from tests.support.commands import compose, short, weights
+from tests.support.lora_files import layer_names, random_updates
+from tests.support.pictures import pixels, records
+from tests.support.tiny_adapters import build
+from tests.support.tiny_pipelines import build_pipeline
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    """A pipeline of the same kind with other weights, and another shift."""
+    folder = tmp_path_factory.mktemp("other") / "tiny-turbo"
+    build_pipeline(folder, seed=9)
+    edit_json(folder / "scheduler/scheduler_config.json", use_dynamic_shifting=False, shift=7.0)
+    return folder
+
+
+def edit_json(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def settings(tiny, pairs, tmp_path):
+    def settings(name, *more, steps=3):
+        pictures = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=3", "sample_every=1"]
+        learning = ["model.dtype=float32", "optimizer.lr=1e-1", "adapter.alpha=16", "scheduler=constant"]
+        return [*short(tiny, pairs, tmp_path / name, steps, shown=True), *pictures, *learning, *more]
+
+    return settings
+
+
+def result(folder, step):
+    [path] = (folder / f"samples/step-{step:06d}").glob("*.png")
+    return np.asarray(read_strip(path).result).astype(int)
+
+
+@pytest.mark.parametrize("more", [["optimizer=adamw_schedule_free"], ["adapter=tlora"]], ids=["averaged", "tlora"])
+def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_without(
+    run, settings, distilled, pairs, tmp_path, more, monkeypatch
+):
+    loaded, load = [], TransformerSource.load
+
+    def watched(source, *arguments, **more):
+        transformer = load(source, *arguments, **more)
+        if source.name == str(distilled):
+            assert not [one for one in loaded if one() is not None], "the one before has left"
+            loaded.append(weakref.ref(transformer))
+        return transformer
+
+    with monkeypatch.context() as context:
+        context.setattr(TransformerSource, "load", watched)
+        run("train", *settings("with", *more, f"model.sampling.transformer_name_or_path={distilled}"))
+    assert len(loaded) == 4
+    run("train", *settings("without", *more))
+    with_it, without = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert with_it.keys() == without.keys()
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+    made = [result(tmp_path / "with", step) for step in (0, 3)]
+    assert np.abs(made[0] - made[1]).max() > 3
+    assert np.abs(made[1] - result(tmp_path / "without", 3)).max() > 3
+
+    # The setting of pictures wins over that of the model, which is no transformer at all.
+    where = [f"lora={tmp_path / 'with'}", f"output_dir={tmp_path / 'made'}", "trainer.accelerator=cpu"]
+    prompt = (pairs / "training_images/00.txt").read_text()
+    request = [f"image={pairs / 'control_images/00.png'}", f"prompt={prompt}", "num_inference_steps=3", "seed=42"]
+    models = [f"model.sampling.transformer_name_or_path={distilled}", "model.transformer_name_or_path=/nowhere"]
+    outcome = run("predict", *where, *request, *models)
+    assert "was trained on" not in outcome.text
+    assert "distilled" not in outcome.text
+    assert np.abs(pixels(tmp_path / "made/00.png") - made[1]).max() <= 1
+    (record,) = records(tmp_path / "made")
+    assert record["transformer_name_or_path"] == str(distilled)
+
+
+def test_in_a_quantized_offloaded_and_averaged_run(run, settings, distilled, file, tmp_path):
+    """Beside a training adapter, which it does not get."""
+    more = ["model/quantization=fp8", "model.quantization.cache_dir=null", "model.offload.blocks=2"]
+    more += ["optimizer=adamw_schedule_free", "model.gradient_checkpointing=full", f"model.training_adapter={file}"]
+    chosen = f"model.sampling.transformer_name_or_path={distilled}"
+    run("train", *settings("with", *more, chosen))
+    run("train", *settings("without", *more))
+    with_it, without = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert with_it.keys() == without.keys()
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+    plain = [one for one in more if "training_adapter" not in one]
+    run("train", *settings("plain", *plain, chosen, steps=1))
+    assert np.array_equal(result(tmp_path / "with", 0), result(tmp_path / "plain", 0))
+
+
+@pytest.fixture
+def file(tiny, tmp_path):
+    """A training adapter."""
+    names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
+    path = tmp_path / "undistil.safetensors"
+    save_lora(random_updates(names), path, {})
+    return path
+
+
+def test_the_commands_of_the_report_name_it(run, settings, distilled, tmp_path):
+    chosen = f"model.sampling.transformer_name_or_path={distilled}"
+    run("train", *settings("run", chosen, steps=1))
+    page = (tmp_path / "run/report.html").read_text()
+    assert f"model.sampling.transformer_name_or_path=PATH_TO/{distilled.name}" in page
+    assert f"from_pretrained(&#39;PATH_TO/{distilled.name}&#39;" in page, "a whole pipeline, with its scheduler"
+    card = (tmp_path / "run/lora/last/README.md").read_text()
+    assert card.count(f"PATH_TO/{distilled.name}") == 2
+    assert str(distilled) not in card
+
+
+def test_it_says_whether_it_is_distilled_and_brings_its_scheduler(tiny, distilled, tmp_path, monkeypatch):
+    def pipeline(name, chosen):
+        module = build(tiny, "lora", f"model.transformer_name_or_path={name}")
+        kontext = module.pipeline_class()
+
+        class Guided(kontext):
+            def __init__(self, *, is_distilled=False, **parts):
+                super().__init__(**parts)
+                self.register_to_config(is_distilled=is_distilled)
+
+        monkeypatch.setattr(module, "pipeline_class", lambda: Guided)
+        module.sampler.use(module.transformer, module.base.source if chosen else None)
+        made = module.sampler.pipeline()
+        return made.config.is_distilled, made.scheduler.config.shift
+
+    marked = tmp_path / "marked"
+    shutil.copytree(distilled, marked)
+    edit_json(marked / "model_index.json", is_distilled=True)
+    assert pipeline("null", False) == (False, 3.0)
+    assert pipeline(marked, False) == (True, 3.0)
+    assert pipeline(marked, True) == (True, 7.0)
+    assert pipeline(marked / "transformer", True) == (False, 3.0)
+
+
+def test_what_cannot_take_the_lora_is_refused_before_the_start(fails, repositories, tiny, distilled, tmp_path):
+    def refused(name, *more):
+        return fails(f"model.sampling.transformer_name_or_path={name}", *more)
+
+    assert "holds a QwenImageTransformer2DModel" in refused(repositories["qwen_image_edit_plus"])
+    build_pipeline(tmp_path / "wide", seed=1, heads=2)
+    assert "has other layers than" in refused(tmp_path / "wide")
+    assert "neither a folder here nor" in refused("no/such/folder")
+    broken = tmp_path / "broken"
+    shutil.copytree(distilled / "transformer", broken)
+    file = broken / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert str(file) in refused(broken)
+    settings = [f"model.pretrained_model_name_or_path={tiny}", f"model.sampling.transformer_name_or_path={distilled}"]
+    module = instantiate(compose("train", "model=flux_kontext", "adapter=full", *settings).model, _convert_="all")
+    with pytest.raises(UserError, match="does not go with adapter=full"):
+        PictureTransformer(module, str(distilled)).check()

@@ -1,0 +1,121 @@
+"""Tiny FLUX.2 pipelines of the real classes, random and in float32, in diffusers' folder layout."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+)
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.support.tiny_parts import QWEN3_TEMPLATE, build_scheduler
+
+# As Mistral's.
+DEV_TEMPLATE = (
+    "<s>{% for message in messages %}{% if message.role == 'system' %}[SYSTEM_PROMPT]{{ message.content[0].text }}"
+    "[/SYSTEM_PROMPT]{% else %}[INST]{{ message.content[0].text }}[/INST]{% endif %}{% endfor %}"
+)
+LANGUAGE_MODEL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def tokenizer_of(special: list[str], template: str | None) -> Qwen2Tokenizer:
+    """One character a token, and each of `special`; the last of these pads."""
+    pieces = [*string.ascii_letters, *string.digits, *string.punctuation, "Ġ", "Ċ"]
+    return Qwen2Tokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)},
+        merges=[],
+        extra_special_tokens=special,
+        pad_token=special[-1],
+        chat_template=template,
+    )
+
+
+def random_embeddings(text_encoder: torch.nn.Module) -> torch.nn.Module:
+    """As large as trained ones: transformers begins with numbers that tell hardly one word from another."""
+    for parameter in text_encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
+    return text_encoder
+
+
+def flux2_parts(guidance_embeds: bool) -> dict[str, Any]:
+    """All but text encoder and tokenizer."""
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 16, 16, 16),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        mid_block_add_attention=False,
+    )
+    # Far from the 0 and 1 that a model begins with, and different for each channel of a token.
+    vae.bn.running_mean.copy_(torch.linspace(-2.0, 1.5, 16))
+    vae.bn.running_var.copy_(torch.linspace(0.1, 3.0, 16))
+    return {
+        "scheduler": build_scheduler(),
+        "vae": vae,
+        "transformer": Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=48,
+            timestep_guidance_channels=32,
+            mlp_ratio=2.0,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=guidance_embeds,
+        ),
+    }
+
+
+def build_flux2_klein(folder: Path) -> None:
+    """A Flux2KleinPipeline; its Qwen3 has the layers that are read, and one more."""
+    torch.manual_seed(6)
+    tokenizer = tokenizer_of(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|endoftext|>"], QWEN3_TEMPLATE)
+    text_encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=28, **LANGUAGE_MODEL))
+    parts = flux2_parts(guidance_embeds=False)
+    text_encoder = random_embeddings(text_encoder)
+    Flux2KleinPipeline(**parts, text_encoder=text_encoder, tokenizer=tokenizer).save_pretrained(folder)
+
+
+def build_flux2_dev(folder: Path) -> None:
+    """A Flux2Pipeline; to its tokenizer the system message, which would be longer than what is read, is one token."""
+    torch.manual_seed(7)
+    special = ["<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", SYSTEM_MESSAGE]
+    special += ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<pad>"]
+    tokenizer = tokenizer_of(special, None)
+    text_encoder = Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config={
+                "model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 31, **LANGUAGE_MODEL,
+            },
+            vision_config={
+                "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "head_dim": 8, "image_size": 28,
+            },
+            image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        )
+    )  # fmt: skip
+    processor = PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=DEV_TEMPLATE)
+    parts = flux2_parts(guidance_embeds=True)
+    text_encoder = random_embeddings(text_encoder)
+    Flux2Pipeline(**parts, text_encoder=text_encoder, tokenizer=processor).save_pretrained(folder)
