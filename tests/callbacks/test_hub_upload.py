@@ -216,10 +216,8 @@ def test_stop_does_not_wait_for_the_hub(hub, start, tmp_path, settings, where):
     steps = [] if where.startswith("while") else ["trainer.max_steps=100000", "save_every=1", "hub.every=save"]
     process = start("train", *settings, *steps, before=partial(use_hub, hub.address))
     wait_until(lambda: len(hub.asked) > 0, process)
-    began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
-    text, _ = process.communicate(timeout=30)
-    assert time.monotonic() - began < 6
+    text, _ = process.communicate(timeout=30)  # half of the time for which the hub says nothing
     assert process.returncode == 130, text
     [line] = lines(text, "not uploaded")
     assert "stopped by SIGINT; by hand: hf upload" in line
