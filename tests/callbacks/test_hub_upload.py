@@ -56,7 +56,7 @@ def here(hub, monkeypatch):
     for name in ("PAUSES", "SILENCE"):
         monkeypatch.setattr(uploads, name, getattr(uploads, name))
     monkeypatch.setenv("HF_TOKEN", "")
-    use_hub(hub.address, silence=0.5)
+    use_hub(hub.address)
     return hub
 
 
@@ -113,6 +113,8 @@ def test_weights_and_cards_arrive_byte_for_byte_in_a_private_repository(hub, tin
 )
 def test_hub_that_fails_in_the_middle_gets_all_in_the_end(here, run, tmp_path, settings, where, how):
     here.answer = lambda path, count: how if where in path and count == 1 else None
+    if how == "hang":
+        uploads.SILENCE = 2.0  # for this test, by `here`
     began = time.monotonic()
     text = run("train", *settings).text
     assert time.monotonic() - began < 30, "a hub that says nothing for a minute is not waited for"
@@ -138,6 +140,8 @@ def test_hub_that_fails_in_the_middle_gets_all_in_the_end(here, run, tmp_path, s
 )
 def test_hub_that_always_fails_costs_one_line(here, run, tmp_path, settings, where, how, tries):
     here.answer = lambda path, count: how if where in path else None
+    if how == "hang":
+        uploads.SILENCE = 2.0  # for this test, by `here`
     outcome = run("train", *settings)
     assert outcome.status == 0
     [line] = lines(outcome.text, "not uploaded")
