@@ -62,7 +62,7 @@ def find_or_download(lora: str) -> Path:
 
 def _names_on_the_hub(repository: str) -> list[str]:
     """The safetensors files of a repository; without the network those in the cache; none where neither has it."""
-    from huggingface_hub import constants, errors, scan_cache_dir, snapshot_download
+    from huggingface_hub import errors, snapshot_download
 
     try:
         found = snapshot_download(repository, allow_patterns="*.safetensors", dry_run=True)
@@ -70,11 +70,7 @@ def _names_on_the_hub(repository: str) -> list[str]:
     except (OSError, ValueError):  # why it is not there is said when the file is looked for
         pass
     try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except errors.CacheNotFound:
+        folder = Path(snapshot_download(repository, allow_patterns="*.safetensors", local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
         return []
-    cached = (one for one in repositories if (one.repo_type, one.repo_id) == ("model", repository))
-    revisions = (revision for one in cached for revision in one.revisions if "main" in revision.refs)
-    files = ((file.file_path, revision.snapshot_path) for revision in revisions for file in revision.files)
-    names = (path.relative_to(snapshot).as_posix() for path, snapshot in files)
-    return sorted(name for name in names if name.endswith(".safetensors"))
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
