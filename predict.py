@@ -25,6 +25,7 @@ TASKS = {
     "compare_precision": "tasks.compare_precision.compare_precision",
     "caption": "tasks.caption.caption",
     "export": "tasks.export.export",
+    "average": "tasks.average.average",
     "lora_info": "tasks.lora_info.lora_info",
 }
 # These write to data.cache_dir, not to output_dir.

@@ -66,7 +66,7 @@ def write_shallow(
 def empty_batch(module: Any, side: int, samples: int) -> LatentBatch:
     """A target and, where the model takes one, a condition image, on the meta device."""
     pictures = ((side, side),) * (1 if module.condition_images.most == 0 else 2)
-    return empty_latents(module, module.base, (pictures, False), samples, "make it snow")
+    return empty_latents(module, module.base, (pictures, ()), samples, "make it snow")
 
 
 def random_batch(module: Any, side: int, samples: int, device: torch.device) -> LatentBatch:

@@ -1,40 +1,26 @@
 """What docs/quality.md says: runs on Shapes that differ in one thing, three seeds each.
 
     python benchmarks/quality.py rank [--seeds 3] [--steps 100]
+    python benchmarks/quality.py objectives --pictures docs
 
-Every run is `python train.py` with the overrides that are printed. Figures are of 16 held-out pictures, mean and
+Every run is `python train.py` with the overrides that stand here. Figures are of 16 held-out pictures, mean and
 standard deviation over the seeds. Where a row names two bases, the LoRA is trained on the first and measured on the
 second.
 """
 
 import argparse
-import functools
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.adapters import adapters, averages
+from benchmarks.preservation import preservation, small_edit
+from benchmarks.shapes_runs import run, table
+from benchmarks.sliders import slider
 from callbacks.report.figures import read_metrics, read_rows
 from datamodules.images.shapes import write_pairs
 from datamodules.images.sources import TABLES
 
-ROOT = Path(__file__).parent.parent
-COMMON = [
-    "data=cached",
-    "data.root=PAIRS/train-24.jsonl",
-    "data.val_root=PAIRS/held_out.jsonl",
-    "data.cache_dir=PAIRS/cache",
-    "data.batch_size=16",
-    "data.caption_dropout_rate=0",
-    "adapter.target_modules=all-linear",
-    "optimizer.lr=5e-3",
-    "sample_every=0",
-    "logger=none",
-    "callbacks.sample_images.count=16",
-    "+callbacks.validation.metrics.mask_iou._target_=callbacks.image_metrics.MaskIoU",
-]
 COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "seconds")
 PAIRS, HELD_OUT = (24, 4, 1), 16
 BASES = {
@@ -68,6 +54,9 @@ SETS: dict[str, dict[str, list[list[str]]]] = {
     },
 }
 
+# The sets of `objectives`: each draws what it needs, and prints its table.
+OBJECTIVES = {one.__name__: one for one in (preservation, small_edit, averages, adapters, slider)}
+
 
 def draw_pairs(folder: Path) -> None:
     """24 pairs and 16 held out, and tables of fewer, whose rows repeat so that batches are as large."""
@@ -75,19 +64,6 @@ def draw_pairs(folder: Path) -> None:
     rows = (folder / TABLES[0]).read_text().splitlines()
     for name, some in [("held_out", rows[PAIRS[0] :])] + [(f"train-{n}", rows[:n] * (PAIRS[0] // n)) for n in PAIRS]:
         (folder / f"{name}.jsonl").write_text("\n".join(some))
-
-
-@functools.cache
-def run(pairs: Path, steps: int, *overrides: str) -> tuple[Path, float]:
-    """A run of train.py, made once, in a folder beside the pairs; gives its folder, and its seconds."""
-    output = Path(tempfile.mkdtemp(dir=pairs)) / "run"
-    command = [sys.executable, "train.py", *COMMON, f"trainer.max_steps={steps}", *overrides, f"output_dir={output}"]
-    command = [part.replace("PAIRS", str(pairs)) for part in command]
-    start = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return output, time.perf_counter() - start
 
 
 def measure(
@@ -104,31 +80,31 @@ def measure(
     return rows[-1] | {"best_psnr": best, "train_loss": loss, "seconds": seconds}
 
 
+def rows(pairs: Path, steps: int, seeds: range, name: str) -> Iterator[tuple[str, list[dict[str, float]]]]:
+    """Of one of SETS, what was measured with each seed."""
+    for label, (overrides, *then) in SETS[name].items():
+        measured = [measure(pairs, steps, seed, overrides, *then) for seed in seeds]
+        yield label, [{column: row[column] for column in COLUMNS if column in row} for row in measured]
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sets", nargs="+", choices=list(SETS))
+    parser.add_argument("sets", nargs="+", choices=[*SETS, *OBJECTIVES, "objectives"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pictures", type=Path, help="a folder for the pictures of docs/quality.md")
     options = parser.parse_args()
+    names = [one for name in options.sets for one in (OBJECTIVES if name == "objectives" else [name])]
+    seeds = range(1, options.seeds + 1)
     with tempfile.TemporaryDirectory() as temporary:
         pairs = Path(temporary)
         draw_pairs(pairs)
-        for name in options.sets:
-            columns: list[str] = []
-            for label, (overrides, *then) in SETS[name].items():
-                seeds = range(1, options.seeds + 1)
-                rows = [measure(pairs, options.steps, seed, overrides, *then) for seed in seeds]
-                if not columns:
-                    columns = [column for column in COLUMNS if column in rows[0]]
-                    print(f"| {name} | {' | '.join(columns)} |")
-                    print(f"|---|{'---|' * len(columns)}")
-                cells = []
-                for column in columns:
-                    values = [row[column] for row in rows]
-                    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-                    cells.append(f"{statistics.fmean(values):.4g}{spread}")
-                print(f"| {label} | {' | '.join(cells)} |  `{' '.join(overrides)}`", flush=True)
+        for name in names:
+            if name in SETS:
+                table(name, rows(pairs, options.steps, seeds, name))
+            else:
+                OBJECTIVES[name](pairs, options.steps, seeds, options.pictures)
 
 
 if __name__ == "__main__":

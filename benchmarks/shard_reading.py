@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from datamodules.sampler import SizeBatchSampler
 from datamodules.shards.cache import Cache
-from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.reader import LatentReader, ThreadedLoader
 
 WORKERS = 2
 

@@ -24,7 +24,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 import train
 from benchmarks.training_speed import make_data
 from lightning_modules.edit_module import EditModule
-from lightning_modules.flow import FlowMatching
+from lightning_modules.objectives.flow_matching import FlowMatchingObjective
 
 WARM_UP = 30
 
@@ -66,7 +66,7 @@ class Parts:
 def main() -> None:
     parts = Parts()
     parts.time(_PrefetchDataFetcher, "__next__", "data")
-    parts.time(FlowMatching, "losses", "forward")
+    parts.time(FlowMatchingObjective, "losses", "forward")
     parts.time(torch.autograd, "backward", "backward")
     parts.time(EditModule, "configure_gradient_clipping", "optimizer")
     parts.time(EditModule, "optimizer_zero_grad", "optimizer")

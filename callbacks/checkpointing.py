@@ -36,9 +36,13 @@ class RaiseCheckpointing(L.Callback):
             return
         self._first_step = trainer.global_step
         self._memory = execution.memory()
+        assert pl_module.objective is not None
         base, made = pl_module.base, execution.adapted_meta_transformer
         with base.timer.stage(NOT_TRAINING), best_effort("estimate for gradient_checkpointing=auto, which stays full"):
-            self._calibration = estimate(pl_module, base, execution.adapter, execution.compile_blocks, made, data)
+            passes = pl_module.objective.passes(0)
+            self._calibration = estimate(
+                pl_module, base, execution.adapter, execution.compile_blocks, made, data, passes
+            )
         lacks = torch.tensor(float(self._calibration is None), device=pl_module.device)
         if trainer.strategy.reduce(lacks, reduce_op="max"):  # in any process
             self._calibration = None

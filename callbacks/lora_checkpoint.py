@@ -51,6 +51,8 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 class LoRACheckpoint(L.Callback):
     """Every `save_every` steps, at the end, and when told to stop: lora/step-N, lora/last and checkpoints/last.ckpt.
 
+    With an EMA, lora/step-N-raw and lora/last-raw beside them; or -ema, where pictures are made with the raw weights.
+
     Args:
         output_dir: the run's folder.
         save_every: optimizer steps between two savings; 0 saves at the end only.
@@ -97,14 +99,23 @@ class LoRACheckpoint(L.Callback):
         with pl_module.base.timer.stage(NOT_TRAINING):
             self._save(trainer, pl_module)
 
-    def write(self, trainer: L.Trainer, module: EditModule, *names: str) -> None:
-        """Export the weights under each of these names."""
+    def write(self, trainer: L.Trainer, module: EditModule, *names: str, other: bool = False) -> None:
+        """Export the weights that pictures are made with under each of these names.
+
+        Args:
+            other: of a run with an EMA, export the others.
+        """
         assert module.adapter is not None
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
+        if module.objective is not None:
+            header["objective"] = module.objective.name
         if module.execution.training_adapter is not None:
             header["training_adapter"] = module.execution.training_adapter.name
-        with averaged_weights(module):
+        ema = module.optimization.ema
+        with averaged_weights(module, other):
+            if ema is not None and ema.in_use:
+                header["ema"] = ema.metadata()
             write = module.trained.export(module.base, header, self.dtype)
             for name in names if trainer.is_global_zero else ():
                 write(self.run.weights(module.adapter.folder, name))
@@ -115,6 +126,8 @@ class LoRACheckpoint(L.Callback):
         step = trainer.global_step
         names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
         self.write(trainer, module, *names)
+        if (ema := module.optimization.ema) is not None:
+            self.write(trainer, module, *(f"{name}-{ema.other}" for name in names), other=True)
         if trainer.is_global_zero:
             with replacing(self.run.checkpoint) as temporary:
                 trainer.save_checkpoint(temporary)

@@ -183,6 +183,9 @@ class TrainingProgress(TerminalProgress):
             "memory": self._memory(module, count),
             "results": str(self.output_dir),
         }
+        costs = "" if module.objective is None else module.objective.describe()
+        if costs:
+            rows["a step has"] = f"a forward and backward; {costs}"
         assistant = module.execution.training_adapter
         if assistant is not None:
             rows["trains"] += f", with model.training_adapter={assistant.name} in training alone"

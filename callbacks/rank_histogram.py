@@ -51,8 +51,8 @@ class RankHistogram(L.Callback):
         schedule = module.rank_gates[0].schedule
         steps = module.base.sampling_timesteps(tokens, self.num_inference_steps)
         samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
-        objective, shift = module.objective, module.base.dynamic_shift(tokens)
-        t = flow.draw_timesteps(objective.seed, min(samples, ENOUGH), objective.timesteps, shift)
+        matching, shift = module.flow, module.base.dynamic_shift(tokens)
+        t = flow.draw_timesteps(matching.seed, min(samples, ENOUGH), matching.timesteps, shift)
         trained = schedule.active_ranks(t * NUM_TRAIN_TIMESTEPS)
         used = schedule.active_ranks(steps, steps)
         with replacing(self.path) as temporary:

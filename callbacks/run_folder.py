@@ -1,5 +1,6 @@
 """Where a run keeps what: every path below its output_dir."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -51,8 +52,13 @@ class RunFolder:
     def saved_weights(self) -> Path | None:
         """`last`, or without it the newest folder of weights that has files in it."""
         named = [folder for name in ("last", "best", "step-*") for folder in self.path.glob(f"*/{name}")]
+        named = [folder for folder in named if folder.name in ("last", "best") or _step(folder) is not None]
         folders = [folder for folder in named if folder.parent != self.samples and any(folder.glob("[!.]*"))]
         return max(folders, key=lambda folder: (folder.name == "last", folder.stat().st_mtime), default=None)
+
+    def saved_steps(self, kind: str) -> dict[int, Path]:
+        """The folders of weights that are named by their step, without the others of an EMA (step-000100-raw)."""
+        return _by_step(self.path.glob(f"{kind}/step-*"))
 
     def samples_of(self, step: int) -> Path:
         """The sample pictures of one step."""
@@ -60,7 +66,7 @@ class RunFolder:
 
     def sampled_steps(self) -> dict[int, Path]:
         """The folders of `samples_of`, by step."""
-        return {int(folder.name.removeprefix("step-")): folder for folder in sorted(self.samples.glob("step-*"))}
+        return _by_step(self.samples.glob("step-*"))
 
     def leftovers(self) -> list[Path]:
         """What a run may leave that saved nothing: all but weights and checkpoints. config.yaml comes last."""
@@ -68,3 +74,13 @@ class RunFolder:
         tables = [self.metrics, self.validation]
         pictures = [self.samples, self.active_ranks, self.grid, self.report]
         return [*logs, *tables, *pictures, self.config]
+
+
+def _by_step(folders: Iterable[Path]) -> dict[int, Path]:
+    """Those that are named by a step and nothing else, in their order."""
+    return {step: folder for folder in sorted(folders) if (step := _step(folder)) is not None}
+
+
+def _step(folder: Path) -> int | None:
+    step = folder.name.removeprefix("step-")
+    return int(step) if step.isdecimal() else None

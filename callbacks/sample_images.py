@@ -19,6 +19,7 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.files import short_name
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
+from lightning_modules.inference import inference_weights
 from lightning_modules.picture_transformer import PictureTransformer
 from lightning_modules.timing import NOT_TRAINING
 
@@ -117,7 +118,7 @@ class SampleImages(L.Callback):
             examples = data.examples(share(trainer, self.count), empty_prompt=guided)
             self._examples = [self._prepare(module, example) for example in examples]
         made = []
-        weights = module.inference_weights() if self._other is None else self._other.in_use()
+        weights = inference_weights(module) if self._other is None else self._other.in_use()
         with torch.no_grad(), weights:
             for pictures, latents in self._examples:
                 height, width = pictures[-1].shape[-2:]

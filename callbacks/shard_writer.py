@@ -33,7 +33,8 @@ class ShardWriter(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.cache = cache
         self.shard_size = shard_size
-        self.encoded = 0  # by this process; in the end by all
+        self.encoded = 0  # samples, by this process; in the end by all
+        self.added = 0  # likewise: prompts of samples that were there already
         self._shard: OpenShard | None = None
 
     def write_on_batch_end(
@@ -47,21 +48,24 @@ class ShardWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         assert isinstance(pl_module, EditModule)
+        is_first = self._shard is None
         self._write(trainer.global_rank, pl_module, batch, *prediction)
-        self.encoded += 1
-        if self.encoded == 1 and trainer.is_global_zero:
+        self.encoded += batch.is_new
+        self.added += 0 if batch.is_new else len(batch.texts)
+        if is_first and trainer.is_global_zero:
             data = EncodingDataModule.of(trainer)
-            samples = len(data.requests)
-            own = sum(1 + len(view.sample.prompts) for view, *_ in data.requests.items)
+            items = data.requests.items
+            new = sum(one.is_new for one in items)
+            own = sum(len(one.preserved) + (1 + len(one.view.sample.prompts) if one.is_new else 0) for one in items)
             prompts = own if pl_module.condition_images.text_sees_them else len(data.all_prompts())
-            self._compare_with_free_space(samples * trainer.world_size, prompts * trainer.world_size)
+            self._compare_with_free_space(new * trainer.world_size, prompts * trainer.world_size)
 
     def _write(
         self,
         rank: int,
         module: EditModule,
         request: EncodeRequest,
-        latents: LatentBatch,
+        latents: LatentBatch | None,
         prompts: Sequence[dict[str, Tensor]],
     ) -> None:
         if self._shard is None or self._shard.size >= self.shard_size:
@@ -71,23 +75,28 @@ class ShardWriter(BasePredictionWriter):
         shard = self._shard
         images = request.images if module.condition_images.text_sees_them else []
         raw = request.raw
-        texts = [("prompt", *one) for one in zip(request.captions, prompts, strict=True)]
-        members = []
-        for kind, text, tensors in [*texts, ("empty_prompt", "", latents.empty_prompt)]:
-            members.append(id := prompt_id(kind, text, images))
+
+        def add(kind: str, text: str, tensors: dict[str, Tensor]) -> str:
+            id, prefix = prompt_id(kind, text, images), kind.removesuffix("prompt")
             if id not in shard.ids:
-                prefix = kind.removesuffix("prompt")
                 shard.add(id, {prefix + name: tensor[0].cpu() for name, tensor in tensors.items()}, {"caption": text})
+            return id
+
+        members = [add("prompt", *one) for one in zip(request.texts, prompts, strict=True)]
+        if latents is None:
+            return
+        own = len(request.captions)
         seen = [image for image in (raw.target, *raw.controls) if image is not None]
-        longest = max(prompts, key=lambda one: one[module.geometry.text].shape[1])
+        longest = max(prompts[:own], key=lambda one: one[module.geometry.text].shape[1])
         facts = {
             "key": raw.keys[0],
             "view": request.view,
             "captions": request.captions,
-            "prompts": members[:-1],
-            "empty_prompt": members[-1],
+            "prompts": members[:own],
+            "empty_prompt": add("empty_prompt", "", latents.empty_prompt),
             "sizes": [[image.shape[-1], image.shape[-2]] for image in seen],
             "mask": raw.mask is not None,
+            **({} if raw.rejected is None else {"rejected": True}),
             "tokens": module.geometry.token_count(replace(latents, prompt=longest)),
         }
         shard.add(request.id, dict(_tensors(latents, module.encoder.vae_encode_mode == "sample")), facts)
@@ -99,7 +108,8 @@ class ShardWriter(BasePredictionWriter):
         needed, free = samples * sample + prompts * prompt, shutil.disk_usage(self.cache.folder).free
         if needed > free:
             log.warning(
-                f"note: {samples} samples like the first need {decimal(needed)}, {self.cache.folder} has "
+                f"note: {samples} samples and {prompts} prompts like the first need {decimal(needed)}, "
+                f"{self.cache.folder} has "
                 f"{decimal(free)} free"
             )
 
@@ -107,8 +117,8 @@ class ShardWriter(BasePredictionWriter):
         """After the last sample, in every process, whether it had any or not."""
         if self._shard is not None:
             self._shard.seal()
-        count = torch.tensor(self.encoded, device=trainer.strategy.root_device)
-        self.encoded = int(trainer.strategy.reduce(count, reduce_op="sum"))
+        counts = torch.tensor([self.encoded, self.added], device=trainer.strategy.root_device)
+        self.encoded, self.added = map(int, trainer.strategy.reduce(counts, reduce_op="sum"))
         if trainer.is_global_zero:
             self.cache.merge()
         trainer.strategy.barrier()
@@ -120,6 +130,10 @@ def _tensors(latents: LatentBatch, with_std: bool) -> Iterator[tuple[str, Tensor
     yield "target_mean", latents.target_mean[0].cpu()
     if with_std and latents.target_std is not None:
         yield "target_std", latents.target_std[0].cpu()
+    if latents.rejected_mean is not None:
+        yield "rejected_mean", latents.rejected_mean[0].cpu()
+    if with_std and latents.rejected_std is not None:
+        yield "rejected_std", latents.rejected_std[0].cpu()
     for number, control in enumerate(latents.controls):
         yield f"control_{number}", control[0].cpu()
     if latents.mask is not None:

@@ -22,6 +22,7 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
+from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
 
 # Equal parts of t, from little noise to much.
@@ -105,7 +106,7 @@ class Validation(L.Callback):
         """The loss of each band, and of all."""
         mine = share(trainer, data.sample_count)
         made: list[Tensor] = []
-        with module.inference_weights(), torch.no_grad():
+        with inference_weights(module), torch.no_grad():
             for number, one in zip(
                 range(data.sample_count)[mine], data.one_by_one(mine, empty_prompt=False), strict=True
             ):
@@ -119,7 +120,7 @@ class Validation(L.Callback):
                 for band in range(BANDS):
                     t = torch.tensor([(band + place) / BANDS])
                     drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
-                    losses.append(module.objective.losses_at(batch, drawn, module.normalize, module.denoise))
+                    losses.append(module.flow.losses_at(batch, drawn, module.normalize, module.denoise))
                 made.append(torch.cat(losses).cpu())
         means = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()
         return {"val_loss": sum(means) / BANDS, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}

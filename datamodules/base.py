@@ -4,12 +4,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import lightning.pytorch as L
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, PromptRequest, RawBatch
+from datamodules.batch import LatentBatch, PromptRequest, RawBatch, Size
 from datamodules.errors import UserError
 from datamodules.prefetch import Prefetcher
 
@@ -23,6 +23,18 @@ class Example(NamedTuple):
 
 # A prompt and its condition images' (width, height) -> the shape of each tensor of its conditioning.
 PromptShapes = Callable[[str, list[tuple[int, int]]], Mapping[str, tuple[int, ...]]]
+
+
+class Asking(Protocol):
+    """What a step minimizes, as far as the data has to do with it.
+
+    Attributes:
+        needs_empty_prompt: whether batches must have the empty prompt's conditioning.
+        preserve_prompts: of which each sample of a training batch gets one beside its own.
+    """
+
+    needs_empty_prompt: bool
+    preserve_prompts: tuple[str, ...]
 
 
 class DataModule(L.LightningDataModule):
@@ -58,16 +70,32 @@ class TrainingData(DataModule, ABC):
         max_tokens_per_batch: instead, the most tokens of a batch; None where batch_size applies.
         caption_dropout_rate: share of the samples whose prompt is replaced by the empty one.
         needs_encoders: whether batches are pixels, which the training step has to encode.
+        needs_empty_prompt, preserve_prompts: of `Asking`.
         notes: what may be a mistake, one line each.
         validation: the held-out samples, as a data module of their own; None if there are none.
+        sizes: of each view of a sample; none where samples are streamed.
     """
 
     batch_size: int
     max_tokens_per_batch: int | None
     caption_dropout_rate: float
     needs_encoders: bool
+    needs_empty_prompt: bool = False
+    preserve_prompts: tuple[str, ...] = ()
     notes: list[str]
     validation: "TrainingData | None"
+    sizes: list[Size]
+
+    def serve(self, objective: Asking | None) -> None:
+        """Let batches have what an objective asks for; None asks for nothing."""
+        if objective is not None:
+            self.needs_empty_prompt = objective.needs_empty_prompt
+            self.preserve_prompts = objective.preserve_prompts
+
+    @property
+    def with_empty_prompt(self) -> bool:
+        """Whether training batches have the empty prompt's conditioning."""
+        return self.caption_dropout_rate > 0 or self.needs_empty_prompt
 
     @property
     @abstractmethod

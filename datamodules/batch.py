@@ -10,8 +10,8 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-# (width, height) of the target, then of each control; and whether there is a mask
-Size = tuple[tuple[tuple[int, int], ...], bool]
+# (width, height) of the target, then of each control; and what of `mask` and `rejected` is there, in the target's size
+Size = tuple[tuple[tuple[int, int], ...], tuple[str, ...]]
 # A prompt, and the condition images that its text encoder sees with it.
 PromptRequest = tuple[str, tuple[Path, ...]]
 # Tensors with this ending are read on the host and never moved to a device.
@@ -67,6 +67,8 @@ class RawBatch(Batch):
         prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
             empty for models whose text encoder sees no images. They stay on the host.
         weights: (B,), of each sample in the loss; None where all are 1.
+        preserve_prompts: one of `Objective.preserve_prompts` per sample; empty where there are none.
+        rejected: (B, 3, H, W), what is to be liked less than the target; None where it is not known.
     """
 
     keys: list[str]
@@ -77,6 +79,8 @@ class RawBatch(Batch):
     mask: Tensor | None = None
     prompt_images: list[list[Tensor]] = field(default_factory=list)
     weights: Tensor | None = None
+    preserve_prompts: list[str] = field(default_factory=list)
+    rejected: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.prompt_images = self.prompt_images or [[] for _ in self.prompts]
@@ -92,11 +96,13 @@ class LatentBatch(Batch):
         keys, draws, mask, weights, prompts: as in `RawBatch`; prompts are empty where only the shards of a cache are
             known.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
+        rejected_mean, rejected_std: the same of the rejected picture's; None where there is none.
         controls: the modes of the condition images' latents, each (B, C, h, w).
         prompt: the family's text conditioning by diffusers' argument names, each (B, ...), padded with zeros to the
             longest of the batch; masks are padded too, and stay on the host.
         empty_prompt: the same of the empty prompt, by which caption dropout replaces `prompt`; in prediction, of the
             negative prompt. One row may serve all samples.
+        preserve_prompt: the same of one of `Objective.preserve_prompts` for each sample; empty where there are none.
     """
 
     keys: list[str]
@@ -109,6 +115,9 @@ class LatentBatch(Batch):
     mask: Tensor | None = None
     prompts: list[str] = field(default_factory=list)
     weights: Tensor | None = None
+    preserve_prompt: dict[str, Tensor] = field(default_factory=dict)
+    rejected_mean: Tensor | None = None
+    rejected_std: Tensor | None = None
 
 
 def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

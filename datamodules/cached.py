@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from datamodules.base import Example, PromptShapes
 from datamodules.batch import LatentBatch, Size
-from datamodules.encoding import views_by_id
+from datamodules.contents import look_up
 from datamodules.errors import UserError, listing
-from datamodules.files import DAMAGED
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
@@ -20,11 +19,11 @@ from datamodules.images.window import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.cache import Cache
-from datamodules.shards.copied import open_copied
+from datamodules.shards.copied import check_preserved, open_copied
 from datamodules.shards.failures import shown
 from datamodules.shards.fingerprint import fingerprint, fingerprint_parts
-from datamodules.shards.manifest import INDEX
-from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.reader import LatentReader, ThreadedLoader
 
 if TYPE_CHECKING:
     from datamodules.streamed import StreamedDataModule
@@ -116,12 +115,17 @@ class CachedDataModule(PairsDataModule):
         self.index = ShardIndex([])
         self.numbers: list[int] = []
         self._number_of: dict[tuple[str, tuple[Window, ...]], int] = {}
+        self._preserved: dict[int, tuple[int, ...]] = {}
         self.folder = Path()
 
     def cache(self, model: Model) -> Cache:
         """The cache of what this model encodes."""
         parts = fingerprint_parts(model, memo(self.cache_dir))
         return Cache(Path(self.cache_dir).expanduser() / fingerprint(parts), parts)
+
+    def configure_for(self, model: Model) -> None:
+        super().configure_for(model)
+        self._text = model.geometry.text
 
     def setup(self, stage: str) -> None:
         model = model_of(self.run)
@@ -140,6 +144,9 @@ class CachedDataModule(PairsDataModule):
                 time.sleep(1)
                 self._take_root(cache)
         budget = self.max_tokens_per_batch
+        read = self.reader(False)
+        for number in self._preserved if budget else ():
+            self.index.tokens[number] = read.most_tokens(number, self._text)
         if budget and (above := sum(self.index.tokens[number] > budget for number in self.numbers)):
             what = f"{above} samples have more tokens than data.max_tokens_per_batch={budget}"
             self.notes.append(f"{what}: each is a batch of its own")
@@ -147,33 +154,24 @@ class CachedDataModule(PairsDataModule):
     def _take_root(self, cache: Cache) -> None:
         """Use the samples of data.root."""
         samples = self.sample_set.find()
-        self.folder = cache.folder
-        try:
-            self.index = ShardIndex(cache.rows())
-        except DAMAGED as error:
-            index = cache.folder / INDEX
-            raise UserError(f"{index} is damaged ({error}); delete it and start again: it is rebuilt") from error
-        hashes, ids = cache.hashes(), self.index.ids
-        present, missing = [], []
-        self._number_of = {}
-        for sample, usable, views in views_by_id(self.sample_set, samples, hashes):
-            if usable is None or not views.keys() <= ids.keys():
-                missing.append(sample)
-                continue
-            present.append(usable)
-            self._number_of |= {(sample.key, view.windows): ids[id] for id, view in views.items()}
-        if changed := self.sample_set.check(missing):
+        self.folder, hashes = cache.folder, cache.hashes()
+        found = look_up(self.sample_set, samples, cache, hashes, self.preserve_prompts)
+        self.index, self._number_of, self._preserved = found.index, found.numbers, found.preserved
+        if changed := self.sample_set.check(found.missing):
             absent = listing([one.sample.key for one in changed])
             raise UserError(f"{absent} not in the cache {cache.folder}: did files change just now? Start again")
-        self.sample_set.require_some(present)
-        self.take(present, hashes.get)
+        self.sample_set.require_some(found.usable)
+        self.take(found.usable, hashes.get)
 
     def _take_folder(self, folder: Path, wanted: Cache) -> None:
         """Use all samples of a cache."""
         if self.sample_set.val_roots:
             raise UserError("data.val_root needs data.root; to hold out samples of data.shards, set data.val_count")
         self.folder, self.index = folder, open_copied(folder, wanted.parts)
+        check_preserved(self.preserve_prompts, f"data.shards={folder}")
         numbers, keys = list(self.index.ids.values()), self.index.keys
+        if self.preserve_prompts:
+            self._preserved = {number: (self.index.empty_prompt_of(number),) for number in numbers}
         first = [number for number in numbers if self.index.is_first[number]]
         names = [keys[number] for number in first]
         held = choose_held_out(names, names, set(), [], self.val_count, "samples")
@@ -213,23 +211,24 @@ class CachedDataModule(PairsDataModule):
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         shapes = set(map(self.index.shapes, self.numbers))
         prompt_sizes = {size for *_, sizes in shapes for size in sizes}
-        return len(shapes) == 1 and len(prompt_sizes) == 1
+        return len(shapes) == 1 and len(prompt_sizes) == 1 and self.reader(self.with_empty_prompt).others_fit()
 
     def reader(self, empty_prompt: bool, seed: int | None = None) -> LatentReader:
         """Reads batches.
 
         Args:
             empty_prompt: whether they include the empty prompt's conditioning.
-            seed: draws the captions; None for the first ones.
+            seed: draws the captions and the preserved prompts; None for the first captions alone.
         """
         captions = [view.sample.prompts for view in self.views]
         weights = [view.weight for view in self.views]
         if all(weight == 1 for weight in weights):
             weights = []
-        return LatentReader(self.folder, self.index, self.numbers, self.keys, empty_prompt, captions, weights, seed)
+        where = self.folder, self.index, self.numbers, self.keys
+        return LatentReader(*where, empty_prompt, captions, weights, seed, self._preserved)
 
     def train_batches(self) -> ThreadedLoader:
-        reader = self.reader(self.caption_dropout_rate > 0, self.seed)
+        reader = self.reader(self.with_empty_prompt, self.seed)
         return ThreadedLoader(reader, self.sampler(), self.num_workers)
 
     def examples(self, which: slice, empty_prompt: bool) -> list[Example]:

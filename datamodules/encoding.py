@@ -1,8 +1,7 @@
 """The samples that are missing from a cache, to be encoded by trainer.predict."""
 
-import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,16 +10,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
+from datamodules.contents import Content, Entry, entries_by_id, roles
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, Hashed, hash_file
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
 from datamodules.images.framing import View
 from datamodules.images.sample import Picture, Sample
-from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.transforms import SIDE_MULTIPLE, image_facts
+from datamodules.images.sample_set import SampleSet
+from datamodules.images.transforms import image_facts
 from datamodules.shards.cache import Cache
-from datamodules.shards.tar import sample_id
 
 log = logging.getLogger("retouch")
 
@@ -35,6 +34,8 @@ class EncodeRequest:
         images: what each condition image is known by: its sha256, and what is seen of it.
         captions: all of the sample's.
         view: its number among the views of the sample.
+        preserved: prompts that are missing beside these.
+        is_new: whether the sample itself is missing, and not only `preserved`.
     """
 
     raw: RawBatch
@@ -42,69 +43,23 @@ class EncodeRequest:
     images: list[str]
     captions: tuple[str, ...]
     view: int
+    preserved: tuple[str, ...] = ()
+    is_new: bool = True
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that are missing."""
+        return (*self.captions, *self.preserved) if self.is_new else self.preserved
 
 
-def roles(sample: Sample) -> list[tuple[str, Picture]]:
-    """The sample's files, each with its role: target, control or mask."""
-    files: list[tuple[str, Picture]] = [("target", sample.target), *(("control", path) for path in sample.controls)]
-    return [*files, ("mask", sample.mask)] if sample.mask else files
+class Missing(NamedTuple):
+    """A view that is to be encoded; its attributes are those of `EncodeRequest`."""
 
-
-# Of a picture: its signature (4), its checksum, its width and height, and whether it has several frames.
-REMEMBERED = 8
-
-
-class Content(NamedTuple):
-    """What is remembered of a sample's files.
-
-    Attributes:
-        checksums: (role, sha256) of each.
-        usable: the sample with the sizes of its pictures.
-    """
-
-    checksums: list[tuple[str, str]]
-    usable: Usable
-
-    @classmethod
-    def of(cls, sample: Sample, hashes: FileHashes) -> "Content | None":
-        """None if a file is new, has changed, or is too small a picture."""
-        files = [(role, hashes.known(path)) for role, path in roles(sample)]
-        known = [(role, hashed) for role, hashed in files if hashed is not None and len(hashed) == REMEMBERED]
-        if len(known) < len(files):
-            return None
-        facts = [hashed[5:8] for role, hashed in known if role != "mask"]
-        if any(min(width, height) < SIDE_MULTIPLE for width, height, _ in facts):  # it cannot be used
-            return None
-        usable = Usable(sample, [(width, height) for width, height, _ in facts], any(frames for *_, frames in facts))
-        return cls([(role, hashed[4]) for role, hashed in known], usable)
-
-    def id(self, view: View) -> str:
-        """The name in a cache of a view of the sample."""
-        return sample_id(view.sample.prompts, self.checksums, view.windows)
-
-    def images(self, view: View) -> list[str]:
-        """What each condition image is known by."""
-        controls = [checksum for role, checksum in self.checksums if role == "control"]
-        return [json.dumps(one) for one in zip(controls, view.windows[1:], strict=True)]
-
-
-def views_by_id(
-    sample_set: SampleSet, samples: Iterable[Sample], hashes: FileHashes
-) -> Iterator[tuple[Sample, Usable | None, dict[str, View]]]:
-    """The samples, each with its views by their names in a cache; without them where a file is new or has changed."""
-    for sample in samples:
-        content = Content.of(sample, hashes)
-        if content is None:
-            yield sample, None, {}
-        else:
-            yield sample, content.usable, {content.id(view): view for view in sample_set.views(content.usable)}
-
-
-def is_complete(sample_set: SampleSet, cache: Cache) -> bool:
-    """Whether a cache has all that is to be seen of all samples."""
-    ids = cache.sample_ids()
-    found = views_by_id(sample_set, sample_set.find(), cache.hashes())
-    return all(views and views.keys() <= ids for *_, views in found)
+    view: View
+    id: str
+    number: int
+    preserved: tuple[str, ...]
+    is_new: bool
 
 
 class EncodingDataModule(PromptData):
@@ -114,13 +69,17 @@ class EncodingDataModule(PromptData):
         sample_set: the samples, configured for the model that encodes them.
         num_workers: processes that decode images.
         cache: where they will be written.
+        preserve_prompts: whose conditioning is wanted with each of them.
     """
 
-    def __init__(self, sample_set: SampleSet, num_workers: int, cache: Cache) -> None:
+    def __init__(
+        self, sample_set: SampleSet, num_workers: int, cache: Cache, preserve_prompts: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         self.sample_set = sample_set
         self.num_workers = num_workers
         self.cache = cache
+        self.preserve_prompts = preserve_prompts
         self.prepare_data_per_node = False
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.requests = _Requests([], cache.hashes(), sample_set.condition_images)
@@ -131,17 +90,29 @@ class EncodingDataModule(PromptData):
     def setup(self, stage: str) -> None:
         # By position in the whole data set: a build that is resumed gives each sample to the same process, in order.
         mine = self.sample_set.find()[self.run.global_rank :: self.run.world_size]
-        hashes, ids = self._hash(mine), self.cache.sample_ids()
-        new: dict[str, tuple[int, View]] = {}
+        hashes, ids = self._hash(mine), self.cache.sample_ids(prompts=bool(self.preserve_prompts))
+        lacking: dict[str, tuple[int, Entry]] = {}
         unread: list[Sample] = []
-        for sample, _, views in views_by_id(self.sample_set, mine, hashes):
-            if not views:  # a file could not be read: `check` says why
+        asked: set[str] = set()
+        for sample, _, entries in entries_by_id(self.sample_set, mine, hashes, self.preserve_prompts):
+            if not entries:  # a file could not be read: `check` says why
                 unread.append(sample)
-            numbered = enumerate(views.items())
-            new |= {id: (number, view) for number, (id, view) in numbered if id not in ids and id not in new}
-        to_check = {view.sample.key: view.sample for _, view in new.values()}
+            for number, (id, entry) in enumerate(entries.items()):
+                wanted = [name for name in entry.preserved.values() if name not in ids and name not in asked]
+                if id not in lacking and (id not in ids or wanted):
+                    lacking[id] = number, entry
+                    if id in ids:  # it can be read: of those that share a prompt one is enough
+                        asked.update(entry.preserved.values())
+        to_check = {entry.view.sample.key: entry.view.sample for _, entry in lacking.values()}
         usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread])}
-        items = [(view, id, number) for id, (number, view) in new.items() if view.sample.key in usable]
+        items: list[Missing] = []
+        for id, (number, entry) in lacking.items():
+            if entry.view.sample.key in usable:
+                preserved = tuple(prompt for prompt, name in entry.preserved.items() if name not in ids)
+                if preserved or id not in ids:
+                    items.append(Missing(entry.view, id, number, preserved, id not in ids))
+                    ids |= {id, *entry.preserved.values()}
+        items.sort(key=lambda one: not one.is_new)  # by the first one the disk's space is estimated
         self.requests = _Requests(items, hashes, self.sample_set.condition_images)
 
     def _hash(self, samples: Iterable[Sample]) -> FileHashes:
@@ -157,8 +128,10 @@ class EncodingDataModule(PromptData):
     def all_prompts(self) -> list[PromptRequest]:
         if self.sample_set.condition_images.text_sees_them or not self.requests.items:
             return []
-        captions = [prompt for view, *_ in self.requests.items for prompt in view.sample.prompts]
-        return [(prompt, ()) for prompt in dict.fromkeys([*captions, ""])]
+        items = self.requests.items
+        captions = [prompt for one in items if one.is_new for prompt in (*one.view.sample.prompts, "")]
+        preserved = [prompt for one in items for prompt in one.preserved]
+        return [(prompt, ()) for prompt in dict.fromkeys([*captions, *preserved])]
 
     def predict_dataloader(self) -> DataLoader[EncodeRequest]:
         return DataLoader(
@@ -182,20 +155,18 @@ def _alone(items: list[EncodeRequest]) -> EncodeRequest:
 
 
 class _Requests(Dataset[EncodeRequest]):
-    def __init__(
-        self, items: list[tuple[View, str, int]], hashes: FileHashes, condition_images: ConditionImages
-    ) -> None:
+    def __init__(self, items: Sequence[Missing], hashes: FileHashes, condition_images: ConditionImages) -> None:
         self.items = items
         self.hashes = hashes
-        self.pixels = PairDataset([view for view, *_ in items], condition_images, seed=None)
+        self.pixels = PairDataset([one.view for one in items], condition_images, seed=None)
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> EncodeRequest:
-        view, id, number = self.items[index]
+        view, id, number, preserved, is_new = self.items[index]
         raw = self.pixels[(index, 0)]
         content = Content.of(view.sample, self.hashes)
         if content is None or content.id(view) != id:  # else the new pixels would be cached under the old ones' id
             raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded: start again")
-        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, number)
+        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, number, preserved, is_new)

@@ -105,12 +105,13 @@ class PairsDataModule(TrainingData):
         self.samples: list[Sample] = []
         self.views: list[View] = []
         self.keys: list[str] = []
-        self.sizes: list[Size] = []
+        self.sizes = []
         self.leading: list[int] = []
 
     def configure_for(self, model: Model) -> None:
         """Check and load pictures as this model takes them."""
         self.sample_set.configure_for(model)
+        self.serve(model.objective)
 
     def setup(self, stage: str) -> None:
         self.configure_for(model_of(self.run))
@@ -192,8 +193,8 @@ class PairsDataModule(TrainingData):
         return self.sampler().batches_per_epoch()
 
     def dataset(self, seed: int | None) -> PairDataset:
-        """The views, decoded to pixels; `seed` draws their captions, of which None takes the first."""
-        return PairDataset(self.views, self.sample_set.condition_images, seed)
+        """The views, decoded to pixels; `seed` as of `PairDataset`."""
+        return PairDataset(self.views, self.sample_set.condition_images, seed, self.preserve_prompts)
 
     def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
         return DataLoader(
@@ -237,7 +238,8 @@ class PairsDataModule(TrainingData):
         return f"{self.sample_count} {noun}{views} of {', '.join(map(str, self.sample_set.roots))}{held_out}"
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
-        kinds = {(view.size, prompt) for view in self.views for prompt in view.sample.prompts}
+        more = [*self.preserve_prompts, *([""] if self.with_empty_prompt else [])]
+        kinds = {(view.size, prompt) for view in self.views for prompt in (*view.sample.prompts, *more)}
         return len({(size, str(prompt_shapes(prompt, list(size[0][1:])))) for size, prompt in kinds}) == 1
 
     def size_counts(self) -> Counter[tuple[int, int]]:

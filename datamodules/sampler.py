@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-# Keeps the randomness of captions apart from that of the order.
-CAPTIONS = 0x63617074
+# Keep the randomness of captions, and of what must stay, apart from that of the order.
+CAPTIONS, PRESERVED = 0x63617074, 0x6B656570
 
 
 def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
@@ -23,7 +23,16 @@ def drawn_caption(seed: int | None, draw: int, count: int) -> int:
     Args:
         seed: None for the first caption.
     """
-    return 0 if seed is None or count == 1 else int(np.random.default_rng((seed, CAPTIONS, draw)).integers(count))
+    return 0 if seed is None or count == 1 else _drawn(seed, CAPTIONS, draw, count)
+
+
+def drawn_preserved(seed: int, draw: int, count: int) -> int:
+    """Which of the prompts that are to be preserved a draw has, likewise."""
+    return _drawn(seed, PRESERVED, draw, count)
+
+
+def _drawn(seed: int, what: int, draw: int, count: int) -> int:
+    return int(np.random.default_rng((seed, what, draw)).integers(count))
 
 
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):

@@ -11,6 +11,7 @@ from datamodules.base import Example, PromptShapes, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.images.conditions import model_of
 from datamodules.sampler import samples_per_batch
+from datamodules.shards.copied import check_preserved
 from datamodules.shards.failures import shown
 from datamodules.shards.fingerprint import check_fit, fingerprint_parts
 from datamodules.shards.remote import Shard, find_shards
@@ -42,6 +43,7 @@ class StreamedDataModule(TrainingData):
     ) -> None:
         super().__init__()
         self.validation = None  # a stream has no samples to hold out
+        self.sizes = []
         self.pattern = shards
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
@@ -55,9 +57,11 @@ class StreamedDataModule(TrainingData):
         self.manifest: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
+        where, model = f"data.shards={shown(self.pattern)}", model_of(self.run)
+        self.serve(model.objective)
+        check_preserved(self.preserve_prompts, where)
         self.shards, self.manifest = find_shards(self.pattern)
-        wanted = fingerprint_parts(model_of(self.run), self.memo)
-        check_fit(self.manifest["parts"], wanted, f"data.shards={shown(self.pattern)}")
+        check_fit(self.manifest["parts"], fingerprint_parts(model, self.memo), where)
 
     def train_batches(self) -> StreamLoader:
         trainer = self.run
@@ -69,8 +73,9 @@ class StreamedDataModule(TrainingData):
             trainer.global_rank,
             trainer.world_size,
             start=trainer.global_step * trainer.accumulate_grad_batches,
-            empty_prompt=self.caption_dropout_rate > 0,
+            empty_prompt=self.with_empty_prompt,
             stride=self.max_tokens_per_batch or self.batch_size,
+            preserve_empty=bool(self.preserve_prompts),
         )
         return StreamLoader(stream, self.num_workers)
 

@@ -1,14 +1,13 @@
 """A frozen pipeline with a trainable adapter in its transformer: Lightning's hooks, nothing else."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 import lightning.pytorch as L
 import torch
 from hydra.utils import get_class
-from torch import Tensor, nn
+from torch import nn
 
 from datamodules.base import PromptData, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
@@ -18,12 +17,15 @@ from lightning_modules.adapters.adapter import Adapter, Training
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.adapters.trained import TrainedParts
+from lightning_modules.denoiser import Denoiser
 from lightning_modules.encoder import Encoder
 from lightning_modules.estimation.flops import StepFlops
-from lightning_modules.execution.last_block import unread_parameters
+from lightning_modules.execution.last_block import ignored_by_ddp
 from lightning_modules.family import Family, Sampling
-from lightning_modules.flow import FlowMatching, TimestepLaw, mix
-from lightning_modules.optimization import Optimization, averaged_weights, reads_back
+from lightning_modules.flow import TimestepLaw, mix
+from lightning_modules.flow_matching import FlowMatching
+from lightning_modules.objectives.objective import Objective
+from lightning_modules.optimization import Optimization, reads_back
 from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.quantization.quantization import Quantization
@@ -36,7 +38,8 @@ class EditModule(L.LightningModule, Family):
     Args:
         adapter: what trains; None in prediction.
         timesteps, vae_encode_mode, seed: of `FlowMatching`.
-        optimizer, scheduler, max_nonfinite_steps: of `Optimization`.
+        objective: what a step minimizes; None in prediction.
+        optimizer, scheduler, max_nonfinite_steps, ema: of `Optimization`.
         offload, gradient_checkpointing, compile, attention_backend, training_adapter: of `Execution`.
         sampling, loras: of `Sampler`, for prediction.
         pretrained_model_name_or_path and the others: of `FrozenBase`.
@@ -44,7 +47,7 @@ class EditModule(L.LightningModule, Family):
     Attributes:
         base: the frozen pipeline. It is no submodule: Lightning would move and save it.
         transformer: once it is loaded. text_encoders: those that train.
-        encoder, objective, sampler: RawBatch -> LatentBatch, LatentBatch -> losses, LatentBatch -> pictures.
+        encoder, flow, sampler: RawBatch -> LatentBatch, LatentBatch -> Noised, LatentBatch -> pictures.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class EditModule(L.LightningModule, Family):
         seed: int,
         sampling: Sampling | None = None,
         adapter: Adapter | None = None,
+        objective: Objective | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None = None,
+        ema: Mapping[str, Any] | None = None,
         loras: AppliedLoRAs | None = None,
     ) -> None:
         super().__init__()
@@ -81,9 +86,11 @@ class EditModule(L.LightningModule, Family):
         self.adapter = adapter
         how = gradient_checkpointing, compile, attention_backend, offload
         self.execution = Execution(self, self.base, adapter, training_adapter, *how)
+        self.denoise = Denoiser(self, self.execution, lambda: self.transformer)
         self.encoder = Encoder(self, self.base, vae_encode_mode)
-        self.objective = FlowMatching(timesteps, vae_encode_mode, seed)
-        self.optimization = Optimization(optimizer, scheduler, max_nonfinite_steps)
+        self.flow = FlowMatching(timesteps, vae_encode_mode, seed)
+        self.objective = objective
+        self.optimization = Optimization(optimizer, scheduler, max_nonfinite_steps, ema)
         self.sampler = Sampler(self, self.base, self.encoder, loras or AppliedLoRAs([]), sampling)
         self.step_flops = StepFlops(self, self.execution.adapted_meta_transformer, lambda: self.rank_gates)
         # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
@@ -97,7 +104,9 @@ class EditModule(L.LightningModule, Family):
             data = TrainingData.of(self.trainer)
             self.base.check_precision(str(self.trainer.precision))
             self.execution.check_data(data)
-            self.objective.caption_dropout_rate = data.caption_dropout_rate
+            self.flow.caption_dropout_rate = data.caption_dropout_rate
+            assert self.objective is not None
+            self.objective.check_sizes(data.sizes)
         self.check()
         self.base.check_files()
         if stage == "predict":
@@ -110,9 +119,11 @@ class EditModule(L.LightningModule, Family):
         self.base.check()
         self.execution.check(sharded)
         self.sampler.check()
-        if self.adapter is not None:
+        self.optimization.check()
+        if self.adapter is not None and self.objective is not None:
             training = Training(self.optimization.optimizer, sharded, self.condition_images.text_sees_them)
             self.adapter.check(self.base, training)
+            self.objective.check(self, self.adapter)
 
     def configure_callbacks(self) -> list[L.Callback]:
         """What the adapter, the LoRAs or the execution cannot do without, whatever callbacks the run has."""
@@ -142,10 +153,7 @@ class EditModule(L.LightningModule, Family):
         self.sampler.use(self.transformer)
         self.text_encoders = self.execution.text_encoders_to_train()
         self.encoder.trains_text_encoders = len(self.text_encoders) > 0
-        # DDP: what never changes is the same in all processes, and float8 does not travel by gloo.
-        frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        unread = [f"transformer.{name}" for name in unread_parameters(self.transformer)]
-        self._ddp_params_and_buffers_to_ignore = [*frozen, *unread]
+        self._ddp_params_and_buffers_to_ignore = ignored_by_ddp(self)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all but the text encoders, whose dropout would draw from PyTorch's global generator."""
@@ -166,24 +174,22 @@ class EditModule(L.LightningModule, Family):
 
     def training_step(self, batch: RawBatch | LatentBatch, batch_idx: int) -> dict[str, Any]:
         """The loss; and for callbacks each sample's (B,), on the device, and what the step had to do."""
-        latents = self.encoder.latents(batch, empty_prompt=self.objective.caption_dropout_rate > 0)
+        assert self.objective is not None
+        latents = self.encoder.latents(batch, self.flow.caption_dropout_rate > 0 or self.objective.needs_empty_prompt)
         if self.trained.adapter.dropout > 0:  # peft draws it from PyTorch's global generator
-            torch.manual_seed(mix(mix(self.objective.seed, latents.draws[0]), 0))
-        shift = self.base.dynamic_shift(self.geometry.tokens(latents).target)
-        losses = self.objective.losses(latents, shift, self.normalize, self.denoise)
-        self.optimization.nonfinite.note(latents.keys, losses.detach())
+            torch.manual_seed(mix(mix(self.flow.seed, latents.draws[0]), 0))
+        noised = self.flow.noised(
+            latents, self.base.dynamic_shift(self.geometry.tokens(latents).target), self.normalize
+        )
+        losses = self.objective.losses(latents, noised, self.denoise, self.global_step)
+        self.optimization.note(latents.keys, losses.detach())
         return {
             "loss": losses.mean(),
             "losses": losses.detach(),
             "tokens": self.geometry.token_count(latents),
-            "flops": self.step_flops(latents),
+            "flops": self.step_flops(latents, self.objective.passes(self.global_step)),
             **({"active_ranks": self.rank_gates[0].active_ranks} if self.rank_gates else {}),
         }
-
-    def denoise(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
-        """`velocity` of this module's transformer."""
-        with self.execution.saved_tensors():
-            return self.velocity(self.transformer, x_t, t, controls, prompt)
 
     @property
     def rank_gates(self) -> list[RankGate]:
@@ -197,37 +203,24 @@ class EditModule(L.LightningModule, Family):
         return TrainedParts(self.adapter, self.transformer, self.text_encoders)
 
     def configure_optimizers(self) -> Any:
-        parameters = list(self.trained.parameters().values())
-        return self.optimization.configure(parameters, self.base.source.is_four_bit, self.device_mesh is not None)
+        return self.optimization.configure(self.trained, self.base.source.is_four_bit, self.device_mesh is not None)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        step = self.global_step + 1
-        self.optimization.before_step(optimizer, step, gradient_clip_val, gradient_clip_algorithm)
+        self.optimization.before_step(optimizer, self.global_step + 1, gradient_clip_val, gradient_clip_algorithm)
         self.trained.adapter.before_step(optimizer, self.transformer)
 
-    def on_train_start(self) -> None:
-        self._first_step = self.global_step
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.optimization.after_step()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if reads_back(self.trainer, self._first_step):
+        if reads_back(self.trainer, self.optimization.began_after):
             self.optimization.nonfinite.report()
 
     def on_train_end(self) -> None:
         self.optimization.nonfinite.report()
-
-    @contextmanager
-    def inference_weights(self) -> Iterator[None]:
-        """Inside, in evaluation mode and with the weights as a loader will have them, for pictures and validation."""
-        self.eval()
-        with ExitStack() as stack:
-            stack.enter_context(averaged_weights(self))
-            stack.enter_context(self.execution.for_inference())
-            if self.device_mesh is None:  # those that are split over processes stay as they train
-                stack.enter_context(self.trained.in_dtype(self.base.dtype))
-            stack.callback(self.train)
-            yield
 
     def predict_step(self, batch: EditRequest | EncodeRequest, batch_idx: int) -> Any:
         """The latents of a sample, or the pictures of an edit."""
@@ -240,7 +233,9 @@ class EditModule(L.LightningModule, Family):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.trained.reduce_checkpoint(checkpoint, self.trainer.accumulate_grad_batches)
+        self.optimization.save(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:  # else the strategy has loaded it
             self.trained.require_same(checkpoint["state_dict"])
+        self.optimization.load(checkpoint)

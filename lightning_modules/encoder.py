@@ -64,9 +64,12 @@ class Encoder:
                 if batch.target is not None:
                     target_mean, target_std = self._encode_pixels(batch.target)
                 controls = [self._encode_pixels(control)[0] for control in batch.controls]
+                rejected = (None, None) if batch.rejected is None else self._encode_pixels(batch.rejected)
             base.offload_to_cpu()
             images = batch.prompt_images
-            prompt, empty = self.prompts(batch.prompts, images, base.device), {}
+            prompt, empty, preserved = self.prompts(batch.prompts, images, base.device), {}, {}
+            if batch.preserve_prompts:
+                preserved = self.prompts(batch.preserve_prompts, images, base.device)
             if negative_prompt is not None:
                 empty = self.prompts([negative_prompt] * len(images), images, base.device)
         base.offload_to_cpu()
@@ -81,15 +84,18 @@ class Encoder:
             batch.mask,
             batch.prompts,
             batch.weights,
+            preserved,
+            rejected_mean=rejected[0],
+            rejected_std=rejected[1],
         )
 
     @torch.no_grad()
-    def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch, list[dict[str, Tensor]]]:
-        """A view encoded with the empty prompt, and the conditioning of each of its sample's captions."""
-        latents = self(request.raw, "")
+    def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch | None, list[dict[str, Tensor]]]:
+        """A view encoded with the empty prompt, unless it is there already; and the conditioning of each text."""
+        latents = self(request.raw, "") if request.is_new else None
         images, device = request.raw.prompt_images, self.base.device
         with torch.autocast(device.type, enabled=False):
-            return latents, [self.prompts([caption], images, device) for caption in request.captions]
+            return latents, [self.prompts([text], images, device) for text in request.texts]
 
     def _encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, beside the transformer."""

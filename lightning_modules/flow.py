@@ -1,14 +1,13 @@
 """Rectified flow, as pure functions. One convention: x_t = (1 - t) x0 + t eps, t in [0, 1], t = 1 is noise."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, copy_to, pad_to
 from datamodules.errors import UserError
 
 
@@ -32,8 +31,19 @@ def flow_loss(velocity: Tensor, target: Tensor, mask: Tensor | None = None) -> T
     error = (velocity.float() - target.float()).square()
     if mask is None:
         return error.mean(dim=(1, 2, 3))
-    weight = torch.nn.functional.interpolate(mask.float(), size=error.shape[-2:], mode="area")
-    return (error.mean(dim=1, keepdim=True) * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3)).clamp_min(1e-6)
+    return weighted_mean(error.mean(dim=1, keepdim=True), area_weights(mask, error))
+
+
+def area_weights(mask: Tensor, like: Tensor) -> Tensor:
+    """The mean of a mask (B, 1, H, W) over the area of each of the latent's places, (B, 1, h, w)."""
+    return torch.nn.functional.interpolate(mask.float(), size=like.shape[-2:], mode="area")
+
+
+def weighted_mean(error: Tensor, weight: Tensor | None) -> Tensor:
+    """(B, 1, h, w) -> (B,): how large an area has weight does not weigh the sample."""
+    if weight is None:
+        return error.mean(dim=(1, 2, 3))
+    return (error * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3)).clamp_min(1e-6)
 
 
 def shift_time(t: Tensor, shift: float | Tensor) -> Tensor:
@@ -134,78 +144,3 @@ def mix(seed: int, number: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return (z ^ (z >> 31)) >> 1
-
-
-class FlowMatching:
-    """The training objective: a batch's flow-matching losses, all randomness drawn from (seed, draw number).
-
-    Args:
-        timesteps: the distribution of training timesteps.
-        vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
-
-    Attributes:
-        caption_dropout_rate: share of the samples that are seen with the empty prompt; the data's.
-    """
-
-    def __init__(self, timesteps: TimestepLaw, vae_encode_mode: str, seed: int) -> None:
-        if vae_encode_mode not in ("sample", "mode"):
-            raise UserError(f"model.vae_encode_mode={vae_encode_mode}: choose sample or mode")
-        self.timesteps = timesteps
-        self.vae_encode_mode = vae_encode_mode
-        self.seed = seed
-        self.caption_dropout_rate = 0.0
-
-    def losses(
-        self,
-        batch: LatentBatch,
-        pipeline_shift: float,
-        normalize: Callable[[Tensor], Tensor],
-        denoise: Callable[..., Tensor],
-    ) -> Tensor:
-        """Each sample's loss (B,) at the timesteps and with the noise of its draw.
-
-        Args:
-            pipeline_shift: what `shift: dynamic` stands for in the timesteps' distribution.
-            normalize: of `Family`.
-            denoise: `Family.velocity` of a transformer.
-        """
-        assert batch.target_mean is not None
-        noise = sample_noise(self.seed, batch.draws, batch.target_mean.shape[1:], self.timesteps, pipeline_shift)
-        return self.losses_at(batch, noise, normalize, denoise)
-
-    def losses_at(
-        self, batch: LatentBatch, noise: Noise, normalize: Callable[[Tensor], Tensor], denoise: Callable[..., Tensor]
-    ) -> Tensor:
-        """Each sample's loss (B,) at these timesteps, with this noise."""
-        mean = batch.target_mean
-        assert mean is not None
-        t, eps = copy_to(noise.t, mean.device), copy_to(noise.eps, mean.device)
-        target = mean.float()
-        if self.vae_encode_mode == "sample":
-            assert batch.target_std is not None
-            target = target + batch.target_std.float() * copy_to(noise.latent_eps, mean.device)
-        x0 = normalize(target)
-        controls = [normalize(control.float()) for control in batch.controls]
-        prompt = drop_captions(batch, noise.dropout < self.caption_dropout_rate)
-        velocity = denoise(interpolate(x0, eps, t), t, controls, prompt)
-        losses = flow_loss(velocity, velocity_target(x0, eps), batch.mask)
-        return losses if batch.weights is None else losses * batch.weights
-
-
-def drop_captions(batch: LatentBatch, drop: Tensor) -> Mapping[str, Tensor]:
-    """The prompt conditioning with the empty prompt's in the place of some samples'.
-
-    Args:
-        drop: (B,), of which; on the host.
-    """
-    if not drop.any():
-        return batch.prompt
-    if drop.all():
-        return {name: empty.expand(len(drop), *empty.shape[1:]) for name, empty in batch.empty_prompt.items()}
-    mixed = {}
-    for name, tensor in batch.prompt.items():
-        empty = batch.empty_prompt[name]
-        longest = max(tensor.shape[1], empty.shape[1])
-        chosen = copy_to(drop, tensor.device).view(-1, *[1] * (tensor.ndim - 1))
-        mixed[name] = torch.where(chosen, pad_to(empty, longest), pad_to(tensor, longest))
-    return mixed

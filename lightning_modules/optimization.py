@@ -1,15 +1,18 @@
-"""What trains is updated: the optimizer, clipping, steps whose gradient is not finite, averaged weights."""
+"""What trains is updated: the optimizer, clipping, averaged weights."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from lightning_modules.adapters.peft_layers import full_tensor
+from lightning_modules.adapters.trained import TrainedParts
+from lightning_modules.ema import EMA, KEY
+from lightning_modules.nonfinite import NonfiniteSteps
 
 log = logging.getLogger("retouch")
 
@@ -24,8 +27,11 @@ class Optimization:
         optimizer: called with the trainable parameters.
         scheduler: called with the optimizer; counts optimizer steps.
         max_nonfinite_steps: stop after so many steps in a row whose gradient is not finite.
+        ema: of `EMA`; None, or a half_life of None, for none.
 
     Attributes:
+        ema: the averages of the weights; None where there are none.
+        began_after: the step that the run began after; -1 before its first one.
         grad_norm: of the latest step, before clipping; on the device.
         nonfinite: the steps that were left out.
     """
@@ -35,34 +41,51 @@ class Optimization:
         optimizer: Callable[..., torch.optim.Optimizer] | None,
         scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None,
         max_nonfinite_steps: int,
+        ema: Mapping[str, Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
+        self.ema = EMA.of(ema)
+        self.began_after = -1
         self.grad_norm: Tensor | None = None
 
-    def configure(self, parameters: list[nn.Parameter], four_bit: bool, sharded: bool) -> Any:
+    def check(self) -> None:
+        """Raise a UserError for an average of what an optimizer averages already."""
+        if self.ema is None or self.optimizer is None:
+            return
+        made = self._make([nn.Parameter(torch.ones(1, 1))])
+        if hasattr(made, "eval"):
+            raise UserError(
+                f"ema.half_life={self.ema.half_life:g} does not go with {type(made).__name__}, which averages its "
+                "weights already: leave ema.half_life out, or use optimizer=adamw"
+            )
+
+    def configure(self, trained: TrainedParts, four_bit: bool, sharded: bool) -> Any:
         """What Lightning's `configure_optimizers` gives.
 
         Args:
+            trained: what trains.
             four_bit: whether the base is quantized to 4 bits.
             sharded: whether the weights are split over several GPUs.
 
         Raises:
             UserError: the optimizer does not take its settings, or split weights.
         """
-        assert self.optimizer is not None
-        try:
-            optimizer = self.optimizer(parameters)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"optimizer: {error}") from error
+        by_factor = trained.by_learning_rate()
+        optimizer = self._make([{"params": group} for group in by_factor.values()])
         if sharded and type(optimizer).__module__.partition(".")[0] not in TAKE_SHARDS:
             raise UserError(
                 f"trainer=fsdp does not go with {type(optimizer).__name__}, which needs whole weights: use "
                 "optimizer=adamw or adamw_schedule_free"
             )
+        for group, factor in zip(optimizer.param_groups, by_factor, strict=True):
+            if factor != 1.0:
+                group["lr"] *= factor
         if hasattr(optimizer, "train"):  # a schedule-free one
             optimizer.train()
+        if self.ema is not None:
+            self.ema.start(trained.parameters())
         lr = optimizer.param_groups[0]["lr"]
         finds_its_own = "d" in optimizer.param_groups[0]
         if four_bit and lr > 5e-5 and not finds_its_own:
@@ -74,6 +97,19 @@ class Optimization:
             "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"},
         }
 
+    def _make(self, parameters: list[Any]) -> Any:
+        assert self.optimizer is not None
+        try:
+            return self.optimizer(parameters)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"optimizer: {error}") from error
+
+    def note(self, keys: list[str], losses: Tensor) -> None:
+        """The samples of a batch of the step that is under way, and their losses (B,)."""
+        self.nonfinite.note(keys, losses)
+        if self.ema is not None:
+            self.ema.note(len(keys))
+
     def before_step(
         self, optimizer: torch.optim.Optimizer, step: int, clip_val: float | None, clip_algorithm: str | None
     ) -> None:
@@ -83,6 +119,7 @@ class Optimization:
             step: its number.
             clip_val, clip_algorithm: of Lightning's gradient clipping: `norm` (or None), or `value`.
         """
+        self.began_after = step - 1 if self.began_after < 0 else self.began_after
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         by_norm = clip_algorithm != "value"
         self.grad_norm = full_tensor(nn.utils.clip_grad_norm_(parameters, (by_norm and clip_val) or float("inf")))
@@ -90,16 +127,53 @@ class Optimization:
             nn.utils.clip_grad_value_(parameters, clip_val)
         self.nonfinite.before_step(optimizer, step, self.grad_norm)
 
+    def after_step(self) -> None:
+        """Called when the weights are those of the next step."""
+        if self.ema is not None:
+            assert self.grad_norm is not None
+            self.ema.after_step(torch.isfinite(self.grad_norm))
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Put into a checkpoint what Lightning does not know of; all processes take part."""
+        if self.ema is not None:
+            self.ema.save(checkpoint)
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take it from there; raises UserError where the checkpoint has an EMA and the run has none, or the reverse."""
+        if self.ema is not None:
+            self.ema.load(checkpoint)
+        elif KEY in checkpoint:
+            raise UserError("ckpt_path: the checkpoint is of a run with ema.half_life: give that run's")
+
 
 @contextmanager
-def averaged_weights(module: Any) -> Iterator[None]:
-    """Inside, an `EditModule` has the weights to use: those that train, or a schedule-free optimizer's average."""
-    optimizer = module.optimizers(use_pl_optimizer=False)
-    if not hasattr(optimizer, "eval"):
+def averaged_weights(module: Any, other: bool = False) -> Iterator[None]:
+    """Inside, an `EditModule` has the weights to use: those that train, or their average.
+
+    The average is that of `EMA`, where it is to be sampled with, or of a schedule-free optimizer.
+
+    Args:
+        other: of a run with an EMA, use the other of the two.
+    """
+    optimizer, ema = module.optimizers(use_pl_optimizer=False), module.optimization.ema
+    with ExitStack() as stack:
+        if module.device_mesh is not None:
+            from lightning_modules.execution.fsdp import gather_anew
+
+            gather_anew(module.transformer)
+            stack.callback(gather_anew, module.transformer)
+        if ema is not None and (ema.sample_with == "ema") != other:
+            stack.enter_context(ema.averages_in_place())
+        elif hasattr(optimizer, "eval"):
+            stack.enter_context(_average_of(optimizer, module.trained.parameters().values()))
         yield
-        return
+
+
+@contextmanager
+def _average_of(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, the parameters are a schedule-free optimizer's average."""
     # Its own way back rounds: a saving would change the run.
-    originals = {parameter: parameter.data.clone() for parameter in module.trained.parameters().values()}
+    originals = {parameter: parameter.data.clone() for parameter in parameters}
     optimizer.eval()
     try:
         yield
@@ -117,60 +191,3 @@ def reads_back(trainer: Any, first_step: int) -> bool:
     """
     step = trainer.global_step
     return step in (first_step + 1, trainer.max_steps) or step % trainer.log_every_n_steps == 0
-
-
-class NonfiniteSteps:
-    """Leaves such steps out, without waiting for the device where the optimizer allows.
-
-    PyTorch's fused optimizers pass over a step on the device itself, where `found_inf` says so; for others each step
-    waits to know. Either way weights, moments and decay stay as they were. After a backward pass over several processes
-    the gradients are the same in all, so all of them decide alike.
-
-    Args:
-        most: how many in a row are too many.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._in_a_row = 0
-        self._window: list[tuple[list[str], Tensor]] = []
-        self._steps: list[tuple[int, Tensor, list[tuple[list[str], Tensor]]]] = []
-
-    def note(self, keys: list[str], losses: Tensor) -> None:
-        """The samples of a batch and their losses (B,)."""
-        self._window.append((keys, losses))
-
-    def before_step(self, optimizer: Any, step: int, grad_norm: Tensor) -> None:
-        """Called when the gradients of an optimizer step are there."""
-        self._steps.append((step, grad_norm, self._window))
-        self._window = []
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = None, (~torch.isfinite(grad_norm)).float()
-        elif not torch.isfinite(grad_norm):  # optimizers pass over parameters without a gradient
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-
-    def report(self) -> None:
-        """Say which of the steps since the last report were left out; waits for the device.
-
-        Raises:
-            UserError: too many in a row.
-        """
-        steps, self._steps = self._steps, []
-        norms = torch.stack([norm for _, norm, _ in steps]).isfinite().tolist() if steps else []
-        samples = ""
-        for (step, _, window), finite in zip(steps, norms, strict=True):
-            if finite:
-                self._in_a_row = 0
-                continue
-            losses = [(key, loss) for keys, values in window for key, loss in zip(keys, values.tolist(), strict=True)]
-            bad = [key for key, loss in losses if not abs(loss) < float("inf")]
-            samples = f"the loss of {listing(bad)}" if bad else f"the gradient of {listing([key for key, _ in losses])}"
-            log.warning(f"step {step} is skipped: {samples} is not finite")
-            self._in_a_row += 1
-            if self._in_a_row >= self.most:
-                raise UserError(
-                    f"{self._in_a_row} steps in a row were not finite, the last in {samples}: look at these samples, "
-                    "lower optimizer.lr, or start again from an earlier checkpoint"
-                )

@@ -1,6 +1,6 @@
 """What is done to a transformer before it computes, in order: load, quantize, inject the adapter, compile."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -12,6 +12,7 @@ from torch import nn
 from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
+from lightning_modules.adapters.direction import Direction
 from lightning_modules.adapters.peft_layers import cast_inputs
 from lightning_modules.adapters.training_adapter import TrainingAdapter
 from lightning_modules.estimation.calibration import DeviceMemory
@@ -39,6 +40,9 @@ class Execution:
         attention_backend: diffusers' name of an attention kernel; None for PyTorch's own choice.
         offload: what waits in the host's memory: `blocks`, how many of the transformer's; `activations`, whether those
             of a training step do.
+
+    Attributes:
+        direction: turns the adapter's update for single samples.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Execution:
         self.compile_blocks = compile
         self.attention_backend = attention_backend
         self.offload = offload
+        self.direction = Direction()
         self._activations: ActivationOffload | None = None
 
     @property
@@ -90,7 +95,7 @@ class Execution:
         if trains and self.offload["blocks"] and not recomputes:
             raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
         if self._adapter is not None and self.training_adapter is not None:
-            self.training_adapter.check(self.base, self._adapter.trains_base, sharded)
+            self.training_adapter.check(self.base, self._adapter, sharded)
         elif trains:
             note_distilled(self.base)
 
@@ -184,7 +189,11 @@ class Execution:
 
     def set_checkpointing(self, transformer: Any, policy: str) -> None:
         """Let steps keep from now on what this policy says."""
-        set_checkpointing(transformer, policy, self.adapter.bind_rank_mask, self.compile_blocks)
+
+        def bind(block: nn.Module) -> Callable[..., Any]:
+            return self.direction.bind(self.adapter.bind_rank_mask(block))
+
+        set_checkpointing(transformer, policy, bind, self.compile_blocks)
 
     def use_memory(self, transformer: nn.Module, free: int) -> None:
         """Spend memory that steps leave free on what makes them faster; bytes."""

@@ -42,6 +42,7 @@ class Sampler:
         self.transformer: Any = None
         self._source: TransformerSource | None = None
         self._pipeline: Any = None
+        self._samples = False  # what a pipeline says of its step stays as it was when a picture fails
 
     def check(self) -> None:
         """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would not follow."""
@@ -81,7 +82,7 @@ class Sampler:
 
     def current_step(self) -> tuple[Tensor, Tensor] | None:
         """The sampling step that runs, as `rank_mask.mask_forwards` asks."""
-        return None if self._pipeline is None else sampling_step(self._pipeline)
+        return sampling_step(self._pipeline) if self._samples else None
 
     def generate(
         self, request: EditRequest, should_stop: Callable[[], bool]
@@ -155,8 +156,12 @@ class Sampler:
             **self.family.sampling_rules.scales(sampling),
         }
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        with base.timer.stage("denoise"):
-            latents = self.pipeline().edit(controls, size, generator=generators, **arguments)
+        pipeline, self._samples = self.pipeline(), True
+        try:
+            with base.timer.stage("denoise"):
+                latents = pipeline.edit(controls, size, generator=generators, **arguments)
+        finally:
+            self._samples = False
         with base.timer.stage("decode"):  # one by one: a picture takes much memory, and decodes the same alone
             pixels = torch.cat([self.encoder.decode(one) for one in latents.split(1)])
         base.offload_to_cpu()

@@ -10,7 +10,8 @@ from datamodules.errors import UserError
 OF_TASKS = {
     **dict.fromkeys(("format", "rank", "merge", "merge_weights", "extract", "fuse", "export"), ("export",)),
     **dict.fromkeys(("lora_scale", "merge_lora"), ("edit",)),
-    "overwrite": ("caption", "export"),
+    "average": ("average",),
+    "overwrite": ("caption", "export", "average"),
     "delete": ("clean",),
 }
 

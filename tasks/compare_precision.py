@@ -82,7 +82,7 @@ def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[lis
     transformer = module.base.load_transformer()
     size = nbytes(transformer)
     module.execution.stream_blocks(transformer)
-    objective = module.objective
+    matching = module.flow
     device, mixed = module.base.device, module.base.dtype != torch.float32
     bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
     with torch.autocast(device.type, module.base.dtype) if mixed else nullcontext():
@@ -91,7 +91,7 @@ def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[lis
             assert batch.target_mean is not None
             x0 = module.normalize(batch.target_mean.float())
             controls = [module.normalize(control.float()) for control in batch.controls]
-            eps = flow.sample_noise(objective.seed, [number], x0.shape[1:], objective.timesteps, 1.0).eps.to(device)
+            eps = flow.sample_noise(matching.seed, [number], x0.shape[1:], matching.timesteps, 1.0).eps.to(device)
             for band, velocities in enumerate(bands):
                 t = torch.full((1,), (band + 0.5) / BANDS, device=device)
                 predicted = module.velocity(transformer, flow.interpolate(x0, eps, t), t, controls, batch.prompt)

@@ -86,12 +86,14 @@ def _draw_buckets(axes: Axes, counts: Sequence[tuple[Size, int]]) -> None:
 
 
 def _strip(raw: RawBatch, view: View) -> np.ndarray:
-    """Controls, target and mask in a row, each as high as the target; what is cropped away around them is pale."""
+    """Controls, target, mask and rejected in a row, as high as the target; what is cropped away around them is pale."""
     windows, sample = [*view.windows[1:], view.windows[0]], view.sample
     files = [*sample.controls, sample.target]
     images = [_whole(*one) for one in zip(map(to_image, pictures(raw)), files, windows, strict=True)]
     if raw.mask is not None:
         images.append(to_image((raw.mask * 2 - 1).expand(-1, 3, -1, -1)))
+    if raw.rejected is not None:
+        images.append(to_image(raw.rejected))
     row = in_a_row(images)
     gap = np.full((row[-1].height, max(2, row[-1].height // 50), 3), 255, np.uint8)
     return np.concatenate([part for image in row for part in (np.asarray(image), gap)][:-1], axis=1)

@@ -38,6 +38,8 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         data.configure_for(module)
         log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
         data.scan()
+        assert module.objective is not None
+        module.objective.check_sizes(data.sizes)
         log.info(f"working out what {module.base.name} takes, which may be a minute or two")
         plan = measure(module, data)
         sampler = cfg.callbacks.get("sample_images")
@@ -74,6 +76,7 @@ def rows(
         "weights": weights + beside_weights,
         "adapter": plan.adapter,
         "optimizer": plan.optimizer,
+        **({"EMA": plan.ema} if plan.ema else {}),
         "activations": plan.activations[chosen],
     }
     beside = encoders if not caches else {"vae": vae} if samples and vae else {}
@@ -83,7 +86,7 @@ def rows(
     # Prompts that are shared come first, and their encoders go before the autoencoder comes.
     together = module.condition_images.text_sees_them or not caches
     encoding_peak = sum(encoding.values()) if together else max(sum(texts.values()), vae + plan.encode)
-    trained = training["weights"] + plan.adapter + plan.optimizer
+    trained = training["weights"] + plan.adapter + plan.optimizer + plan.ema
     decoding = trained + vae + plan.decode + another
     # Each step encodes before it computes: pictures, then prompts.
     stepwise = trained + max(sum(texts.values()), vae + plan.encode) if offloaded and not caches else 0
@@ -101,11 +104,13 @@ def rows(
         disk["quantized transformer"] = plan.weights
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]
+    costs = "" if module.objective is None else module.objective.describe()
     return {
         "model": f"{module.base.name} ({plan.precision}), {plan.parameters:,} parameters",
         "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": data.describe(),
         "an epoch": _epoch(data, plan.batch),
+        **({"a step has": f"a forward and backward; {costs}"} if costs else {}),
         "heaviest batch": f"{plan.batch.samples} of {pictures}, {plan.batch.tokens:,} tokens",
         "GPU, training": _sum(training),
         "": "activations by gradient checkpointing: "

@@ -17,6 +17,7 @@ from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.formats.find import find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.family import Sampling
+from lightning_modules.objectives.slider import SliderObjective
 from tasks.models import Header, model_settings
 from tasks.placement import frozen_model, place_trainer
 from tasks.settings import PREDICTION, check_settings
@@ -37,16 +38,27 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     by_layer = {}
     if isinstance(cfg.lora_scale, DictConfig):
         by_layer = {str(pattern): float(scale) for pattern, scale in cfg.lora_scale.items()}
-    scales = [1.0] if by_layer else list(dict.fromkeys(map(float, as_list(cfg, "lora_scale"))))
+    scales = [1.0] if by_layer or cfg.lora_scale is None else [float(scale) for scale in as_list(cfg, "lora_scale")]
+    scales = list(dict.fromkeys(scales))
+    are_sliders = bool(headers) and all((header or {}).get("objective") == SliderObjective.name for header in headers)
+    if cfg.lora_scale is None and are_sliders:
+        scales = list(map(float, SliderObjective.scales))
+        log.info("a slider: pictures from lora_scale=-2 to 2; lora_scale=1 makes one alone")
     if not files and (by_layer or scales != [1.0]):
         raise UserError("lora_scale needs lora=: name the weights that it scales")
     place_trainer(cfg)
-    make_pictures(cfg, AppliedLoRAs(files, cfg.merge_lora, by_layer), scales, output_dir)
+    make_pictures(cfg, AppliedLoRAs(files, cfg.merge_lora, by_layer), scales, output_dir, strips=len(scales) > 1)
     log.info(f"done: {output_dir}")
 
 
-def make_pictures(cfg: DictConfig, loras: AppliedLoRAs, scales: list[float], folder: Path) -> None:
-    """Make what is asked for with LoRAs, at each scale, and write it to a folder; the trainer has its place."""
+def make_pictures(
+    cfg: DictConfig, loras: AppliedLoRAs, scales: list[float], folder: Path, strips: bool = False
+) -> None:
+    """Make what is asked for with LoRAs, at each scale, and write it to a folder; the trainer has its place.
+
+    Args:
+        strips: of `ImageWriter`.
+    """
     chosen = cfg.model.sampling.transformer_name_or_path
     sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt, chosen)
     family: Any = get_class(cfg.model._target_)
@@ -63,7 +75,7 @@ def make_pictures(cfg: DictConfig, loras: AppliedLoRAs, scales: list[float], fol
     module = partial(loras=loras, sampling=sampling)
     warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
     silence_libraries()
-    callbacks = [ImageWriter(str(folder)), GracefulStop()]
+    callbacks = [ImageWriter(str(folder), strips), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     peers.follow(trainer)
     records = folder / PREDICTIONS

@@ -43,7 +43,8 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     from callbacks.graceful_stop import GracefulStop
     from callbacks.progress import EncodingProgress
     from callbacks.shard_writer import ShardWriter
-    from datamodules.encoding import EncodingDataModule, is_complete
+    from datamodules.contents import is_complete
+    from datamodules.encoding import EncodingDataModule
 
     module = frozen_model(cfg, sampling=None)  # without sampling no transformer is loaded
     data.configure_for(module)
@@ -64,14 +65,16 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> Path:
     with cache.lock() if trainer.is_global_zero else contextlib.nullcontext():
         if trainer.world_size == 1:
             cache.recover()
-            if is_complete(data.sample_set, cache) and not cache.unmerged():
+            if is_complete(data.sample_set, cache, data.preserve_prompts) and not cache.unmerged():
                 return cache.folder
         try:
-            to_encode = EncodingDataModule(data.sample_set, data.num_workers, cache)
+            to_encode = EncodingDataModule(data.sample_set, data.num_workers, cache, data.preserve_prompts)
             trainer.predict(module, to_encode, return_predictions=False)
         except Stopped as stopped:
             stopped.add_note(f"the same command continues with what is encoded in {cache.folder}")
             raise
+        if trainer.is_global_zero and writer.added:
+            log.info(f"encoded {writer.added} prompts more for samples that were there, for objective.preserve.prompts")
         if trainer.is_global_zero and writer.encoded:
             data.open(cache)
             log.info(f"encoded {writer.encoded} samples; look at them: {cache.folder / 'preview.png'}")

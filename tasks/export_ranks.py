@@ -20,13 +20,18 @@ def with_rank(lora: LoRA, rank: int | None) -> LoRA:
         return lora
     if lora.is_dora:
         raise UserError(f"rank={rank}: this is a DoRA, which scales whole rows of weights: it keeps its rank")
+    header, kind = dict(lora.header), lora.kind
+    if kind != "LoRA":
+        header["adapter"] = {"target_modules": header.get("adapter", {}).get("target_modules")}
+        lora = lora._replace(header=header, scale=None)
     reduced = lora._replace(updates={name: update.reduced(rank) for name, update in lora.updates.items()})
-    if all(update.rank <= rank for update in lora.updates.values()):
+    if kind == "LoRA" and lora.rank <= rank:
         log.info(f"rank={rank}: no layer has a higher one, all stay as they are")
         return reduced
     errors = {name: relative_change({name: one}, {name: reduced.updates[name]}) for name, one in lora.updates.items()}
     change = percent(relative_change(lora.updates, reduced.updates))
-    log.info(f"rank {lora.rank} to {rank}: the update changes by {change}, {most_in(errors)}")
+    before = f"rank {lora.rank} to" if kind == "LoRA" else f"{kind} to rank"
+    log.info(f"{before} {rank}: the update changes by {change}, {most_in(errors)}")
     return reduced
 
 
@@ -48,7 +53,8 @@ def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tup
             f"{ranks.mean:.1f}, which is rank={max(round(ranks.mean), 1)}"
         )
     lora = alone(one)
-    return lora._replace(updates=ranks.first(lora.updates, cfg.rank)), _what_is_lost(cfg, ranks, lora.updates)
+    updates = {name: update for name, update in lora.updates.items() if isinstance(update, LowRank)}
+    return lora._replace(updates=dict(ranks.first(updates, cfg.rank))), _what_is_lost(cfg, ranks, updates)
 
 
 def _what_is_lost(cfg: DictConfig, ranks: ActiveRanks, updates: Mapping[str, LowRank]) -> str:

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.checked import loader_of
@@ -18,6 +17,7 @@ from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.readers import readers
 from lightning_modules.adapters.formats.written import FORMATS
 from lightning_modules.adapters.low_rank import relative_change
+from lightning_modules.adapters.update import Update
 from tasks.loras_read import LoRA
 from tasks.models import KnownModel
 
@@ -37,34 +37,39 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str) -> None:
     """
     written = LoRAFile(path)
     read = written.read(model.names, model.base)
-    kept = written.dtypes[next(iter(written.parts.values()))["down"]]
+    kept = next(written.dtypes[key] for key, shape in written.shapes.items() if shape)  # an alpha is a number alone
     rounded = {name: one.to(DTYPES[kept]) for name, one in lora.updates.items()}
     wrong = relative_change(rounded, read) > TOO_DIFFERENT
-    if wrong or any(not _same_magnitude(one.magnitude, read[name].magnitude) for name, one in rounded.items()):
+    if wrong or any(not _same_magnitude(one, read[name]) for name, one in rounded.items()):
         path.unlink()
         raise UserError(f"{path} was written and was not what it should be, so it is deleted; please report it")
     error = relative_change(lora.updates, read)
-    found = sorted({written.shapes[parts["down"]][0] for parts in written.parts.values()})
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("format", format)
     table.add_row("model", f"{model.base}{', or another one of these layers' if model.guessed else ''}")
     table.add_row("layers", f"{len(written.parts)}{', DoRA' if lora.is_dora else ''}")
-    fused = f", {found[-1]} where several of diffusers' layers are one here" if found[-1] > lora.rank else ""
-    table.add_row("rank", f"{lora.rank}{fused}")
+    if lora.kind == "LoRA":
+        most = max(update.divisor or 0 for update in written.empty.values())
+        fused = f", {most} where several of diffusers' layers are one here" if most > lora.rank else ""
+        table.add_row("rank", f"{lora.rank}{fused}")
+    else:
+        table.add_row(lora.kind, ", ".join(dict.fromkeys(update.size for update in written.empty.values())))
     table.add_row("numbers", str(DTYPES[kept])[6:] + ("" if error < TOO_DIFFERENT else f", {percent(error)} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
     family: type[Any] = get_class(model.settings._target_)
-    loader = loader_of(family.pipeline_name) is not None
-    for reader in readers(FORMATS[format], model.names, lora.updates, lora.is_dora, loader=loader):
+    loader = loader_of(family.pipeline_name, lora.kind) is not None
+    for reader in readers(FORMATS[format], model.names, lora.updates, lora.is_dora, loader=loader, kind=lora.kind):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 
 
-def _same_magnitude(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.float(), other.float())
+def _same_magnitude(one: Update, other: Update) -> bool:
+    """DoRA's, or neither has any."""
+    first, second = (update.tensors().get("magnitude") for update in (one, other))
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first.float(), second.float())
 
 
 def most_in(errors: Mapping[str, float]) -> str:

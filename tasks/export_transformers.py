@@ -16,6 +16,7 @@ from lightning_modules.adapters.extraction import extract
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import write_fused
+from lightning_modules.adapters.update import Update
 from tasks.export_table import most_in, percent
 from tasks.exported_pictures import are_asked_for
 from tasks.folders import require_empty
@@ -46,7 +47,8 @@ def extracted(cfg: DictConfig) -> tuple[LoRA, KnownModel]:
         log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(found.others)}")
     header = {"model": model_header(name, settings), **module.base.provenance()}
     header["adapter"] = {"rank": cfg.rank, "alpha": cfg.rank}
-    return LoRA(found.updates, header, 1.0), KnownModel(name, module.base.name, LayerNames.of(module.base), cfg.model)
+    updates: dict[str, Update] = dict(found.updates)
+    return LoRA(updates, header, 1.0), KnownModel(name, module.base.name, LayerNames.of(module.base), cfg.model)
 
 
 def check_fuse(cfg: DictConfig, output_dir: Path) -> None:

@@ -100,6 +100,9 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     if isinstance(data, CachedDataModule) and data.shards is None:
         data.sample_set.require_root()
         module.check()
+        data.configure_for(module)
+        learned = [one for one in data.sample_set.find() if one not in data.sample_set.held_out]
+        module.objective.check_samples(learned)
         build_cache(cfg, data)
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     callbacks = [StartOfTraining(cfg.trainer.max_steps), *configured, SaveConfig(run, settings), GracefulStop()]

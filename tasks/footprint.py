@@ -41,6 +41,7 @@ class Footprint:
         loading: the most that the host has in memory while the transformer is loaded to a GPU, or to the host itself.
         adapter: its weights and gradients.
         optimizer: its state.
+        ema: the averages of its weights.
         activations: the most that a step has in memory beside these, by what `gradient_checkpointing` may be.
         encoders: the weights of the other components.
         encode, decode: the most that the autoencoder has in memory beside its weights.
@@ -59,6 +60,7 @@ class Footprint:
     loading: tuple[int, int]
     adapter: int
     optimizer: int
+    ema: int
     activations: dict[str, int]
     encoders: dict[str, int]
     encode: int
@@ -74,6 +76,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     base, adapter, optimizer = module.base, module.adapter, module.optimization.optimizer
     assert adapter is not None
     assert optimizer is not None
+    assert module.objective is not None
     source, transformer = base.source, base.source.meta
     parameters = sum(p.numel() for p in transformer.parameters())
     weights, waiting = weight_bytes(source), waiting_bytes(source)
@@ -96,18 +99,20 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     policies = [policy for policy in dict.fromkeys([*POLICIES, current]) if policy != "auto"]
     one = {size: empty_latents(module, base, size, 1, heaviest.caption) for size in set(data.sizes)}
     batch = empty_latents(module, base, heaviest.size, heaviest.samples, heaviest.caption)
-    step = FakeStep(module, adapter, base.dtype, module.execution.compile_blocks, transformer, batch)
+    passes = module.objective.passes(0)
+    step = FakeStep(module, adapter, base.dtype, module.execution.compile_blocks, transformer, batch, passes)
     activations = {}
     for policy in policies:
         log.info(f"simulating a step on fake tensors with gradient checkpointing {policy}")
         # Gradients are made in the step too, and counted with the adapter.
         activations[policy] = step.peak(policy) - count * 4
-    with_std = module.objective.vae_encode_mode == "sample"
+    with_std = module.flow.vae_encode_mode == "sample"
     sizes = {size: _latent_bytes(latents, with_std) for size, latents in one.items()}
     prompt = {size: sum(tensor.nbytes for tensor in latents.prompt.values()) for size, latents in one.items()}
     alone = module.condition_images.text_sees_them
-    shared = len({prompt for sample in data.samples for prompt in sample.prompts} | {""})
-    each = sum((1 + len(view.sample.prompts)) * prompt[view.size] for view in data.views)
+    others = {prompt for prompt in data.preserve_prompts if prompt}
+    shared = len({prompt for sample in data.samples for prompt in sample.prompts} | others | {""})
+    each = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.views)
     prompts = each if alone else prompt[heaviest.size] * shared
     encode, decode = autoencoder_peaks(module, vae, data.sizes)
     return Footprint(
@@ -120,6 +125,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         loading=while_loading,
         adapter=sum(tensor.nbytes for part in trained for tensor in adapter.tensors(part).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(optimizer)),
+        ema=0 if module.optimization.ema is None else count * 4,
         activations=activations,
         encoders=encoders,
         encode=encode,
@@ -127,15 +133,18 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         # Those that no other sample shares are written at once, and few are kept.
         prompts=min(prompts, module.encoder.prompts.kept * max(prompt.values())) if alone else prompts,
         cache=sum(sizes[size] for size in data.sizes) + prompts,
-        read_ahead=(2 * data.num_workers + 1) * heaviest.samples * (sizes[heaviest.size] + 2 * prompt[heaviest.size]),
+        read_ahead=(2 * data.num_workers + 1)
+        * heaviest.samples
+        * (sizes[heaviest.size] + (3 if data.preserve_prompts else 2) * prompt[heaviest.size]),
         process=psutil.Process().memory_info().rss,
     )
 
 
 def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
     """What a sample without its prompt takes in a shard."""
-    std = batch.target_std if with_std else None
-    return sum(tensor.nbytes for tensor in (batch.target_mean, std, batch.mask, *batch.controls) if tensor is not None)
+    stds = (batch.target_std, batch.rejected_std) if with_std else ()
+    tensors = (batch.target_mean, batch.rejected_mean, *stds, batch.mask, *batch.controls)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: Sequence[Size]) -> tuple[int, int]:

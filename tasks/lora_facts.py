@@ -18,9 +18,9 @@ from datamodules.errors import UserError
 from datamodules.files import reading
 from lightning_modules.adapters.formats.keys import naming
 from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import PREFIXES, LayerNames, OwnNames, Sides
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.formats.names import PREFIXES, LayerNames, Meaning, OwnNames, Sides
 from lightning_modules.adapters.rank_mask import read_rank_gate
+from lightning_modules.adapters.update import Update
 from tasks.lora_header import shown
 from tasks.models import fitting_models, known_models, model_for
 
@@ -51,7 +51,7 @@ class LoRAFacts:
     known: bool
 
     @cached_property
-    def updates(self) -> dict[str, LowRank]:
+    def updates(self) -> dict[str, Update]:
         """By layer; none where there are numbers that are not finite."""
         return {} if self.not_finite else self.file.read(self.names, "the model")
 
@@ -71,7 +71,7 @@ class LoRAFacts:
     def rows(self) -> dict[str, str]:
         """What there is to say, by its name."""
         file, parts = self.file, self.file.parts
-        downs = [file.shapes[one["down"]][0] for one in parts.values()]
+        updates = list(file.empty.values())
         used = [key for one in parts.values() for _, key in sorted(one.items(), reverse=True)]
         scales = file.scales(self.names)
         doras = sum("magnitude" in one for one in parts.values())
@@ -81,8 +81,9 @@ class LoRAFacts:
             "for": self.model,
             "names": f"{counted([naming(key, PREFIXES) for key in used])}: {shown(used[0], 90)}",
             "layers": f"{len(parts)}",
-            "rank": counted(downs),
-            "alpha": f"{self._alpha(scales, downs)}; scale {counted([round(scale, 4) for scale in scales.values()])}",
+            "kind": counted([update.kind for update in updates]),
+            "rank": counted([update.size for update in updates]),
+            "alpha": f"{self._alpha(scales, updates)}; scale {counted([round(scale, 4) for scale in scales.values()])}",
             "dtype": counted([file.dtypes[key] for key in used]),
             "DoRA": f"in {doras} of {len(parts)} layers" if doras else "no",
             "T-LoRA": _schedule(file),
@@ -101,14 +102,19 @@ class LoRAFacts:
             rows["ALL ZERO"] = f"{len(zero)} layers: {', '.join(shown(layer) for layer in zero[:3])}"
         return rows
 
-    def _alpha(self, scales: Mapping[str, float], ranks: Sequence[int]) -> str:
+    def _alpha(self, scales: Mapping[str, float], updates: Sequence[Update]) -> str:
         file = self.file
         tensors = any("alpha" in parts for parts in file.parts.values())
-        if not tensors and file.trained_scale is not None:
-            return f"{shown(file.adapter['alpha'])}, in the weights (trained at scale {file.trained_scale:.4g})"
+        if not tensors and file.trained is not None:
+            layers = [layer for name in file.parts for layer in (self.names.meaning(name) or Meaning((name,))).layers]
+            trained_alphas = counted([file.trained.alpha_of(layer) for layer in layers])
+            at = counted([float(f"{file.trained.scale_of(layer):.4g}") for layer in layers])
+            return f"{trained_alphas}, in the weights (trained at scale {at})"
         if not tensors and set(scales.values()) == {1.0}:
             return "none"
-        alphas = [round(scale * rank, 4) for scale, rank in zip(scales.values(), ranks, strict=True)]
+        alphas = [
+            round(scale * (update.divisor or 1), 4) for scale, update in zip(scales.values(), updates, strict=True)
+        ]
         return f"{counted(alphas)}, in {'tensors' if tensors else 'settings'}"
 
 
@@ -118,7 +124,7 @@ def facts_of(cfg: DictConfig, file: LoRAFile) -> LoRAFacts:
     Raises:
         UserError: it is no LoRA, or does not fit model=.
     """
-    file.parts, file.header  # noqa: B018 (errors of a file that can not be used at all)
+    file.empty, file.header  # noqa: B018 (errors of a file that can not be used at all)
     chosen = any(override.startswith("model=") for override in HydraConfig.get().overrides.task)
     claimed = shown(((file.header or {}).get("model") or {}).get("name") or "", 40)
     if chosen or file.header:
@@ -144,8 +150,8 @@ def _guess(file: LoRAFile, claimed: str) -> LoRAFacts:
     if fitting := list(fitting_models([file])):
         words = f"{' or '.join(model.name for model in fitting)}, by its layers"
         return LoRAFacts(file, words + instead, fitting[0].names, True)
-    shapes = {name: (file.shapes[one["up"]], file.shapes[one["down"]]) for name, one in file.parts.items()}
-    own = OwnNames({name: Sides((*up, 0)[0], (*down, 0, 0)[1]) for name, (up, down) in shapes.items()})
+    sides = {name: update.sides for name, update in file.empty.items()}
+    own = OwnNames({name: Sides(out or width, width) for name, (out, width) in sides.items()})
     shared = {model.name: sum(model.names.meaning(name) is not None for name in file.parts) for model in known_models()}
     similar = [name for name, count in shared.items() if count and count == max(shared.values())]
     other = next((words for part, words in OTHERS.items() if any(re.search(part, name) for name in file.parts)), None)

@@ -12,7 +12,7 @@ from rich.text import Text
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.find import find_weights
 from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.low_rank import inner, minus
+from lightning_modules.adapters.low_rank import inner, squared_difference
 from tasks.edit import as_list
 from tasks.lora_chart import write_chart
 from tasks.lora_facts import LoRAFacts, facts_of
@@ -61,7 +61,7 @@ def changes(one: LoRAFacts, other: LoRAFacts) -> dict[str, float]:
     """How large the difference of two updates is beside the first, of each layer that both have in equal size."""
     found = {}
     for layer in _common(one, other):
-        difference = max(minus(one.updates[layer], other.updates[layer]).square(), 0.0) ** 0.5
+        difference = squared_difference(one.updates[layer], other.updates[layer]) ** 0.5
         norm = one.norms[layer]
         found[layer] = difference / norm if norm else math.inf if difference else 0.0
     return found
@@ -71,7 +71,7 @@ def magnitude_change(one: LoRAFacts, other: LoRAFacts) -> float:
     """How far DoRA's magnitudes differ, relative to the first's; infinite where only one of a layer's has some."""
     different = whole = 0.0
     for layer in _common(one, other):
-        first, second = (facts.updates[layer].magnitude for facts in (one, other))
+        first, second = (facts.updates[layer].tensors().get("magnitude") for facts in (one, other))
         if (first is None) != (second is None):
             return math.inf
         if first is not None and second is not None:
@@ -81,7 +81,8 @@ def magnitude_change(one: LoRAFacts, other: LoRAFacts) -> float:
 
 
 def _common(one: LoRAFacts, other: LoRAFacts) -> list[str]:
-    sides = [{name: (len(up.up), up.down.shape[1]) for name, up in facts.updates.items()} for facts in (one, other)]
+    # A turn of inputs is no update of weights that others could be compared with.
+    sides = [{name: (*up.sides, up.kind == "OFT") for name, up in facts.updates.items()} for facts in (one, other)]
     return [layer for layer, size in sides[0].items() if sides[1].get(layer) == size]
 
 
@@ -149,7 +150,7 @@ def _differences(one: LoRAFacts, other: LoRAFacts, relative: Mapping[str, float]
     table = _table("", [""])
     table.title = None
     squares = [sum(facts.norms[layer] ** 2 for layer in relative) for facts in (one, other)]
-    difference = sum(minus(one.updates[layer], other.updates[layer]).square() for layer in relative)
+    difference = sum(squared_difference(one.updates[layer], other.updates[layer]) for layer in relative)
     product = sum(inner(one.updates[layer], other.updates[layer]) for layer in relative)
     if squares[0]:
         change = 100 * (max(difference, 0.0) / squares[0]) ** 0.5

@@ -10,8 +10,11 @@ from datamodules.errors import UserError, printable
 from lightning_modules.adapters.formats.find import PEFT_WEIGHTS_NAME, WEIGHTS_NAME
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.written import FORMATS
+from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.adapters.low_rank import LowRank, merged
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
+from lightning_modules.adapters.ranks import PATTERNS, Ranks
+from lightning_modules.adapters.update import Update
 from tasks.models import KnownModel
 from tasks.terminal import log
 
@@ -34,7 +37,7 @@ class ReadLoRA:
         gate = read_rank_gate(self.path)
         if gate is None or gate.schedule.kind == "constant":
             return None
-        if other := [name for name, update in self.updates.items() if update.rank != gate.rows]:
+        if other := [name for name, update in self.updates.items() if update.divisor != gate.rows]:
             raise UserError(f"{self.path} is damaged: {other[0]} is not of the rank {gate.rows} of its rank schedule")
         return gate
 
@@ -44,29 +47,38 @@ class LoRA(NamedTuple):
 
     Attributes:
         header: of the file.
-        scale: alpha / rank as they were trained; None where that is not known.
+        scale: alpha / rank as they were trained; None where that is not known, or not the same for all.
     """
 
-    updates: dict[str, LowRank]
+    updates: dict[str, Update]
     header: dict[str, Any]
     scale: float | None
 
     @property
     def is_dora(self) -> bool:
         """Whether it scales rows of the updated weights."""
-        return any(update.magnitude is not None for update in self.updates.values())
+        return any("magnitude" in update.tensors() for update in self.updates.values())
+
+    @property
+    def kind(self) -> str:
+        """As `Update.kind`, of all together."""
+        return kind_of(self.updates.values())
 
     @property
     def rank(self) -> int:
-        """The largest of its layers."""
-        return max(update.rank for update in self.updates.values())
+        """The largest of its layers, of a LoRA."""
+        return max(update.divisor or 0 for update in self.updates.values())
 
     def header_of(self, made: Mapping[str, Any]) -> dict[str, Any]:
         """The header of a file of these weights, whose rank follows no schedule; `made` says how it was made."""
         header = dict(self.header)
         if "adapter" in header:
             adapter = {key: value for key, value in header["adapter"].items() if key != "rank_schedule"}
-            if adapter.get("rank") != self.rank or self.scale is None:
+            trained = Ranks.of_header(adapter) if self.kind == "LoRA" else None
+            ranks = {layer: update.divisor for layer, update in self.updates.items()}
+            other = trained is None or any(trained.rank_of(layer) != rank for layer, rank in ranks.items())
+            if self.kind == "LoRA" and other:
+                adapter = {key: value for key, value in adapter.items() if key not in ("use_rslora", *PATTERNS)}
                 adapter |= {"rank": self.rank, "alpha": self.rank * (self.scale or 1.0)}
             header["adapter"] = adapter
         return header | {"export": {**header.get("export", {}), **made}}
@@ -84,6 +96,9 @@ def sum_of(ones: Sequence[ReadLoRA], weights: Sequence[float]) -> LoRA:
         UserError: one of them has no constant update of the weights.
     """
     for one in ones:
+        if alone(one).kind != "LoRA":
+            kind = alone(one).kind
+            raise UserError(f"merge=: {one.path} is a {kind}: write its closest LoRA by rank=N, and merge that")
         if alone(one).is_dora:
             raise UserError(f"merge=: {one.path} is a DoRA, which scales whole rows of weights: it cannot be added up")
         if one.gate is not None:
@@ -102,7 +117,8 @@ def sum_of(ones: Sequence[ReadLoRA], weights: Sequence[float]) -> LoRA:
     }
     scales = {one.file.trained_scale for one in ones}
     kept = {key: value for key, value in header.items() if key not in ("step", "export")} | {"adapter": shared}
-    return LoRA(merged([one.updates for one in ones], weights), kept, scales.pop() if len(scales) == 1 else None)
+    loras = [{name: one for name, one in each.updates.items() if isinstance(one, LowRank)} for each in ones]
+    return LoRA(dict(merged(loras, weights)), kept, scales.pop() if len(scales) == 1 else None)
 
 
 def title(path: Path) -> str:

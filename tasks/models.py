@@ -64,7 +64,7 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
     if known is not None:
         return known
     for file in files:
-        file.parts  # noqa: B018 (a file that is no LoRA at all says so)
+        file.empty  # noqa: B018 (a file that is no LoRA at all says so)
     tried = ", ".join(model.base for model in known_models())
     raise UserError(
         f"the LoRA {files[0].path} fits none of the models that Retouch knows ({tried}): pass model=NAME "

@@ -109,7 +109,8 @@ def _row(sample: Sample) -> dict[str, Any]:
     target, *controls = [os.path.abspath(str(picture)) for picture in (sample.target, *sample.controls)]
     prompt = sample.prompts[0] if len(sample.prompts) == 1 else list(sample.prompts)
     row = {"file_name": target, **({"control_file_name": controls} if controls else {}), "prompt": prompt}
-    return row | ({"mask_file_name": os.path.abspath(str(sample.mask))} if sample.mask else {})
+    beside = {"mask_file_name": sample.mask, "rejected_file_name": sample.rejected}
+    return row | {name: os.path.abspath(str(picture)) for name, picture in beside.items() if picture}
 
 
 def _cards(proposals: Sequence[Proposal]) -> Iterator[dict[str, Any]]:

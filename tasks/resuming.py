@@ -13,8 +13,13 @@ from datamodules.errors import UserError
 from datamodules.files import reading
 from tasks.terminal import is_first_process, log
 
-# Restored from the checkpoint, which would hide a changed setting.
-SAVED = ("adapter", "optimizer", "scheduler")
+# Restored from the checkpoint, which would hide a changed setting, or what it holds is of.
+SAVED = ("adapter", "optimizer", "scheduler", "ema")
+# Of an adapter: weights of one cannot be those of another.
+SHAPES = (
+    *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
+    *("decompose_factor", "decompose_both", "full_matrix", "block_size"),
+)
 
 
 def find_checkpoint(ckpt_path: str | None, run: RunFolder) -> tuple[Path, int] | None:
@@ -100,7 +105,7 @@ def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
     """Compare the settings with those of the run that wrote the checkpoint.
 
     Raises:
-        UserError: adapter, optimizer or schedule differ: they are restored from the checkpoint, which would hide a
+        UserError: adapter, optimizer, schedule or EMA differ: they are restored from the checkpoint, which would hide a
             changed setting.
     """
     from datamodules.shards.failures import shown
@@ -110,9 +115,12 @@ def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
         return
     with reading(config, "remove the file, to resume without comparing the settings"):
         saved: Any = OmegaConf.load(config)
-        earlier: Any = OmegaConf.to_container(saved)
+        earlier: Any = _without_idle_ema(OmegaConf.to_container(saved))
+        settings = _without_idle_ema(settings)
         keys = [
-            (group, key) for group in (*SAVED, "model", "data") for key in sorted({**earlier[group], **settings[group]})
+            (group, key)
+            for group in (*SAVED, "objective", "model", "data")
+            for key in sorted({**earlier.setdefault(group, {}), **settings[group]})
         ]
         # A value that is computed from other settings, such as the length of a schedule, may change with them.
         values = [OmegaConf.select(saved, f"{group}.{key}") for group, key in keys]
@@ -120,10 +128,19 @@ def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
     for (group, key), value in zip(keys, values, strict=True):
         now = OmegaConf.select(present, f"{group}.{key}")
         if earlier[group].get(key) != settings[group].get(key) and value != now:
+            if key not in earlier[group] and not now:
+                continue  # a setting that was not there yet, and is off
             what = f"{group}.{key} was {shown(str(value))} in {config.parent} and is {shown(str(now))} now"
-            if group in SAVED:
+            if group in SAVED or (group, key) == ("objective", "_target_"):
+                shape = group == "adapter" and key in SHAPES
+                weights = None if shape else RunFolder.of_checkpoint(checkpoint).saved_weights()
                 raise UserError(
-                    f"cannot resume with a changed setting: {what}. Leave ckpt_path out and "
-                    f"{_from_weights(RunFolder.of_checkpoint(checkpoint).saved_weights())}"
+                    f"cannot resume with a changed setting: {what}. Leave ckpt_path out and {_from_weights(weights)}"
                 )
             log.warning(f"note: {what}")
+
+
+def _without_idle_ema(settings: Any) -> dict[str, Any]:
+    """With the EMA's settings only where there is one."""
+    ema = settings.get("ema") or {}
+    return {**settings, "ema": {} if ema.get("half_life") is None else ema}

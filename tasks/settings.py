@@ -2,74 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number from `least` to `most`.
-
-    Attributes:
-        whole: of no fraction.
-        above: whether `least` itself is too small.
-        multiple: of what a whole number must be one.
-        null: whether it may be left out by null.
-        words: that may stand in its place.
-        several: whether a list of them may.
-        by_pattern: whether a mapping of patterns to them may.
-    """
-
-    least: float = -math.inf
-    most: float = math.inf
-    whole: bool = False
-    above: bool = False
-    multiple: int = 1
-    null: bool = False
-    words: tuple[str, ...] = ()
-    several: bool = False
-    by_pattern: bool = False
-
-    def allows(self, value: Any) -> bool:
-        """Whether a setting may be this."""
-        if (self.several and isinstance(value, list)) or (self.by_pattern and isinstance(value, dict)):
-            return bool(value) and all(map(self._is_one, value.values() if isinstance(value, dict) else value))
-        return (self.null and value is None) or value in self.words or self._is_one(value)
-
-    def _is_one(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
-            return False
-        in_range = self.least < value <= self.most if self.above else self.least <= value <= self.most
-        return math.isfinite(value) and in_range and (self.multiple == 1 or value % self.multiple == 0)
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        if self.multiple > 1:
-            kind += f", a multiple of {self.multiple},"
-        start, end = f"{self.least:g}", f"{self.most:.10g}"
-        if self.least > -math.inf:
-            kind += f" above {start}" if self.above else f" from {start}"
-            kind += f" to {end}" if self.most < math.inf else "" if self.above else " on"
-        others = [*self.words, *(["null"] if self.null else []), *(["a list of them"] if self.several else [])]
-        others += ["a mapping {PATTERN:NUMBER}"] if self.by_pattern else []
-        return " or ".join([kind, *others])
-
-
-@dataclass(frozen=True)
-class Switch:
-    """True or false."""
-
-    def allows(self, value: Any) -> bool:
-        """Whether a setting may be this."""
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "true or false"
-
+from tasks.values import ByPattern, Number, Rule, Switch
 
 COUNT = Number(1, whole=True)
 COUNT_OR_NONE = Number(0, whole=True)
@@ -82,7 +21,7 @@ SCALE = Number(0)
 RESOLUTION = Number(16, 4096, whole=True)
 
 # By key; a * at the end of a part stands for anything. A setting that only repeats another one needs no rule.
-SHARED: dict[str, Number | Switch] = {
+SHARED: dict[str, Rule] = {
     "seed": SEED,
     "trainer.devices": Number(-1, whole=True, words=("auto",), several=True),
     "trainer.num_nodes": COUNT,
@@ -126,7 +65,7 @@ SHARED: dict[str, Number | Switch] = {
     "data.source.seed": SEED,
     "data.source.change_weight": POSITIVE,
 }
-TRAINING: dict[str, Number | Switch] = {
+TRAINING: dict[str, Rule] = {
     **SHARED,
     "trainer.max_steps": COUNT,
     "trainer.accumulate_grad_batches": COUNT,
@@ -136,15 +75,37 @@ TRAINING: dict[str, Number | Switch] = {
     "trainer.num_sanity_val_steps": COUNT_OR_NONE,
     "save_every": COUNT_OR_NONE,
     "sample_every": COUNT_OR_NONE,
+    "ema.half_life": Number(1, null=True),
     "hub.private": Switch(),
     "adapter.rank": COUNT,
     "adapter.alpha": Number(0, above=True, null=True),
+    "adapter.decompose_factor": Number(-1, whole=True),
+    "adapter.decompose_both": Switch(),
+    "adapter.full_matrix": Switch(),
+    "adapter.block_size": Number(2, whole=True),
+    "adapter.use_rslora": Switch(),
+    "adapter.rank_pattern": ByPattern(1, whole=True),
+    "adapter.alpha_pattern": ByPattern(0, above=True),
+    "adapter.lr_pattern": ByPattern(0, above=True),
+    "adapter.lora_plus_ratio": replace(POSITIVE, null=True),
     "adapter.dropout": Number(0, 0.999),
     "adapter.seed": SEED,
     "adapter.min_rank": COUNT_OR_NONE,
     "adapter.alpha_rank_scale": Number(0.01, 10),
     "adapter.update_masked": Switch(),
     "adapter.text_encoders": Switch(),
+    "objective.loss.delta": POSITIVE,
+    "objective.mask.outside": Number(0, 1),
+    "objective.edit_weight.floor": Number(0, 1),
+    "objective.edit_weight.power": POSITIVE,
+    "objective.edit_weight.smooth": COUNT,
+    "objective.contrastive_guidance": Number(1),
+    "objective.preserve.outside": SCALE,
+    "objective.preserve.weight": SCALE,
+    "objective.preserve.every": COUNT,
+    "objective.text.noise": SCALE,
+    "objective.seed": SEED,
+    "objective.beta": POSITIVE,
     "optimizer.lr": Number(0),
     "optimizer.betas": Number(0, 0.99999, several=True),
     "optimizer.eps": POSITIVE,
@@ -174,14 +135,14 @@ TRAINING: dict[str, Number | Switch] = {
     "callbacks.sample_images.true_cfg_scale": Number(0, null=True),
     "callbacks.sample_images.seed": SEED,
 }
-PREDICTION: dict[str, Number | Switch] = {
+PREDICTION: dict[str, Rule] = {
     **SHARED,
     **dict.fromkeys(("seed", "model.seed", "data.seed"), replace(SEED, several=True)),
     "num_images_per_prompt": COUNT,
     "num_inference_steps": COUNT,
     "guidance_scale": Number(0, null=True),
     "true_cfg_scale": Number(0, null=True),
-    "lora_scale": Number(several=True, by_pattern=True),
+    "lora_scale": Number(null=True, several=True, by_pattern=True),
     "height": SIDE,
     "width": SIDE,
     "max_area": Number(256, whole=True),
@@ -190,6 +151,8 @@ PREDICTION: dict[str, Number | Switch] = {
     "rank": replace(COUNT, null=True),
     "merge_weights": Number(null=True, several=True),
     "fuse": Switch(),
+    # At 0.289 all savings weigh alike (arXiv 2312.02696, equation 123).
+    "average.relative_std": Number(0, 0.28, above=True, several=True),
     "delete": Switch(),
     "overwrite": Switch(),
     "captioner.max_new_tokens": COUNT,
@@ -200,7 +163,7 @@ PREDICTION: dict[str, Number | Switch] = {
 }
 
 
-def check_settings(cfg: DictConfig, rules: Mapping[str, Number | Switch]) -> None:
+def check_settings(cfg: DictConfig, rules: Mapping[str, Rule]) -> None:
     """Compare a composed config with `TRAINING` or `PREDICTION`, before anything is made of it.
 
     Raises:
@@ -210,7 +173,7 @@ def check_settings(cfg: DictConfig, rules: Mapping[str, Number | Switch]) -> Non
         for key, value in _select(cfg, pattern.split(".")):
             if not rule.allows(value):
                 raise UserError(f"{key}={value}: must be {rule}")
-    for group, key in (("export", "dtype"), ("hub", "push")):
+    for group, key in (("export", "dtype"), ("hub", "push"), ("ema", "half_life"), ("average", "relative_std")):
         if group in cfg and not isinstance(cfg[group], DictConfig):
             raise UserError(f"{group}={cfg[group]}: write {group}.{key}={cfg[group]}")
     steps, warmup = (OmegaConf.select(cfg, key) for key in ("trainer.max_steps", "scheduler.num_warmup_steps"))

@@ -148,7 +148,7 @@ def test_old_caches_are_named_first_and_deleted_when_told(run, tiny, pairs, tmp_
 
 
 def test_task_that_does_not_exist(run):
-    names = "edit, cache, preview, clean, quantize, inspect, compare_precision, caption, export or lora_info"
+    names = "edit, cache, preview, clean, quantize, inspect, compare_precision, caption, export, average or lora_info"
     assert f"task=catch: choose {names}" in run("predict", "task=catch", ok=False).error
 
 

@@ -29,7 +29,7 @@ def test_cached_and_streamed_training_give_the_same_loss(
     build_cache(cfg, data)
     data.open(data.cache(module))
     module.configure_model()
-    module.objective.caption_dropout_rate = caption_dropout_rate
+    module.flow.caption_dropout_rate = caption_dropout_rate
     read = data.reader(caption_dropout_rate > 0)
     raw = data.pixels(8)
     taken = []

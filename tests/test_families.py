@@ -87,7 +87,7 @@ def test_cached_and_streamed_training_give_the_same_loss(run, arguments, tmp_pat
     remote = collate_items([items[key] for key in pixels.keys], list(range(4)), seed=None)
     with torch.no_grad():
         for rate in (0.0, 0.5, 1.0):
-            module.objective.caption_dropout_rate = rate
+            module.flow.caption_dropout_rate = rate
             expected = losses(module, module.encoder(pixels, ""))
             torch.testing.assert_close(losses(module, local), expected, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(losses(module, remote), expected, rtol=1e-5, atol=1e-6)

@@ -63,8 +63,19 @@ def predict(run, photo, tmp_path):
 
 @pytest.mark.parametrize(
     ("adapters", "more"),
-    first(2, [(["tlora", "lora"], []), (["lora"], ["merge_lora=true"]), (["lora"], []), (["tlora"], [])]),
-    ids=["both", "merged", "lora", "tlora"],
+    first(
+        4,
+        [
+            (["tlora", "lora"], []),
+            (["lora"], ["merge_lora=true"]),
+            (["lora", "dora"], []),
+            (["lora", "dora"], ["merge_lora=true"]),
+            (["dora"], []),
+            (["lora"], []),
+            (["tlora"], []),
+        ],
+    ),
+    ids=["both", "merged", "dora", "merged dora", "dora alone", "lora", "tlora"],
 )
 def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(predict, stock, learned, photo, adapters, more):
     folders = [learned(adapter) / "lora" / "last" for adapter in adapters]
@@ -122,11 +133,14 @@ def test_on_a_quantized_base_all_layers_by_a_pattern_are_one_scale(predict, trai
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
-        ("{transformer_block.*:0.5}", "matches no layer of the LoRA; it has transformer_blocks.*, "),
+        ("{transformer_block.*:0.5}", "matches no layer of the adapter; it has transformer_blocks.*, "),
         ("{transformer_blocks.*:0.5,nothing:1}", "lora_scale={nothing:1} matches no layer"),
         ("{7:0.5}", "lora_scale={7:0.5} matches no layer"),
-        ("{*:much}", "lora_scale={'*': 'much'}: must be a number or a list of them or a mapping {PATTERN:NUMBER}"),
-        ("[{*:0.5},{*:1}]", "must be a number or a list of them or a mapping"),
+        (
+            "{*:much}",
+            "lora_scale={'*': 'much'}: must be a number or null or a list of them or a mapping {PATTERN:NUMBER}",
+        ),
+        ("[{*:0.5},{*:1}]", "must be a number or null or a list of them or a mapping"),
     ],
 )
 def test_a_wrong_mapping_is_one_line(run, trained, photo, tmp_path, scale, words):

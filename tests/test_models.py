@@ -7,7 +7,8 @@ import torch
 from PIL import Image
 
 from datamodules.shards.cache import Cache
-from datamodules.shards.reader import LatentReader, ShardIndex
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.reader import LatentReader
 from tests.support.pictures import photograph
 from tests.support.tiny_pipelines import MODELS
 

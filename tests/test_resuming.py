@@ -140,9 +140,23 @@ def test_a_run_is_not_resumed_with_a_changed_setting(run, tiny, pairs, tmp_path)
     error = run("train", *arguments, "ckpt_path=last", "optimizer.lr=1e-2", ok=False).error
     assert "cannot resume with a changed setting: optimizer.lr was 0.0001 in" in error
     assert "adapter.init_from=" in error
+    # Weights of one shape start none of another.
+    for setting in ("adapter.rank=8", "adapter.rank_pattern={*:2}", "adapter.layers=[transformer_blocks.0]"):
+        error = run("train", *arguments, "ckpt_path=last", setting, ok=False).error
+        assert "Leave ckpt_path out and start anew" in error
+        assert "init_from" not in error
+    error = run("train", *arguments, "ckpt_path=last", "objective=slider", ok=False).error
+    assert "cannot resume with a changed setting: objective._target_ was" in error
+    config = tmp_path / "run" / "config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    earlier = [line for line in lines if "lora_plus_ratio" not in line and "use_rslora" not in line]
+    assert len(earlier) == len(lines) - 2
+    config.write_text("".join(earlier))  # of a version without these settings
     assert "nothing to do" in run("train", *arguments, "ckpt_path=last").text
-    text = run("train", *arguments, "ckpt_path=last", "trainer.max_steps=3", "data.batch_size=2").text
+    changed = ["data.batch_size=2", "objective.weighting=cosine"]
+    text = run("train", *arguments, "ckpt_path=last", "trainer.max_steps=3", *changed).text
     assert "note: data.batch_size was 1 in" in text
+    assert "note: objective.weighting was None in" in text
 
 
 def test_what_was_learned_is_kept_when_a_run_fails(run, tiny, pairs, tmp_path):

@@ -11,10 +11,11 @@ from lightning.pytorch import Trainer
 from callbacks import metrics
 from datamodules.prefetch import Prefetcher
 from lightning_modules.edit_module import EditModule
-from lightning_modules.flow import FlowMatching
+from lightning_modules.objectives.flow_matching import FlowMatchingObjective
 from lightning_modules.timing import StageTimer
 from tests.support.combinations import first
 from tests.support.commands import short
+from tests.support.losses import EVERYTHING
 from tests.support.tiny_pipelines import every_model
 from tests.support.watch import Watch
 
@@ -43,14 +44,16 @@ SETTINGS = ["trainer.log_every_n_steps=4", "save_every=0", "data.batch_size=2", 
 @pytest.mark.parametrize(
     "more",
     first(
-        2,
+        3,
         [
             ["adapter=tlora", "adapter.update_masked=false", "model.dtype=bfloat16", "model/quantization=fp8"],
             [
                 "trainer.accumulate_grad_batches=2",
+                "ema.half_life=9",
                 "model.offload.activations=true",
                 "+trainer.gradient_clip_algorithm=value",
             ],
+            [*EVERYTHING, "objective.preserve.every=2"],
             ["adapter=lora"],
             ["adapter=tlora", "model.gradient_checkpointing=selective"],
         ],
@@ -73,7 +76,7 @@ def test_no_family_waits_for_the_device(run, arguments, tmp_path, watch, model):
 
 @pytest.mark.parametrize("waiting", first(2, ["item", "to", "cpu", "bool"]))
 def test_the_watch_sees_what_waits(run, tiny, pairs, tmp_path, watch, monkeypatch, waiting):
-    losses = FlowMatching.losses
+    losses = FlowMatchingObjective.losses
 
     def waits(self, *arguments):
         result = losses(self, *arguments)
@@ -83,7 +86,7 @@ def test_the_watch_sees_what_waits(run, tiny, pairs, tmp_path, watch, monkeypatc
             {"item": lambda x: x.item(), "cpu": torch.Tensor.cpu, "bool": bool}[waiting](result.mean())
         return result
 
-    monkeypatch.setattr(FlowMatching, "losses", waits)
+    monkeypatch.setattr(FlowMatchingObjective, "losses", waits)
     run("train", *short(tiny, pairs, tmp_path / "run", 3), *SETTINGS)
     assert watch.found[2]
 

@@ -169,11 +169,13 @@ class Card(NamedTuple):
 
         adapter, tokens = self.module.adapter.metadata(), setting("data.max_tokens_per_batch")
         batch = (setting("data.batch_size") or 1) * (setting("trainer.accumulate_grad_batches") or 1) * processes
+        ema = self.module.optimization.ema
         dtype, precision = str(self.module.base.dtype).removeprefix("torch."), self.module.base.source.precision
         rows = {
             "optimizer steps": self.step,
             "optimizer": str(setting("optimizer._target_") or "").rpartition(".")[2] or None,
             "learning rate": setting("optimizer.lr"),
+            "half-life of the EMA in samples": None if ema is None or ema.sample_with == "raw" else ema.half_life,
             "samples a step": None if tokens else batch,
             "rank": adapter.get("rank"),
             "alpha": adapter.get("alpha"),
@@ -203,10 +205,11 @@ class Card(NamedTuple):
             "root": root,
             "place": place,
             "commands": commands(self.module, names, sampler, strips[0] if strips else None),
-            "comfyui": self._is_lora and self.module.base.name != EMBEDDED,
+            "comfyui": self._is_lora and self.module.base.name != EMBEDDED and self.module.adapter.in_comfyui,
             "comfyui_note": COMFYUI_NOTES.get(self.module.pipeline_name, ""),
             "file": next((path.name for path in self.folder.glob("*.safetensors")), ""),
             "schedule": None if schedule["kind"] == "constant" else schedule,
+            "slider": self.module.objective is not None and len(self.module.objective.scales) > 1,
         }
 
 

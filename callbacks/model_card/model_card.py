@@ -74,10 +74,9 @@ class ModelCard(L.Callback):
         return OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
 
     def _weights(self, trainer: L.Trainer, module: EditModule) -> dict[Path, int]:
-        """The run's folders of weights, and the step of each."""
+        """The run's folders of weights that pictures are made with, and the step of each."""
         assert module.adapter is not None
-        folders = self.run.path.glob(f"{module.adapter.folder}/step-*")
-        found = {folder: int(folder.name.removeprefix("step-")) for folder in sorted(folders)}
+        found = {folder: step for step, folder in self.run.saved_steps(module.adapter.folder).items()}
         keeper, validation = find_callback(trainer, LoRACheckpoint), find_callback(trainer, Validation)
         if keeper is not None:
             found[self.run.weights(module.adapter.folder, "last")] = keeper.saved_step

@@ -53,7 +53,9 @@ def commands(module: EditModule, names: Names, sampler: SampleImages | None, sam
     other = None if sampler is None else sampler.sampling.transformer_name_or_path
     transformer = names.shown(module.base.transformer_name if other is None else other)
     chosen = {} if other is None else {"model.sampling.transformer_name_or_path": transformer}
-    settings = {"prompt": prompt, **chosen, **sampling, "seed": seed}
+    scales = (1,) if module.objective is None else module.objective.scales
+    dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
+    settings = {"prompt": prompt, **dial, **chosen, **sampling, "seed": seed}
     found = {"Here": predict_command(module, names.arguments, settings)}
     # The stock Kontext pipeline takes one condition image.
     if images <= 1 or module.condition_images.most is not None:

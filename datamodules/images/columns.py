@@ -1,4 +1,4 @@
-"""Which column of a table holds the control, the target, the prompt and the mask: as named, or guessed by its name."""
+"""Which column of a table holds the control, the target, the prompt, the mask: as named, or guessed by its name."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,6 +35,8 @@ WORDS = {
         "after",
         "result",
         "end",
+        "chosen",
+        "preferred",
         "image",
         "images",
         "img",
@@ -65,6 +67,7 @@ WORDS = {
         "edit",
     ),
     "mask": ("mask",),
+    "rejected": ("rejected", "dispreferred"),
 }
 # What messages call a column that is missing, where its name is not known.
 NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}
@@ -81,6 +84,7 @@ class Columns:
     controls: tuple[str, ...]
     prompt: str | None
     mask: str | None
+    rejected: str | None
 
 
 class MissingColumn(UserError):
@@ -119,7 +123,7 @@ def choose_columns(
     controls = fixed.get("control") or _guess_controls(place, there, pictures)
     target = fixed.get("target") or _guess(place, "target", [one for one in pictures if one not in controls], there)
     prompt = fixed.get("prompt") or _guess(place, "prompt", there, there)
-    mask = fixed.get("mask") or _guess(place, "mask", pictures, there)
+    mask, rejected = (fixed.get(role) or _guess(place, role, pictures, there) for role in ("mask", "rejected"))
     found = {"target": target, "control": controls, "prompt": prompt}
     if missing := [role for role, columns in found.items() if role in wanted and not columns]:
         nouns = [usual.get(role, NOUNS[role]) for role in missing]
@@ -133,12 +137,13 @@ def choose_columns(
             f"{place} is a set of pairs, for data=cached and a model that edits; data=captions takes pictures alone: "
             f"say which, as data.columns='{{target: {target[0]}}}'"
         )
-    return Columns(target[0], tuple(controls) if edits else (), next(iter(prompt), None), next(iter(mask), None))
+    optional = (next(iter(columns), None) for columns in (prompt, mask, rejected))
+    return Columns(target[0], tuple(controls) if edits else (), *optional)
 
 
-def is_mask(name: str) -> bool:
-    """Whether a column is called one of masks."""
-    return _word(name, "mask") in WORDS["mask"]
+def is_optional(name: str) -> bool:
+    """Whether a column is called one of masks or of rejected pictures."""
+    return any(_word(name, role) in WORDS[role] for role in ("mask", "rejected"))
 
 
 def _named(place: str, there: Sequence[str], role: str, value: Any) -> list[str]:

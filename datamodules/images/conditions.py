@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from datamodules.base import Asking
 from datamodules.images.sample import Picture
 from datamodules.images.transforms import fit_area, floor_size, open_image, shrunk, size_of_area, to_tensor
 from datamodules.images.window import Window
@@ -131,6 +132,10 @@ class Model(Protocol):
         """What makes latents of pictures and prompts."""
 
     @property
+    def objective(self) -> Asking | None:
+        """What it is trained for; None where it is not."""
+
+    @property
     def condition_images(self) -> ConditionImages:
         """How many it takes, and at what sizes."""
 
@@ -152,7 +157,11 @@ class Sides(Protocol):
         side_multiple: of which both sides are multiples.
         preferred_sizes: the (width, height) that it resizes a picture to; empty if it takes any.
         resolution: side of a square picture.
+        text: the prompt tensor (L, ...) that has as many rows as there are text tokens.
     """
+
+    @property
+    def text(self) -> str: ...
 
     @property
     def side_multiple(self) -> int: ...

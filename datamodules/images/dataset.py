@@ -13,7 +13,7 @@ from datamodules.batch import RawBatch
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.framing import View
 from datamodules.images.window import load_image, load_mask
-from datamodules.sampler import drawn_caption
+from datamodules.sampler import drawn_caption, drawn_preserved
 
 
 def pictures(raw: RawBatch) -> list[Tensor]:
@@ -25,13 +25,21 @@ class PairDataset(Dataset[RawBatch]):
     """Views decoded to batches of one, by (index of the view, number of the draw).
 
     Args:
-        seed: draws one of a sample's captions; None for the first.
+        seed: draws one of a sample's captions, and of preserve_prompts; None for the first caption and none of these.
+        preserve_prompts: of which each sample gets one beside its own.
     """
 
-    def __init__(self, views: Sequence[View], condition_images: ConditionImages, seed: int | None) -> None:
+    def __init__(
+        self,
+        views: Sequence[View],
+        condition_images: ConditionImages,
+        seed: int | None,
+        preserve_prompts: Sequence[str] = (),
+    ) -> None:
         self.views = views
         self.condition_images = condition_images
         self.seed = seed
+        self.preserve_prompts = preserve_prompts if seed is not None else ()
         self.weighted = any(view.weight != 1 for view in views)
 
     def __len__(self) -> int:
@@ -42,6 +50,8 @@ class PairDataset(Dataset[RawBatch]):
         view = self.views[index]
         sample, (window, *windows) = view.sample, view.windows
         controls, prompt_images = self.condition_images.load(sample.controls, windows)
+        others = self.preserve_prompts
+        preserved = [others[drawn_preserved(self.seed, draw, len(others))]] if others and self.seed is not None else []
         return RawBatch(
             keys=[sample.key],
             draws=[draw],
@@ -49,8 +59,10 @@ class PairDataset(Dataset[RawBatch]):
             target=load_image(sample.target, window)[None],
             controls=controls,
             mask=load_mask(sample.mask, window)[None] if sample.mask else None,
+            rejected=load_image(sample.rejected, window)[None] if sample.rejected else None,
             weights=torch.tensor([view.weight]) if self.weighted else None,
             prompt_images=[prompt_images],
+            preserve_prompts=preserved,
         )
 
 
@@ -68,8 +80,10 @@ def collate(samples: list[RawBatch]) -> RawBatch:
         target=join([sample.target for sample in samples]),
         controls=[torch.cat(images) for images in zip(*(sample.controls for sample in samples), strict=True)],
         mask=join([sample.mask for sample in samples]),
+        rejected=join([sample.rejected for sample in samples]),
         weights=join([sample.weights for sample in samples]),
         prompt_images=[images for sample in samples for images in sample.prompt_images],
+        preserve_prompts=[prompt for sample in samples for prompt in sample.preserve_prompts],
     )
 
 

@@ -10,6 +10,7 @@ from datamodules.errors import UserError
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
+REJECTED_FOLDERS = ("rejected_images",)
 FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
 # What systems and programs leave beside pictures.
 CLUTTER = {"thumbs.db", "desktop.ini", "__macosx"}
@@ -24,6 +25,11 @@ def targets_folder(root: Path) -> Path | None:
 def controls_folder(root: Path) -> Path | None:
     """Where a data set of pairs keeps its condition images."""
     return _first_folder(root, CONTROL_FOLDERS)
+
+
+def rejected_folder(root: Path) -> Path | None:
+    """Where a data set of pairs keeps what is to be liked less than its targets."""
+    return _first_folder(root, REJECTED_FOLDERS)
 
 
 def folders_of_pairs(root: Path) -> tuple[Path, Path] | None:

@@ -37,7 +37,7 @@ class View:
     """A sample as a step sees it.
 
     Attributes:
-        windows: of the target, then of each control; the mask has the target's.
+        windows: of the target, then of each control; the mask and the rejected picture have the target's.
         weight: in the loss.
         repeats: how often an epoch has it.
     """
@@ -50,7 +50,8 @@ class View:
     @property
     def size(self) -> Size:
         """What the samples of a batch have in common."""
-        return tuple(window.size for window in self.windows), self.sample.mask is not None
+        beside = {"mask": self.sample.mask, "rejected": self.sample.rejected}
+        return tuple(window.size for window in self.windows), tuple(name for name in beside if beside[name] is not None)
 
     @property
     def cropped(self) -> float:

@@ -137,7 +137,8 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Pictur
     seen: dict[Picture, Look] = {}
     findings: list[Finding] = []
     masks = [sample.mask] if sample.mask else []
-    for path in (sample.target, *sample.controls, *masks):
+    rejected = [sample.rejected] if sample.rejected else []
+    for path in (sample.target, *sample.controls, *masks, *rejected):
         try:
             seen[path] = look_at_mask(path) if path in masks else see(path)
         except UserError as error:
@@ -152,6 +153,9 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Pictur
     ]
     if target is not None and sample.mask in seen:
         findings += _of_mask(sample, seen[sample.mask], target)
+    other = seen.get(sample.rejected) if sample.rejected else None
+    if target is not None and other is not None and nearly_equal(resize(other.small, target.small.size), target.small):
+        findings.append(_finding(sample, Kind.NEARLY_EQUAL, "rejected and target"))
     if target is not None and len(controls) == len(sample.controls) > 0:
         findings += _of_pair(sample, target, controls, sides)
     first = seen.get(sample.controls[0]) if sample.controls else None

@@ -75,7 +75,7 @@ def bucket_notes(sizes: Sequence[Size], repeats: Sequence[int], full: Mapping[Si
 
 
 def _name(size: Size) -> str:
-    return " + ".join(f"{width}x{height}" for width, height in size[0]) + (", masked" if size[1] else "")
+    return " + ".join(f"{width}x{height}" for width, height in size[0]) + "".join(f", {name}" for name in size[1])
 
 
 def unusual(captions: Sequence[Sequence[str]], sizes: Sequence[Size], framing: Framing, noun: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pairs in two folders: targets with their captions, and controls of the same names."""
+"""Pairs in two folders: targets with their captions, and controls of the same names; and rejected ones in a third."""
 
 from pathlib import Path
 
@@ -16,10 +16,13 @@ from datamodules.images.prompts import has_prompts, read_prompts
 from datamodules.images.sample import Found, Sample
 
 
-def pairs_of_folders(target_folder: Path, control_folder: Path, require_prompt: bool) -> Found:
+def pairs_of_folders(
+    target_folder: Path, control_folder: Path, rejected_folder: Path | None, require_prompt: bool
+) -> Found:
     """The pairs of two folders, by name.
 
     Args:
+        rejected_folder: of what is to be liked less than the targets; None where there is none.
         require_prompt: whether a pair without caption is incomplete.
 
     Raises:
@@ -35,6 +38,7 @@ def pairs_of_folders(target_folder: Path, control_folder: Path, require_prompt: 
     for name, path in all_controls.items():
         if match := FURTHER_CONTROL.match(name):
             numbered.setdefault(match["stem"], {})[name] = path
+    rejected = {} if rejected_folder is None else folder_images(rejected_folder)
     unread, unread_controls = unread_files(target_folder), unread_files(control_folder)
     samples, incomplete = [], []
     for stem, target in targets.items():
@@ -52,9 +56,14 @@ def pairs_of_folders(target_folder: Path, control_folder: Path, require_prompt: 
             continue
         more = further_controls(numbered.get(stem, {}), stem)
         mask, caption_file = masks.get(f"{stem}_mask"), target.with_suffix(".txt")
-        samples.append(Sample(stem, target, (controls[stem], *more), prompts, mask, caption_file=caption_file))
+        pictures = target, (controls[stem], *more)
+        samples.append(Sample(stem, *pictures, prompts, mask, rejected.get(stem), caption_file=caption_file))
     for stem, path in unread.items():  # else a pair in such a format would be left out silently
         if stem not in targets and (stem in controls or has_prompts(path)):
             incomplete.append(f"target {none_of_the_formats(path)}")
     incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in {*targets, *unread}]
-    return Found(samples, incomplete, sum(map(count_clutter, {target_folder, control_folder})))
+    incomplete += [f"{path} has no target image" for stem, path in rejected.items() if stem not in {*targets, *unread}]
+    folders = {target_folder, control_folder, *([] if rejected_folder is None else [rejected_folder])}
+    if rejected_folder is not None:
+        incomplete += [none_of_the_formats(path) for path in unread_files(rejected_folder).values()]
+    return Found(samples, incomplete, sum(map(count_clutter, folders)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from datamodules.errors import UserError
 from datamodules.files import Packed, reason, require_file
-from datamodules.images.columns import Columns, MissingColumn, choose_columns, is_mask
+from datamodules.images.columns import Columns, MissingColumn, choose_columns, is_optional
 from datamodules.images.folders import IMAGE_SUFFIXES
 from datamodules.images.prompts import as_prompts, is_text
 from datamodules.images.sample import Found, Picture, Root, Sample
@@ -64,10 +64,10 @@ def samples_of(table: Table, root: Root, instance_prompts: tuple[str, ...] = (),
         UserError: a column is missing, or holds what it cannot be.
     """
     columns = _columns(table, root, edits)
-    names = (columns.target, columns.prompt, columns.mask, *columns.controls)
+    names = (columns.target, columns.prompt, columns.mask, columns.rejected, *columns.controls)
     values = [table.values(name) if name is not None else [None] * len(table.rows) for name in names]
     samples, incomplete = [], list(table.incomplete)
-    for number, (row, target, prompt, mask, *controls) in enumerate(zip(table.rows, *values, strict=True)):
+    for number, (row, target, prompt, mask, rejected, *controls) in enumerate(zip(table.rows, *values, strict=True)):
         where = f"{table.place} {row}"
         try:
             sample = Sample(
@@ -76,6 +76,7 @@ def samples_of(table: Table, root: Root, instance_prompts: tuple[str, ...] = (),
                 controls=_controls(table, where, columns.controls, controls),
                 prompts=_prompts(where, columns.prompt, prompt, root.require_prompt, instance_prompts),
                 mask=None if mask in (None, "") else _picture(table, where, str(columns.mask), mask),
+                rejected=None if rejected in (None, "") else _picture(table, where, str(columns.rejected), rejected),
             )
         except _Incomplete as error:
             incomplete.append(f"{where}: {error}")
@@ -107,7 +108,7 @@ def _columns_of_pictures(table: Table) -> Iterator[Sequence[str]]:
     names = {name: _file_names(table.values(name)) for name in table.texts}
     files = [name for name, some in names.items() if any(os.path.isfile(folder / one) for one in some)]
     lost = [name for name, some in names.items() if name not in files and any(map(_is_like_a_picture, some))]
-    yield [*table.pictures, *files, *filter(is_mask, lost)]  # a mask is not wanted, and never missed
+    yield [*table.pictures, *files, *filter(is_optional, lost)]  # not wanted, and never missed
     yield [*table.pictures, *files, *lost]
 
 

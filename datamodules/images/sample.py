@@ -64,6 +64,7 @@ class Sample:
         controls: the condition images to start from.
         prompts: instructions or captions, at least one where its root requires it; each time one of them is drawn.
         mask: the weight of each pixel in the loss.
+        rejected: of the target's size, what is to be liked less than it; only preferences are learned from it.
         root: the number of its root.
         caption_file: a text file of its own, where its prompts stand or would; None where they stand in a table.
     """
@@ -73,6 +74,7 @@ class Sample:
     controls: tuple[Picture, ...]
     prompts: tuple[str, ...]
     mask: Picture | None = None
+    rejected: Picture | None = None
     root: int = 0
     caption_file: Path | None = None
 

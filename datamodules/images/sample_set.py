@@ -9,8 +9,8 @@ from datamodules.errors import UserError, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
 from datamodules.images.roots import RootSetting, as_roots, with_captions
-from datamodules.images.sample import Found, Picture, Root, Sample, Source, place, refuse_unused
-from datamodules.images.transforms import MOST_PIXELS, image_facts, require_sides, verify_image
+from datamodules.images.sample import Found, Root, Sample, Source, place, refuse_unused
+from datamodules.images.transforms import image_facts, refuse_large, require_sides, require_size, verify_image
 
 
 class Usable(NamedTuple):
@@ -233,18 +233,11 @@ class SampleSet:
                 require_sides(path, *size)
             if not self.root(sample).resolution:
                 for path, size in zip(images, sizes[: 1 if fixed else None], strict=False):
-                    _refuse_large(path, *size)
-            for path in (*images, *([sample.mask] if sample.mask else [])):
+                    refuse_large(path, *size)
+            if sample.rejected:
+                require_size(sample.rejected, sizes[0])
+            for path in (*images, *(one for one in (sample.mask, sample.rejected) if one)):
                 verify_image(path)
         except UserError as error:
             return error
         return Usable(sample, sizes, any(frames for *_, frames in facts))
-
-
-def _refuse_large(path: Picture, width: int, height: int) -> None:
-    """Raise a UserError for a picture whose training step would take hundreds of gigabytes."""
-    if width * height > MOST_PIXELS:
-        raise UserError(
-            f"the image {path} is {width}x{height}, {width * height / 1e6:.1f} megapixels: training at its own size "
-            f"takes at most {MOST_PIXELS / 1e6:.1f}; set data.resolution, or shrink it"
-        )

@@ -12,6 +12,7 @@ from datamodules.images.folders import (
     TARGET_FOLDERS,
     folder_images,
     folders_of_pairs,
+    rejected_folder,
     targets_folder,
 )
 from datamodules.images.forms import Form, form_of_pairs, look_below
@@ -66,7 +67,7 @@ def _read(folder: Path, form: Form, root: Root, suffixes: tuple[str, str] | None
         table, passed_over = folder_table(folder, form)
         return replace(samples_of(table, root), passed_over=passed_over)
     targets, controls = folders_of_pairs(folder) or (folder, folder)
-    found = pairs_of_folders(targets, controls, root.require_prompt)
+    found = pairs_of_folders(targets, controls, rejected_folder(folder), root.require_prompt)
     if not found.samples and not found.incomplete:
         raise UserError(f"data.root={folder}: no images ({FORMATS}) in {targets} and {controls}")
     return found

@@ -16,14 +16,17 @@ from datamodules.images.rows import Table
 # What a folder's table is called.
 TABLES = ("metadata.jsonl", "metadata.csv")
 # What the columns of a table of ours are called; others are guessed.
-COLUMNS = {"target": "file_name", "control": "control_file_name", "prompt": "prompt", "mask": "mask_file_name"}
+COLUMNS = {
+    **{"target": "file_name", "control": "control_file_name", "prompt": "prompt"},
+    **{"mask": "mask_file_name", "rejected": "rejected_file_name"},
+}
 
 
 def file_table(path: Path) -> Table:
     """A table whose file names are relative to its folder.
 
     Columns: file_name, control_file_name (one name, or a JSON list), prompt (a text, in JSON lines also a list), and
-    optionally mask_file_name; or such as `choose_columns` guesses.
+    optionally mask_file_name and rejected_file_name; or such as `choose_columns` guesses.
 
     Raises:
         UserError: as `read_table`, or it has no rows.

@@ -106,6 +106,23 @@ def require_sides(path: Picture, width: int, height: int) -> None:
         raise UserError(f"the image {path} is {width}x{height}: both sides must be at least {SIDE_MULTIPLE} pixels")
 
 
+def require_size(path: Picture, size: tuple[int, int]) -> None:
+    """Raise a UserError where a rejected picture has another (width, height) than its target."""
+    own = image_size(path)
+    if own != size:
+        by = " and ".join(f"{width}x{height}" for width, height in (own, size))
+        raise UserError(f"the rejected picture {path} and its target are {by}: give both one size")
+
+
+def refuse_large(path: Picture, width: int, height: int) -> None:
+    """Raise a UserError for a picture whose training step would take hundreds of gigabytes."""
+    if width * height > MOST_PIXELS:
+        raise UserError(
+            f"the image {path} is {width}x{height}, {width * height / 1e6:.1f} megapixels: training at its own size "
+            f"takes at most {MOST_PIXELS / 1e6:.1f}; set data.resolution, or shrink it"
+        )
+
+
 def image_facts(path: Picture) -> tuple[int, int, bool]:
     """Width and height of the upright image, and whether it has more frames than the first, which is used.
 

@@ -71,9 +71,9 @@ class Cache:
             for one in hashed:
                 file.write(FileHashes.line(one))
 
-    def sample_ids(self) -> set[str]:
-        """The ids of all encoded samples."""
-        return {row["id"] for row in self.rows() if "key" in row}
+    def sample_ids(self, prompts: bool = False) -> set[str]:
+        """The ids of all encoded samples, and of all prompts if these are asked for, too."""
+        return {row["id"] for row in self.rows() if "key" in row or prompts}
 
     def unmerged(self) -> list[Path]:
         """The tars whose rows are not in the index yet, but in a file beside them."""

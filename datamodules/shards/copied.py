@@ -1,15 +1,24 @@
 """A cache that was copied here from elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit
+from datamodules.shards.index import ShardIndex
 from datamodules.shards.manifest import INDEX, MANIFEST
-from datamodules.shards.reader import ShardIndex
+
+
+def check_preserved(prompts: Sequence[str], where: str) -> None:
+    """Raise a UserError for preserve prompts whose conditioning shards do not hold: all but the empty one."""
+    if others := [f'"{prompt}"' for prompt in prompts if prompt]:
+        raise UserError(
+            f"objective.preserve.prompts: {where} holds no conditioning of {listing(others)}: train on data.root, "
+            'which is encoded with it, or preserve [""] alone'
+        )
 
 
 def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:

@@ -1,23 +1,24 @@
-"""Local shards: an index in memory, and batches read directly from the tars."""
+"""Batches read directly from the tars of local shards."""
 
 import json
 import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, Size
+from datamodules.batch import LatentBatch
 from datamodules.files import reading
-from datamodules.sampler import drawn_caption
-from datamodules.shards.tar import Row
+from datamodules.sampler import drawn_caption, drawn_preserved
+from datamodules.shards.index import ShardIndex
 
 # By safetensors' names: those that a cache may hold.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
@@ -26,64 +27,6 @@ REMEDY = "delete it and start again, and its samples are encoded again; if it is
 BatchEntry = list[tuple[int, int]]
 # Bytes to read for the header of a safetensors file: enough for a handful of tensors.
 HEADER = 4096
-
-
-class ShardIndex:
-    """Where each sample is, in compact arrays.
-
-    Args:
-        rows: of an index; the prompts of a shard come before the samples that use them.
-
-    Attributes:
-        shards: their file names.
-        spans: for each row three numbers: shard, offset, bytes.
-        samples: for each sample four numbers: its own row, the empty prompt's, the first in `prompts`, how many.
-        prompts: the rows of the samples' prompts.
-        ids: the samples' numbers by their ids.
-        keys, sizes, tokens: of each sample; tokens with its longest prompt.
-        is_first: of each, whether it is the first view of what it shows, or the only one.
-    """
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self.spans, self.samples, self.prompts, self.tokens = array("q"), array("q"), array("q"), array("q")
-        self.ids: dict[str, int] = {}
-        self.keys: list[str] = []
-        self.is_first: list[bool] = []
-        self.sizes: list[Size] = []
-        shards: dict[str, int] = {}
-        sizes: dict[Size, Size] = {}
-        prompts: dict[str, int] = {}
-        for number, row in enumerate(rows):
-            shard = shards.setdefault(row["shard"], len(shards))
-            self.spans.extend((shard, row["offset"], row["bytes"]))
-            if "key" not in row:
-                prompts.setdefault(row["id"], number)
-                continue
-            self.ids[row["id"]] = len(self.keys)
-            self.keys.append(row["key"])
-            self.is_first.append(row.get("view", 0) == 0)
-            mine = [prompts[id] for id in row["prompts"]]
-            self.samples.extend((number, prompts[row["empty_prompt"]], len(self.prompts), len(mine)))
-            self.prompts.extend(mine)
-            self.tokens.append(row["tokens"])
-            size = size_of(row)
-            self.sizes.append(sizes.setdefault(size, size))
-        self.shards = list(shards)
-
-    def prompts_of(self, number: int) -> "array[int]":
-        """The rows of a sample's prompts."""
-        first, count = self.samples[4 * number + 2 : 4 * number + 4]
-        return self.prompts[first : first + count]
-
-    def shapes(self, number: int) -> tuple[Any, ...]:
-        """What two samples have in common whose tensors have the same shapes, whichever prompt is drawn."""
-        rows = self.prompts_of(number)
-        return self.sizes[number], self.tokens[number], frozenset(self.spans[3 * row + 2] for row in rows)
-
-
-def size_of(row: Row) -> Size:
-    """The sizes of a sample, which all samples of a batch have in common."""
-    return tuple((width, height) for width, height in row["sizes"]), row["mask"]
 
 
 class LatentReader:
@@ -96,7 +39,8 @@ class LatentReader:
         empty_prompt: whether batches include the empty prompt's conditioning.
         captions: of the samples, where they are known.
         weights: of the samples in the loss; none where all are 1.
-        seed: draws one of a sample's captions; None for the first.
+        seed: draws one of a sample's captions, and of its preserved prompts; None for the first and for none.
+        preserved: by the samples' numbers the rows of the prompts of which a batch has one beside each sample's own.
     """
 
     def __init__(
@@ -109,6 +53,7 @@ class LatentReader:
         captions: Sequence[Sequence[str]] = (),
         weights: Sequence[float] = (),
         seed: int | None = None,
+        preserved: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.folder = folder
         self.index = index
@@ -117,15 +62,18 @@ class LatentReader:
         self.captions = captions
         self.weights = weights
         self.seed = seed
+        self.preserved = preserved
         self.empty_prompt = empty_prompt
         # A file that is evicted is closed once no thread reads from it.
         self._open = lru_cache(maxsize=128)(self._open_shard)
+        self.shapes = lru_cache(maxsize=1024)(self._shapes)
         self._read_empty = lru_cache(maxsize=8)(self._read)
 
     def __call__(self, items: BatchEntry) -> LatentBatch:
         """The batch of these samples, which must be of one size."""
         numbers = [self.numbers[index] for index, _ in items]
-        own, empty = (tuple(self.index.samples[4 * number + i] for number in numbers) for i in range(2))
+        own = tuple(self.index.samples[4 * number] for number in numbers)
+        empty = tuple(self.index.empty_prompt_of(number) for number in numbers)
         rows = [self.index.prompts_of(number) for number in numbers]
         drawn = [drawn_caption(self.seed, draw, len(mine)) for (_, draw), mine in zip(items, rows, strict=True)]
         prompts = tuple(mine[caption] for mine, caption in zip(rows, drawn, strict=True))
@@ -135,14 +83,46 @@ class LatentReader:
             shared = empty[:1] if len(set(empty)) == 1 else empty
             # Only one that all samples share is worth keeping in memory.
             read = self._read_empty if len(shared) == 1 else self._read
-            empty_prompt = {k.removeprefix("empty_"): tensor for k, tensor in read(shared).items()}
+            empty_prompt = read(shared)
         keys, draws = [self.keys[index] for index, _ in items], [draw for _, draw in items]
         batch = latent_batch(keys, draws, tensors, self._read(prompts), empty_prompt)
         if self.captions:
             batch.prompts = [self.captions[index][caption] for (index, _), caption in zip(items, drawn, strict=True)]
+        if self.preserved and self.seed is not None:
+            batch.preserve_prompt = self._read(tuple(map(self._drawn_preserved, numbers, draws)))
         if self.weights:
             batch.weights = torch.tensor([self.weights[index] for index, _ in items])
         return batch
+
+    def _drawn_preserved(self, number: int, draw: int) -> int:
+        assert self.seed is not None
+        rows = self.preserved[number]
+        return rows[drawn_preserved(self.seed, draw, len(rows))]
+
+    def others_fit(self) -> bool:
+        """Whether what a batch has beside its samples' own prompts has the shapes of these, which have one."""
+        rows = {row for number in self.numbers for row in self.preserved.get(number, ())}
+        if self.empty_prompt:
+            rows |= set(map(self.index.empty_prompt_of, self.numbers))
+        own = self.shapes(self.index.prompts_of(self.numbers[0])[0])
+        return all(self.shapes(row) == own for row in rows)
+
+    def most_tokens(self, number: int, text: str) -> int:
+        """A sample's tokens with the longest of its prompts, the preserved ones among them.
+
+        Args:
+            text: the prompt tensor that has as many rows as there are text tokens.
+        """
+        own = max(self.shapes(row)[text][0] for row in self.index.prompts_of(number))
+        preserved = max((self.shapes(row)[text][0] for row in self.preserved[number]), default=0)
+        return self.index.tokens[number] + max(0, preserved - own)
+
+    def _shapes(self, row: int) -> dict[str, list[int]]:
+        """Of the tensors of a row, by name."""
+        shard, offset, length = self.index.spans[3 * row : 3 * row + 3]
+        with reading(self.folder / self.index.shards[shard], REMEDY):
+            layout, _ = _header(self._open(shard), offset, length)
+        return {name: shape for name, (_, shape) in layout.items()}
 
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
         """The tensors of some rows by name, each (B, longest, ...), padded with zeros."""
@@ -191,7 +171,8 @@ def _header(file: FileIO, offset: int, length: int) -> tuple[dict[str, tuple[tor
     start = offset + 8 + text_length
     if not facts or facts[-1][1]["data_offsets"][1] != offset + length - start:
         raise ValueError(f"no tensors of {length} bytes at {offset}")
-    return {name: (DTYPES[one["dtype"]], one["shape"]) for name, one in facts}, start
+    # The empty prompt's tensors have names of their own in a shard.
+    return {name.removeprefix("empty_"): (DTYPES[one["dtype"]], one["shape"]) for name, one in facts}, start
 
 
 def latent_batch(
@@ -211,6 +192,8 @@ def latent_batch(
         prompt=prompt,
         empty_prompt=empty_prompt,
         mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
+        rejected_mean=tensors.get("rejected_mean"),
+        rejected_std=tensors.get("rejected_std"),
     )
 
 

@@ -58,7 +58,8 @@ def find_shards(pattern: str) -> tuple[list[Shard], dict[str, Any]]:
     if unknown := [found[-1] for found in names if found[-1] not in known]:
         raise UserError(f"data.shards: {shown(manifest_url)} knows no {listing(unknown)}")
     shards = [known[found[-1]]._replace(url=url) for url, found in zip(urls, names, strict=True)]
-    if not any(shard.samples for shard in shards):
+    shards = [shard for shard in shards if shard.samples]  # a build may have added prompts alone
+    if not shards:
         raise UserError(f"data.shards={shown(pattern)}: no samples")
     return shards, manifest
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch, Size, stack_padded
 from datamodules.sampler import drawn_caption
-from datamodules.shards.reader import latent_batch, size_of
+from datamodules.shards.reader import latent_batch
 from datamodules.shards.remote import Shard, read_groups
-from datamodules.shards.tar import Row
+from datamodules.shards.tar import Row, size_of
 
 
 @dataclass
@@ -37,15 +37,23 @@ class Item:
     empty_id: str
 
 
-def collate(items: list[Item], draws: list[int], seed: int | None) -> LatentBatch:
-    """The batch of samples of one size; `seed` and the draws choose their captions, None the first."""
+def collate(items: list[Item], draws: list[int], seed: int | None, preserve_empty: bool = False) -> LatentBatch:
+    """The batch of samples of one size.
+
+    Args:
+        seed: and the draws choose their captions; None for the first.
+        preserve_empty: whether the empty prompt is what each has beside its own.
+    """
     drawn = zip(items, draws, strict=True)
     prompts = [item.prompts[drawn_caption(seed, draw, len(item.prompts))] for item, draw in drawn]
     empty = [item.empty_prompt for item in items]
+    preserved = stack_padded(empty) if preserve_empty else {}
     if len({item.empty_id for item in items}) == 1:
         empty = empty[:1]
     tensors, prompt, empty_prompt = map(stack_padded, ([i.tensors for i in items], prompts, empty))
-    return latent_batch([item.key for item in items], draws, tensors, prompt, empty_prompt)
+    batch = latent_batch([item.key for item in items], draws, tensors, prompt, empty_prompt)
+    batch.preserve_prompt = preserved
+    return batch
 
 
 class ShardStream:
@@ -61,6 +69,7 @@ class ShardStream:
         start: batches of this process before the run was resumed; part of the seed of the order.
         empty_prompt: whether batches include the empty prompt's conditioning.
         stride: the most samples of a batch: each batch has so many numbers of draws.
+        preserve_empty: of `collate`.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class ShardStream:
         start: int,
         empty_prompt: bool,
         stride: int,
+        preserve_empty: bool = False,
     ) -> None:
         self.shards = list(shards)
         self.limit = limit
@@ -82,7 +92,8 @@ class ShardStream:
         self.rank = rank
         self.world_size = world_size
         self.start = start
-        self.empty_prompt = empty_prompt
+        self.preserve_empty = preserve_empty
+        self.empty_prompt = empty_prompt or preserve_empty
         self.stride = stride
 
     def batches(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[LatentBatch]:
@@ -93,7 +104,7 @@ class ShardStream:
         numbers = itertools.count(self.start + worker, workers)
         for items, number in zip(self._groups(worker, workers, stopped), numbers, strict=False):
             first = (number * self.world_size + self.rank) * self.stride
-            yield collate(items, list(range(first, first + len(items))), self.seed)
+            yield collate(items, list(range(first, first + len(items))), self.seed, self.preserve_empty)
 
     def _groups(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[list[Item]]:
         """The samples of each batch of one worker."""

@@ -13,12 +13,19 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from datamodules.batch import Size
 from datamodules.errors import UserError
 from datamodules.files import replacing, sha256
 
 # A row of an index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
 # safetensors. A row with a `key` is a sample, one without is a prompt's conditioning.
 Row = dict[str, Any]
+
+
+def size_of(row: Row) -> Size:
+    """The sizes of a sample, which all samples of a batch have in common."""
+    beside = tuple(name for name in ("mask", "rejected") if row.get(name))
+    return tuple((width, height) for width, height in row["sizes"]), beside
 
 
 def sample_id(prompts: Sequence[str], files: Sequence[tuple[str, str]], windows: Sequence[Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from datamodules.errors import UserError
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -37,6 +38,11 @@ class Adapter(ABC):
         dropout: share of a layer's inputs that it does not see, in training.
         trains_text_encoders: whether text is encoded anew in every step.
         trains_base: whether the transformer's own weights train, in float32, and not weights beside them.
+        is_linear: whether its update of a layer is a product of two projections and nothing else, so that -1 times what
+            the first one gives is the opposite of what was learned, for each sample of a batch alone.
+        reads_base: whether it computes with the base's own weights in every step, which must then stay what they are.
+        turns_inputs: whether layers get other inputs by it.
+        in_comfyui: whether ComfyUI reads its files; `export` for those of task=export format=comfyui alone.
         callbacks: the Lightning callbacks without which it would not be right, by their full names.
     """
 
@@ -45,6 +51,10 @@ class Adapter(ABC):
     dropout: float = 0.0
     trains_text_encoders: bool = False
     trains_base: bool = False
+    is_linear: bool = False
+    reads_base: bool = False
+    turns_inputs: bool = False
+    in_comfyui: bool | str = True
     callbacks: tuple[str, ...] = ()
 
     @abstractmethod
@@ -107,6 +117,10 @@ class Adapter(ABC):
         """What masks the adapter's rank."""
         return []
 
+    def lr_factor(self, name: str) -> float:
+        """By how much of optimizer.lr a parameter of this name learns."""
+        return 1.0
+
     def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
         """Called when the gradients of an optimizer step are there."""
         return
@@ -147,3 +161,14 @@ def dummy_optimizer_step(optimizer: Callable[..., torch.optim.Optimizer], *shape
     parameter.grad = torch.ones_like(parameter)
     made.step()
     return made, parameter
+
+
+def require_own_rates(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """Raise a UserError for an optimizer whose parameters cannot each have a learning rate of their own."""
+    made, _ = dummy_optimizer_step(optimizer, 64, 64)
+    group = made.param_groups[0]
+    if group["lr"] is None or "d" in group:
+        raise UserError(
+            f"adapter.lr_pattern and adapter.lora_plus_ratio do not go with {type(made).__name__}, which finds one "
+            "learning rate for all: choose another optimizer"
+        )

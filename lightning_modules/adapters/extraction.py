@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from datamodules.errors import UserError, listing
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.low_rank import LowRank, best_of_rank
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.transformer_files import transformer_weights
 from lightning_modules.pretrained.weights import SafetensorsWeights
@@ -67,24 +66,6 @@ def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device
     if not updates:
         raise UserError(f"extract={tuned} does not differ from {base.name} in any linear layer")
     return Extracted(updates, errors, (squares[0] / squares[1]) ** 0.5, others)
-
-
-def best_of_rank(matrix: Tensor, rank: int) -> tuple[LowRank, float]:
-    """The update of a rank that is nearest to a matrix (out, in), and the square of the distance (Frobenius norm).
-
-    By the eigenvectors of the smaller Gram matrix, in double precision: as exact as an SVD in single precision, and
-    several times as fast. The singular values are shared by both factors, as trained LoRAs have them.
-    """
-    tall = matrix.shape[0] > matrix.shape[1]
-    wide = (matrix.T if tall else matrix).double()
-    _, vectors = torch.linalg.eigh(wide @ wide.T)
-    kept = vectors[:, -rank:].flip(1)  # (side, rank), the largest first
-    rest = kept.T @ wide
-    lost = float((wide.square().sum() - rest.square().sum()).clamp_min(0))
-    share = rest.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-    left, right = kept * share, rest / share[:, None]
-    down, up = (left.T, right.T) if tall else (right, left)
-    return LowRank(down.float().cpu().contiguous(), up.float().cpu().contiguous()), lost
 
 
 def _weights(repository: str, revision: str | None) -> SafetensorsWeights:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.update import Update
 from lightning_modules.execution.freed_memory import return_freed_memory
 from lightning_modules.pretrained.assembly import FILE_SIZE, assemble, save_quantized
 from lightning_modules.pretrained.transformer import TransformerSource
@@ -54,7 +54,7 @@ class FusedWeights(Weights):
     """
 
     def __init__(
-        self, weights: SafetensorsWeights, updates: Mapping[str, LowRank], dtype: torch.dtype, device: torch.device
+        self, weights: SafetensorsWeights, updates: Mapping[str, Update], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtypes = weights.dtypes
         self._dtype = dtype
@@ -68,25 +68,15 @@ class FusedWeights(Weights):
         update = self._updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if update is None:
             return weight.to(self._dtype)
-        wanted = updated(weight.to(self._device), update)
+        wanted = update.updated(weight.to(self._device))
         written = wanted.to(self._dtype)
         self.rounding.note(weight.to(self._device), wanted, written)
         return written.cpu()
 
 
-def updated(weight: Tensor, update: LowRank) -> Tensor:
-    """W + up down in float32, DoRA's rows brought to their magnitudes (arXiv 2402.09353)."""
-    down, up = update.down.to(weight.device), update.up.to(weight.device)
-    wanted = weight.float() + up @ down
-    if update.magnitude is not None:
-        norms = wanted.norm(dim=1)
-        wanted *= (update.magnitude.to(weight.device) / norms.where(norms > 0, 1.0))[:, None]
-    return wanted
-
-
 @torch.no_grad()
 def write_fused(
-    source: TransformerSource, updates: Mapping[str, LowRank], folder: Path, device: torch.device
+    source: TransformerSource, updates: Mapping[str, Update], folder: Path, device: torch.device
 ) -> Rounding | None:
     """Write a transformer with updates in its weights to a folder, in diffusers' layout.
 
@@ -148,7 +138,7 @@ def _as_stored(source: TransformerSource, format: str) -> Quantization:
     return Quantization(format, None, (), ("transformer",), double_quant, "float8_e5m2", cache=False, cache_dir=None)
 
 
-def _requantize(transformer: nn.Module, updates: Mapping[str, LowRank], quantization: Quantization) -> Rounding:
+def _requantize(transformer: nn.Module, updates: Mapping[str, Update], quantization: Quantization) -> Rounding:
     """Put updates into a transformer whose layers are quantized already."""
     rounding = Rounding()
     for name, update in updates.items():
@@ -156,7 +146,7 @@ def _requantize(transformer: nn.Module, updates: Mapping[str, LowRank], quantiza
         quantized = isinstance(layer, QuantizedLinear)
         dtype = layer.compute_dtype if quantized else layer.weight.dtype
         before = layer.dequantize(torch.float32) if quantized else layer.weight.float()
-        wanted = updated(before, update)
+        wanted = update.updated(before)
         new: Any = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         new.weight = nn.Parameter(wanted.to(dtype), requires_grad=False)
         new.bias = layer.bias

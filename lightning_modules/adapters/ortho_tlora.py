@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
+from lightning_modules.adapters.frozen_layers import dequantized
 from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers, use_weight
 from lightning_modules.adapters.tlora import TLoRA
 
@@ -158,14 +159,7 @@ class OrthoTLoRA(TLoRA):
 
 def weight_triples(layer: Any, chosen: slice) -> tuple[Tensor, Tensor, Tensor]:
     """P (out, r), lambda (r,) and Q (r, in) of the thin SVD of a layer's weight, dequantized where it is quantized."""
-    from peft.utils.integrations import dequantize_module_weight
-
-    from lightning_modules.quantization.linear import QuantizedLinear
-
-    base = layer.get_base_layer()
-    quantized = isinstance(base, QuantizedLinear)
-    weight = base.dequantize(torch.float32) if quantized else dequantize_module_weight(base).detach().float()
-    u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    u, s, vh = torch.linalg.svd(dequantized(layer.get_base_layer()), full_matrices=False)
     return u[:, chosen].contiguous(), s[chosen].contiguous(), vh[chosen].contiguous()
 
 

@@ -1,33 +1,53 @@
 """peft's LoRA layers: the one file that knows how they are made and what is in them."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.adapters.update import Update
+
 # The name that an adapter in training goes by.
 ADAPTER = "default"
 
 
-def add_adapter(
-    transformer: Any, rank: int, alpha: float, dropout: float, targets: list[str] | str, init: bool | str
-) -> None:
-    """Put LoRA layers beside a transformer's target layers; arguments are those of peft's LoraConfig."""
+def add_adapter(transformer: Any, ranks: Ranks, dropout: float, targets: Sequence[str], init: bool | str) -> None:
+    """Put LoRA layers beside a transformer's target layers, named in full; `init` is as in peft's LoraConfig."""
     from peft import LoraConfig
 
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, init_lora_weights=init)
+    config = LoraConfig(
+        r=ranks.rank,
+        lora_alpha=ranks.alpha,
+        use_rslora=ranks.use_rslora,
+        rank_pattern=_other_than(ranks.rank, {name: ranks.rank_of(name) for name in targets}),
+        alpha_pattern=_other_than(ranks.alpha, {name: ranks.alpha_of(name) for name in targets}),
+        lora_dropout=dropout,
+        target_modules=_exactly(targets),
+        init_lora_weights=init,
+    )
     transformer.add_adapter(config, adapter_name=ADAPTER)
 
 
-def matching(targets: list[str] | str, names: Iterable[str]) -> list[str]:
-    """The layers, by their full names, that peft takes as targets; raises re.error for no regular expression."""
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
+def _exactly(names: Iterable[str]) -> str:
+    """A regular expression for these names: peft takes `proj_out` for all layers that end so."""
+    return f"({'|'.join(map(re.escape, names))})"
 
-    config = LoraConfig(target_modules=targets)
-    return [name for name in names if check_target_module_exists(config, name)]
+
+def _other_than(usual: float, values: Mapping[str, float]) -> dict[str, Any]:
+    """A pattern of peft's for each value of layers that is not the usual one."""
+    others = dict.fromkeys(value for value in values.values() if value != usual)
+    return {f"^{_exactly(name for name, one in values.items() if one == value)}": value for value in others}
+
+
+def layer_of(name: str) -> str:
+    """The adapted layer of a module or parameter beside it: adapters may stand around one another."""
+    return re.split(r"\.(?:lora_|updates\.|base_layer)", name)[0]
 
 
 def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict[str, Any]:
@@ -35,16 +55,60 @@ def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict
     from peft.tuners.lora import LoraLayer
 
     return {
-        name: module
+        layer_of(name): module
         for name, module in transformer.named_modules()
         if isinstance(module, LoraLayer) and (adapter_name is None or adapter_name in module.lora_A)
     }
 
 
+def adapted_layers(transformer: nn.Module, adapter_name: str) -> list[Any]:
+    """All layers that hold an adapter of any kind."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    return [layer for layer in layers if adapter_name in layer._get_available_adapters()]
+
+
+def update_of(layer: Any, adapter_name: str) -> Update:
+    """What an adapter computes in one of `adapted_layers`."""
+    if hasattr(layer, "lora_A"):
+        down, up = (half[adapter_name].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
+        return LowRank(down, up).scaled(layer.scaling[adapter_name])
+    return layer.parameters_of(adapter_name).whole().scaled(layer.scaling[adapter_name])
+
+
+def enable(transformer: nn.Module, on: bool) -> None:
+    """Compute with adapters, those that are active, or without."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in transformer.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.enable_adapters(on)
+
+
 def activate(transformer: nn.Module, adapter_names: Sequence[str]) -> None:
     """Compute with these adapters alone, and leave as it is what of them trains."""
-    for layer in lora_layers(transformer).values():
-        layer._active_adapter = list(adapter_names)  # peft's set_adapter would let them all train, or none
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in transformer.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer._active_adapter = list(adapter_names)  # peft's set_adapter would let them all train, or none
+
+
+@contextmanager
+def without_adapter(transformer: nn.Module) -> Iterator[None]:
+    """Inside, compute without the adapter that trains; others that are beside it stay."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
+    active = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [name for name in layer.active_adapters if name != ADAPTER]
+    try:
+        yield
+    finally:
+        for layer, names in zip(layers, active, strict=True):
+            layer._active_adapter = names
 
 
 def cast_inputs(transformer: nn.Module, on: bool) -> None:

@@ -34,6 +34,8 @@ class TLoRA(LoRA):
         self, min_rank: int, alpha_rank_scale: float, rank_schedule: Any, update_masked: bool, **lora: Any
     ) -> None:
         super().__init__(**lora)
+        if self.ranks.rank_pattern:
+            raise UserError("adapter.rank_pattern does not go with a T-LoRA, whose schedule is of one rank")
         self.schedule = RankSchedule(rank_schedule, self.rank, min_rank, alpha_rank_scale)
         self.gate = RankGate(self.schedule, self.width)
         self.update_masked = update_masked

@@ -29,6 +29,14 @@ class TrainedParts:
         """What trains, by name."""
         return {f"{at}.{name}": one for at, part in self.parts.items() for name, one in trainable(part).items()}
 
+    def by_learning_rate(self) -> dict[float, list[nn.Parameter]]:
+        """What trains, by the factor of optimizer.lr that it learns by; what learns by lr itself comes first."""
+        found: dict[float, list[nn.Parameter]] = {1.0: []}
+        for part in self.parts.values():
+            for name, parameter in trainable(part).items():
+                found.setdefault(self.adapter.lr_factor(name), []).append(parameter)
+        return {factor: parameters for factor, parameters in found.items() if parameters}
+
     def describe(self) -> str:
         """What trains, for the summary."""
         return self.adapter.describe(self.parameters())

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.formats.find import find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.fusing import updated
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.adapters.peft_layers import ADAPTER, activate
 from lightning_modules.adapters.rank_mask import NOT_MERGED, read_rank_gate
+from lightning_modules.adapters.update import Update
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import DTYPES
 
@@ -45,25 +46,33 @@ class TrainingAdapter:
         """Of its weights, which are downloaded if need be."""
         return LoRAFile(find_or_download(self.name))
 
-    def check(self, base: FrozenBase, trains_base: bool, sharded: bool) -> None:
+    def check(self, base: FrozenBase, adapter: Adapter, sharded: bool) -> None:
         """Raise a UserError for what it cannot be trained with, before any weights are read.
 
         Args:
-            trains_base: whether the base's own weights train.
+            adapter: what trains.
             sharded: whether these are split over several GPUs.
         """
         setting = f"model.training_adapter={self.name}"
-        if trains_base:
+        if adapter.trains_base:
             raise UserError(f"{setting} does not go with adapter=full: all weights would learn what it does")
+        if adapter.reads_base:
+            raise UserError(
+                f"{setting} changes the base while it trains, whose own weights {adapter} is made of: use adapter=lora"
+            )
         self.file.check(LayerNames.of(base), base.name)
         if read_rank_gate(self.file.path) is not None:
             raise UserError(f"{setting}: {NOT_MERGED}; task=export rank=N makes a plain LoRA of it")
         is_dora = any("magnitude" in parts for parts in self.file.parts.values())
-        if is_dora and not self._can_merge(base, base.source.expected_precision, sharded):
-            raise UserError(
-                f"{setting} is a DoRA, which needs a base in bf16 or float32 that is whole on its device: without "
-                "model/quantization, model.offload.blocks and trainer=fsdp"
-            )
+        kind = "DoRA" if is_dora else kind_of(self.file.empty.values())
+        if self._can_merge(base, base.source.expected_precision, sharded):
+            return
+        whole = "a base in bf16 or float32 that is whole on its device: without model/quantization, "
+        whole += "model.offload.blocks and trainer=fsdp"
+        if kind in ("DoRA", "OFT"):
+            raise UserError(f"{setting} is {'a' if is_dora else 'an'} {kind}, which needs {whole}")
+        if adapter.turns_inputs:
+            raise UserError(f"{setting} beside an OFT, which would not turn what it sees, needs {whole}")
 
     def _can_merge(self, base: FrozenBase, precision: str, sharded: bool) -> bool:
         return precision in DTYPES and not base.source.streamed and not sharded
@@ -111,7 +120,7 @@ class MergedUpdates:
         updates: by the names of the layers.
     """
 
-    def __init__(self, transformer: nn.Module, updates: Mapping[str, LowRank]) -> None:
+    def __init__(self, transformer: nn.Module, updates: Mapping[str, Update]) -> None:
         self._layers = [(_base_layer(transformer, name), update) for name, update in updates.items()]
         self._originals = [layer.weight.data.to("cpu", copy=True) for layer, _ in self._layers]
         self.put_in()
@@ -122,7 +131,7 @@ class MergedUpdates:
         for layer, update in self._layers:
             weight = layer.weight.data
             with torch.autocast(weight.device.type, enabled=False):  # validation is in it
-                weight.copy_(updated(weight, update))
+                weight.copy_(update.updated(weight))
 
     @torch.no_grad()
     def leave_out(self) -> None:

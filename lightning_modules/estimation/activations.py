@@ -16,6 +16,7 @@ from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
 from lightning_modules.adapters.adapter import Adapter, dummy_optimizer_step
 from lightning_modules.estimation.fake_tensors import OnCuda, PeakMemory, fake_like, fake_model
+from lightning_modules.estimation.flops import ONE, Passes
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -30,7 +31,7 @@ class Heaviest(NamedTuple):
         samples: how many it has.
         size: theirs.
         tokens: in all.
-        caption: the longest one.
+        caption: the longest one, preserve prompts among them.
         tokens_of: a sample of each size.
         limits: how many samples of each size make a batch.
     """
@@ -45,7 +46,8 @@ class Heaviest(NamedTuple):
 
 def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> Heaviest:
     """Of the data, which has been scanned."""
-    caption = max((prompt for sample in data.samples for prompt in sample.prompts), key=len, default="")
+    captions = (prompt for sample in data.samples for prompt in sample.prompts)
+    caption = max((*captions, *data.preserve_prompts), key=len, default="")
     tokens = {
         size: family.geometry.token_count(empty_latents(family, base, size, 1, caption)) for size in set(data.sizes)
     }
@@ -56,7 +58,7 @@ def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> H
 
 def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, caption: str) -> LatentBatch:
     """A batch without content, on the meta device."""
-    (target, *controls), masked = size
+    (target, *controls), beside = size
     config = base.source.config()
     channels = family.geometry.channels(config)
 
@@ -67,9 +69,17 @@ def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, ca
         name: torch.empty(samples, *shape, dtype=base.dtype, device="meta")
         for name, shape in family.prompt_shapes(config, caption, controls).items()
     }
-    mask = torch.empty(samples, 1, target[1], target[0], dtype=torch.uint8, device="meta") if masked else None
     return LatentBatch(
-        [""] * samples, [0] * samples, empty(target), empty(target), [empty(one) for one in controls], prompt, {}, mask
+        [""] * samples,
+        [0] * samples,
+        empty(target),
+        empty(target),
+        [empty(one) for one in controls],
+        prompt,
+        {},
+        torch.empty(samples, 1, target[1], target[0], dtype=torch.uint8, device="meta") if "mask" in beside else None,
+        rejected_mean=empty(target) if "rejected" in beside else None,
+        rejected_std=empty(target) if "rejected" in beside else None,
     )
 
 
@@ -88,6 +98,7 @@ class FakeStep:
         compiled: whether the blocks are.
         transformer: on the meta device, with its adapter; its tensors are replaced.
         batch: without content.
+        passes: of each sample.
     """
 
     def __init__(
@@ -98,8 +109,10 @@ class FakeStep:
         compiled: bool,
         transformer: nn.Module,
         batch: LatentBatch,
+        passes: Passes = ONE,
     ) -> None:
         self.family = family
+        self.passes = passes
         self.adapter = adapter
         self.dtype = dtype
         self.compiled = compiled
@@ -123,6 +136,10 @@ class FakeStep:
 
         return run
 
+    def _loss(self) -> Tensor:
+        velocity = self.family.velocity(self.transformer, self._x_t, self._t, self._controls, self._prompt)
+        return flow.flow_loss(velocity, self._eps, self._mask).mean()
+
     def peak(self, policy: str) -> int:
         """The most bytes beside weights that it holds with this `gradient_checkpointing`."""
         dtype = self.dtype
@@ -134,8 +151,13 @@ class FakeStep:
                 gate.mask = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
             self._memory.restart()
             with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
-                velocity = self.family.velocity(self.transformer, self._x_t, self._t, self._controls, self._prompt)
-                flow.flow_loss(velocity, self._eps, self._mask).mean().backward()
-            del velocity
+                loss = self._loss()
+                with torch.no_grad():
+                    for _ in range(self.passes.forward):
+                        self._loss()
+                for _ in range(self.passes.training - 1):
+                    loss = loss + self._loss()
+                loss.backward()
+            del loss
             self.transformer.zero_grad(set_to_none=True)
         return self._memory.peak

@@ -9,6 +9,7 @@ from rich.filesize import decimal
 from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.estimation.activations import FakeStep, empty_latents, heaviest_batch
+from lightning_modules.estimation.flops import Passes
 from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -91,17 +92,19 @@ def estimate(
     compiled: bool,
     meta_transformer: Callable[[], torch.nn.Module],
     data: PairsDataModule,
+    passes: Passes,
 ) -> Calibration:
     """A calibration for this data, by simulating a step of its heaviest batch with each policy.
 
     Args:
         compiled: whether the blocks are.
         meta_transformer: makes the transformer on the meta device, with its adapter.
+        passes: of each sample, in a step that has the most.
     """
     log.info("estimating what a step takes of the memory, which may be a minute")
     heaviest = heaviest_batch(family, base, data)
     batch = empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption)
-    step = FakeStep(family, adapter, base.dtype, compiled, meta_transformer(), batch)
+    step = FakeStep(family, adapter, base.dtype, compiled, meta_transformer(), batch, passes)
     needs = {policy: step.peak(policy) for policy in POLICIES}
     listed = ", ".join(f"{policy} {decimal(size)}" for policy, size in needs.items())
     log.info(f"model.gradient_checkpointing=auto begins with {POLICIES[-1]}; a step is estimated to take {listed}")

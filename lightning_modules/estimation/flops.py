@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,21 @@ from lightning_modules.family import Family
 # Tokens of the probe: the digits of a product's rows tell what they are. Multiples of 32, to which some transformers
 # pad what they get; padding is no useful work.
 TEXT, TARGET, CONTROL = 2**5, 2**12, 2**19
+
+
+class Passes(NamedTuple):
+    """Of a sample through the transformer in a step.
+
+    Attributes:
+        training: forward and backward; what they keep for the backward pass is there together.
+        forward: without gradient.
+    """
+
+    training: int = 1
+    forward: int = 0
+
+
+ONE = Passes()
 
 
 @dataclass(frozen=True)
@@ -116,9 +131,11 @@ class StepFlops:
             self._known[tokens] = sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
         return self._known[tokens]
 
-    def __call__(self, batch: LatentBatch) -> int:
-        """FLOPs of a step with this batch, forward and backward."""
-        return len(batch.keys) * self.of_sample(Tokens(*self._family.geometry.tokens(batch)))
+    def __call__(self, batch: LatentBatch, passes: Passes = ONE) -> int:
+        """FLOPs of a step with this batch, each pass counted with the samples' own prompts and the adapter."""
+        tokens = Tokens(*self._family.geometry.tokens(batch))
+        forward = passes.forward * self.forward(tokens) if passes.forward else 0
+        return len(batch.keys) * (passes.training * self.of_sample(tokens) + forward)
 
 
 class _Recorder(TorchFunctionMode):

@@ -1,5 +1,6 @@
 """What autocast computes in, and sparing it copies."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, products there are in the dtypes of what is multiplied."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def cast_inputs_once(transformer: nn.Module) -> None:

@@ -45,7 +45,7 @@ def set_checkpointing(
 
     Args:
         policy: of `read_policy`, not auto.
-        bind_rank_mask: gives a function that computes a block later with the rank mask of now.
+        bind_rank_mask: gives a function that computes a block later with the rank mask and the signs of now.
         compiled: whether blocks are; then they keep what torch.compile chooses, about as `selective`.
     """
     if policy == "none" or (policy == "selective" and compiled):

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
@@ -50,3 +50,10 @@ def shard(transformer: nn.Module, mesh: Any) -> None:
     for block in blocks(transformer).values():
         fully_shard(block, mesh=mesh)
     fully_shard(transformer, mesh=mesh)
+
+
+def gather_anew(transformer: nn.Module) -> None:
+    """Let go what a forward without a backward has left together: the next one is to see the weights as they are."""
+    for module in transformer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -54,11 +54,16 @@ def target_tokens_only(block: nn.Module, tokens: int, text_tokens: int = 0) -> I
         last.target_tokens = None
 
 
-def unread_parameters(transformer: nn.Module) -> list[str]:
-    """The parameters that a `LastBlock` does not use: they may train and get no gradient, and DDP would wait for it."""
-    return [
+def ignored_by_ddp(module: nn.Module) -> list[str]:
+    """The parameters of an `EditModule` that DDP leaves alone.
+
+    What never changes is the same in all processes, and float8 does not travel by gloo. What a `LastBlock` does not use
+    may train and gets no gradient, for which DDP would wait.
+    """
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return frozen + [
         f"{at}.{name}"
-        for at, block in transformer.named_modules()
+        for at, block in module.named_modules()
         if isinstance(last := block.forward, LastBlock)
         for name, _ in block.named_parameters()
         if name.startswith(tuple(f"{layer}." for layer in last.unread))

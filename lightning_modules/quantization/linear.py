@@ -71,6 +71,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return frozen_input_gradient(grad, parts, ctx.storage, ctx.in_features), [None] * len(parts), None, None
 
 
+@torch.library.custom_op("retouch::exact_product", mutates_args=())
+def exact_product(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
+    """x W^T of the weight as it is dequantized, whatever kernels there are; it has no gradient."""
+    return Storage.product(_storage(storage), x, parts, (out_features, x.shape[-1])).contiguous()
+
+
+@exact_product.register_fake
+def _(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
 frozen_product.register_autograd(_backward, setup_context=_keep_parts)
 
 
@@ -105,6 +116,10 @@ class QuantizedLinear(nn.Linear):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight (out, in)."""
         return _storage(self.storage).weight(self.parts(), (self.out_features, self.in_features), dtype)
+
+    def exact_product(self, x: Tensor) -> Tensor:
+        """(..., in) -> x W^T (..., out) in x's dtype, without gradient, of the weight that `dequantize` gives."""
+        return exact_product(x, self.parts(), self.storage, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         y = frozen_product(x.to(compute_dtype(x)), self.parts(), self.storage, self.out_features)

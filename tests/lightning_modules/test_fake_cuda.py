@@ -17,6 +17,7 @@ from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import transformer
 from tests.support.commands import compose
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
+from tests.support.other_adapters import KINDS, OTHERS
 from tests.support.steps import inputs
 from tests.support.tiny_pipelines import MODELS
 
@@ -89,7 +90,7 @@ def build(repositories, cuda, model, quantization, adapter, streamed):
     """As Lightning does."""
     path = f"model.pretrained_model_name_or_path={repositories[model]}"
     chosen = settings(f"model={model}", path, *MODELS[model].settings).copy()
-    chosen.adapter = settings(*ADAPTERS[adapter]).adapter
+    chosen.adapter = settings(*(ADAPTERS | OTHERS)[adapter]).adapter
     chosen.quantization = settings(*QUANTIZATIONS[quantization]).quantization
     if chosen.quantization is not None:
         chosen.quantization.cache = False  # there is no content to keep
@@ -101,8 +102,8 @@ def build(repositories, cuda, model, quantization, adapter, streamed):
         module.configure_model()
     if module.rank_gates:
         mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
-    module.objective.caption_dropout_rate = 0.5
-    module.step_flops = lambda _: 0
+    module.flow.caption_dropout_rate = 0.5
+    module.step_flops = lambda *_: 0
     module.base.components["scheduler"]
     return module
 
@@ -162,6 +163,11 @@ def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, ad
         assert KERNELS.get(quantization, "aten::mm") in cuda.called
         gradients = [weight.grad for weight in trainable(module.transformer).values() if weight.grad is not None]
         assert {(one.dtype, one.device) for one in gradients} == {(torch.float32, DEVICE)}
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_step_of_updates_of_another_kind_is_on_the_device_alone(repositories, cuda, adapter):
+    test_step_is_on_the_device_alone(repositories, cuda, "flux_kontext", "fp8", adapter, STREAMED)
 
 
 FAULTS = {

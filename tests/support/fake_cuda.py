@@ -31,8 +31,11 @@ FOREIGN = torch.device("cuda", 1)
 ON_HOST = {
     ("flow.py", "sample_noise"): "drawn by generators of the host, the same on any device",
     ("flow.py", "draw"): "drawn by generators of the host, the same on any device",
-    ("flow.py", "losses_at"): "which captions are dropped is known on the host",
-    ("flow.py", "drop_captions"): "which captions are dropped is known on the host, and masks of prompts are there",
+    ("flow_matching.py", "noised_by"): "which captions are dropped is known on the host",
+    (
+        "flow_matching.py",
+        "drop_captions",
+    ): "which captions are dropped is known on the host, and masks of prompts are there",
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
     ("denoise.py", "velocity"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",

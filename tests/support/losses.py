@@ -9,4 +9,20 @@ from lightning_modules.edit_module import EditModule
 def losses(module: EditModule, batch: LatentBatch) -> Tensor:
     """Of each sample (B,), at the timesteps and with the noise of its draw."""
     shift = module.base.dynamic_shift(module.geometry.tokens(batch).target)
-    return module.objective.losses(batch, shift, module.normalize, module.denoise)
+    noised = module.flow.noised(batch, shift, module.normalize)
+    return module.objective.losses(batch, noised, module.denoise, module.global_step)
+
+
+# Every part of the objective.
+EVERYTHING = [
+    "objective/loss=pseudo_huber",
+    "objective.mask.outside=0.3",
+    "objective.edit_weight.floor=0.2",
+    "objective.edit_weight.power=2",
+    "objective.weighting=cosine",
+    "objective.contrastive_guidance=2.5",
+    "objective.preserve.outside=0.7",
+    'objective.preserve.prompts=["", "keep it"]',
+    "objective.preserve.weight=0.4",
+    "objective.text.noise=0.1",
+]

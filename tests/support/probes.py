@@ -136,7 +136,7 @@ class CountShares(L.Callback):
         self.made = {"pictures": 0, "losses": 0}
 
     def on_fit_start(self, trainer, pl_module):
-        sample, losses_at = pl_module.sampler.sample, pl_module.objective.losses_at
+        sample, losses_at = pl_module.sampler.sample, pl_module.flow.losses_at
 
         def counted_sample(*args):
             self.made["pictures"] += 1
@@ -146,7 +146,7 @@ class CountShares(L.Callback):
             self.made["losses"] += not torch.is_grad_enabled()
             return losses_at(*args)
 
-        pl_module.sampler.sample, pl_module.objective.losses_at = counted_sample, counted_losses
+        pl_module.sampler.sample, pl_module.flow.losses_at = counted_sample, counted_losses
 
     def on_train_end(self, trainer, pl_module):
         (self.folder / f"rank{trainer.global_rank}").write_text(json.dumps(self.made))

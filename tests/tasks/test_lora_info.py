@@ -291,8 +291,8 @@ def with_header(text):
         (lambda path: path.write_bytes(b"\x1b[2J" * 1000), "damaged"),
         (lambda path: path.write_bytes(struct.pack("<Q", 11 * 10**6) + b" " * 11 * 10**6), "11,000,000 bytes"),
         (text_encoder, "holds no layer of a transformer, only weights of text encoders"),
-        (lambda path: save_file({"x.lokr_w1": torch.ones(2)}, path), "is LoKr"),
-        (lambda path: save_file({"x.lora_A.weight": torch.ones(2, 2)}, path), "incomplete"),
+        (lambda path: save_file({"x.lokr_w1": torch.ones(2)}, path), "half of an update"),
+        (lambda path: save_file({"x.lora_A.weight": torch.ones(2, 2)}, path), "half of an update"),
         (
             lambda path: save_file(
                 {"x.lora_down.weight": torch.ones(2, 4, 3, 3), "x.lora_up.weight": torch.ones(4, 2, 1, 1)}, path

@@ -9,7 +9,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from datamodules.errors import UserError
 from tasks.resolvers import FOUR_BIT
-from tasks.settings import PREDICTION, TRAINING, Number, _select, check_settings
+from tasks.settings import PREDICTION, TRAINING, _select, check_settings
+from tasks.values import Number
 from tests.support.commands import ROOT, compose, run_code
 
 RULES = {"train": TRAINING, "predict": PREDICTION}
@@ -132,7 +133,7 @@ def test_no_number_may_be_infinite_or_nan(rules):
         ("predict", f"seed={10**23}", "must be a whole number from 0 to 4294967295 or a list of them"),
         ("predict", "height=abc", "must be a whole number, a multiple of 16, from 16 on or null"),
         ("predict", "width=40", "must be a whole number, a multiple of 16, from 16 on or null"),
-        ("predict", "lora_scale=[1,nan]", "must be a number or a list of them or a mapping {PATTERN:NUMBER}"),
+        ("predict", "lora_scale=[1,nan]", "must be a number or null or a list of them or a mapping {PATTERN:NUMBER}"),
         ("predict", "lora_scale={}", "or a mapping {PATTERN:NUMBER}"),
         ("predict", "lora_scale={a.*:much}", "or a mapping {PATTERN:NUMBER}"),
         ("predict", "lora_scale={a.*:true}", "or a mapping {PATTERN:NUMBER}"),

@@ -12,10 +12,24 @@ from datamodules.errors import UserError, listing
 from datamodules.files import reason
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.readers import readers
+from lightning_modules.adapters.formats.readers import Reader, readers
 from lightning_modules.adapters.formats.written import FORMATS
+from lightning_modules.adapters.kinds import kind_of
+from lightning_modules.adapters.kronecker import PARTS, Kronecker
 from lightning_modules.adapters.low_rank import LowRank, probe
 from lightning_modules.adapters.peft_layers import lora_layers
+from lightning_modules.adapters.update import Update
+
+# What it reads at all, and by which pipelines' load_lora_weights LoKr; a transformer of any reads it by itself.
+IN_DIFFUSERS, LOKR_LOADERS = ("LoRA", "LoKr"), ("Flux2", "ZImage")
+
+
+class NotLoaded(UserError):
+    """A file that diffusers refuses."""
+
+    def __init__(self, path: Path, pipeline_name: str, why: str) -> None:
+        super().__init__(f"{path} is written, but diffusers' {pipeline_name} cannot load it: {why}")
+        self.why = why
 
 
 def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: Any) -> str:
@@ -30,9 +44,20 @@ def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: An
     """
     file = LoRAFile(path)
     updates = file.read(names, pipeline_name)
-    check_with_diffusers(path, updates, pipeline_name, transformer)
-    loader, masked = loader_of(pipeline_name) is not None, "rank_schedule" in file.adapter
-    found = readers(FORMATS["diffusers"], names, updates, masked=masked, loader=loader)
+    kind = kind_of(updates.values())
+    refused = ""
+    if kind in IN_DIFFUSERS:
+        try:
+            check_with_diffusers(path, updates, pipeline_name, transformer)
+        except NotLoaded as error:
+            if kind == "LoRA":
+                raise
+            refused = error.why
+    loader, masked = loader_of(pipeline_name, kind) is not None, "rank_schedule" in file.adapter
+    dora = any("magnitude" in update.tensors() for update in updates.values())
+    found = readers(FORMATS["diffusers"], names, updates, dora, masked, loader, kind)
+    if refused:  # of a LoKr whose layers have no factor in common; ComfyUI needs none
+        found = [Reader("diffusers", False, refused) if one.program == "diffusers" else one for one in found]
     programs: dict[str, list[str]] = {}
     for one in found:
         if one.program != "Retouch":
@@ -40,7 +65,7 @@ def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: An
     return "; ".join(f"{' and '.join(names)}: {verdict}" for verdict, names in programs.items())
 
 
-def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_name: str, transformer: Any) -> None:
+def check_with_diffusers(path: Path, updates: Mapping[str, Update], pipeline_name: str, transformer: Any) -> None:
     """Load a file into a copy of a transformer, by the loader that the stock pipeline has.
 
     Args:
@@ -49,9 +74,10 @@ def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_na
         transformer: without an adapter, on the meta device; it stays as it is.
 
     Raises:
-        UserError: diffusers refuses the file, leaves layers out, or makes something else of it.
+        NotLoaded: diffusers refuses the file.
+        UserError: it leaves layers out, or makes something else of it.
     """
-    copy, loader = _without_memory(transformer), loader_of(pipeline_name)
+    copy, loader = _without_memory(transformer), loader_of(pipeline_name, kind_of(updates.values()))
     try:
         if loader is None:
             copy.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name="check")
@@ -59,21 +85,38 @@ def check_with_diffusers(path: Path, updates: Mapping[str, LowRank], pipeline_na
             pipeline = type("Pipeline", (Alone, loader), {})(copy)
             pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
     except Exception as error:  # whatever a loader of another library raises
-        raise UserError(f"{path} is written, but diffusers' {pipeline_name} cannot load it: {reason(error)}") from error
+        raise NotLoaded(path, pipeline_name, reason(error)) from error
     require_loaded(copy, "check", updates, path)
 
 
-def loader_of(pipeline_name: str) -> Any:
+def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
     """The mixin by which a pipeline of diffusers loads LoRAs, known by its name; None for one that has none.
 
     The pipeline's own module would import the classes of its encoders, without which training on cached latents does.
+
+    Args:
+        kind: of updates, as `Update.kind`: few read other kinds than LoRA.
     """
     from diffusers.loaders import lora_pipeline
 
     end = "LoraLoaderMixin"
     starts = [name.removesuffix(end) for name in vars(lora_pipeline) if name.endswith(end)]
     longest = max((start for start in starts if start and pipeline_name.startswith(start)), key=len, default=None)
-    return None if longest is None else getattr(lora_pipeline, longest + end)
+    if longest is None or (kind != "LoRA" and longest not in LOKR_LOADERS):
+        return None
+    return getattr(lora_pipeline, longest + end)
+
+
+def loading_code(weights: str, pipeline_name: str, kind: str = "LoRA") -> list[str]:
+    """Lines of Python that load a file in the form for diffusers into its `pipe`."""
+    if kind not in IN_DIFFUSERS:
+        return [
+            "from lightning_modules.adapters.applied import load_adapter",
+            f"load_adapter(pipe.transformer, {weights!r})",
+        ]
+    if loader_of(pipeline_name, kind) is None:
+        return [f"pipe.transformer.load_lora_adapter({weights!r}, prefix='transformer', use_safetensors=True)"]
+    return [f"pipe.load_lora_weights({weights!r})"]
 
 
 class Alone:
@@ -97,16 +140,22 @@ def _without_memory(transformer: Any) -> Any:
 
 
 @torch.no_grad()
-def require_loaded(transformer: nn.Module, adapter_name: str, updates: Mapping[str, LowRank], path: Path) -> None:
+def require_loaded(transformer: nn.Module, adapter_name: str, updates: Mapping[str, Update], path: Path) -> None:
     """Compare the adapter that a loader has put into a transformer with the updates that it was to be.
 
     Raises:
         UserError: layers lack, or do something else.
     """
-    layers = lora_layers(transformer, adapter_name)
+    layers = lora_layers(transformer, adapter_name) | _lokr_layers(transformer, adapter_name)
     wrong = sorted(layers.keys() ^ updates.keys())
     for name in layers.keys() & updates.keys():
         layer, update = layers[name], updates[name]
+        if not isinstance(update, LowRank):
+            x = probe(layer.get_base_layer().in_features)
+            loaded, expected = _lokr(layer, adapter_name).apply(x), update.apply(x)
+            if not torch.allclose(loaded, expected, rtol=0, atol=0.02 * float(expected.abs().max())):
+                wrong.append(name)
+            continue
         down, up = (half[adapter_name].weight for half in (layer.lora_A, layer.lora_B))
         x = probe(down.shape[1])
         scale = layer.scaling[adapter_name]
@@ -121,6 +170,21 @@ def require_loaded(transformer: nn.Module, adapter_name: str, updates: Mapping[s
             wrong.append(name)
     if wrong:
         raise UserError(f"{path} is read wrongly by diffusers: {listing(wrong)} differ from the file; please report it")
+
+
+def _lokr_layers(transformer: nn.Module, adapter_name: str) -> dict[str, Any]:
+    """peft's layers that hold an adapter, by name."""
+    from peft.tuners.lokr import LoKrLayer
+
+    found = {name: module for name, module in transformer.named_modules() if isinstance(module, LoKrLayer)}
+    return {name: layer for name, layer in found.items() if adapter_name in layer._available_adapters}
+
+
+def _lokr(layer: Any, adapter_name: str) -> Kronecker:
+    """What one of them computes."""
+    factors = {part: getattr(layer, part) for part in PARTS}
+    own = {part: one[adapter_name].float().cpu() for part, one in factors.items() if adapter_name in one}
+    return Kronecker.of(own).scaled(layer.scaling[adapter_name])
 
 
 def _rounded(update: LowRank, scale: float, dtype: torch.dtype) -> LowRank:

@@ -1,56 +1,33 @@
 """Updates of diffusers' layers to those of the model's own code, where several layers are one, and back."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
-from torch import Tensor
 
 from datamodules.errors import UserError, listing
-from lightning_modules.adapters.formats.names import LayerNames, Meaning, swap_halves
-from lightning_modules.adapters.low_rank import LowRank, probe
+from lightning_modules.adapters.formats.names import LayerNames, Meaning
+from lightning_modules.adapters.low_rank import LowRank, swap_halves
+from lightning_modules.adapters.update import Update
 
 
-def split(whole: LowRank, meaning: Meaning, names: LayerNames) -> dict[str, LowRank]:
-    """The updates of the layers that one name of a file stands for.
-
-    Of several layers each has the components that reach it; where there are none, it has no update.
+def split(whole: Update, meaning: Meaning, names: LayerNames) -> dict[str, Update]:
+    """The updates of the layers that one name of a file stands for; a layer that it leaves alone has none.
 
     Raises:
         UserError: they are not what the whole is.
     """
     if len(meaning.layers) == 1 and not meaning.swapped:
         return {meaning.layers[0]: whole}
-    sides = names.sides_of(meaning.layers)
-    magnitudes: list[Tensor | None] = [None] * len(sides)
-    if whole.magnitude is not None:
-        magnitudes = list(meaning.split(whole.magnitude, sides))
-    found = {}
-    for layer, up, magnitude in zip(meaning.layers, meaning.split(whole.up, sides), magnitudes, strict=True):
-        used = (up != 0).any(dim=0)
-        if len(meaning.layers) > 1 and whole.up.any():
-            if not used.any():
-                if magnitude is None:
-                    continue
-                used[0] = True  # its rows are scaled all the same
-            found[layer] = LowRank(whole.down[used].contiguous(), up[:, used].contiguous(), magnitude)
-        else:
-            found[layer] = LowRank(whole.down, up.contiguous(), magnitude)
-    _require_same(whole, meaning, found, names)
-    return found
+    widths = [one.out_features for one in names.sides_of(meaning.layers)]
+    try:
+        parts = whole.divided(widths, meaning.swapped)
+    except ValueError as error:
+        raise UserError(f"{listing(list(meaning.layers))}: the file holds {error}") from error
+    return {layer: part for layer, part in zip(meaning.layers, parts, strict=True) if part is not None}
 
 
-def _require_same(whole: LowRank, meaning: Meaning, found: Mapping[str, LowRank], names: LayerNames) -> None:
-    x = probe(whole.down.shape[1])
-    expected = swap_halves(whole.apply(x), meaning.swapped)
-    rows = [
-        found[layer].apply(x) if layer in found else x.new_zeros(names.sides[layer].out_features)
-        for layer in meaning.layers
-    ]
-    if not torch.allclose(torch.cat(rows), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
-        raise UserError(f"{listing(list(meaning.layers))}: what was read is not what the file holds; please report it")
-
-
-def as_native(updates: Mapping[str, LowRank], names: LayerNames) -> dict[str, LowRank]:
+def as_native(updates: Mapping[str, Update], names: LayerNames) -> dict[str, Update]:
     """The updates by the names of the model's own code; those without another name keep theirs."""
     found, done = {}, set()
     for native, layers in names.native.items():
@@ -61,15 +38,22 @@ def as_native(updates: Mapping[str, LowRank], names: LayerNames) -> dict[str, Lo
     return found | {layer: update for layer, update in updates.items() if layer not in done}
 
 
-def _joined(parts: Sequence[LowRank | None], layers: Sequence[str], names: LayerNames) -> LowRank:
+def _joined(parts: Sequence[Update | None], layers: Sequence[str], names: LayerNames) -> Update:
     """The update of a layer whose outputs are those of several, one after the other."""
     there = [part for part in parts if part is not None]
+    if len(layers) == 1 and layers[0] not in names.swapped:
+        return there[0]
+    if not _are_loras(there):
+        raise UserError(
+            f"{listing(list(layers))} have other names in the model's own code, which a {there[0].kind} cannot follow: "
+            "choose format=diffusers"
+        )
     magnitude = None
     if any(part.magnitude is not None for part in there):
-        if any(part is None or part.magnitude is None for part in parts):
+        if len(there) < len(parts) or any(part.magnitude is None for part in there):
             raise UserError(
                 f"{listing(list(layers))} are one layer in the model's own code, and only some of them have DoRA: "
-                "choose format=diffusers"
+                "choose format=onetrainer or format=diffusers"
             )
         magnitude = torch.cat([part.magnitude for part in there if part.magnitude is not None])
     if len(there) == len(parts) and all(torch.equal(part.down, there[0].down) for part in there):
@@ -80,9 +64,13 @@ def _joined(parts: Sequence[LowRank | None], layers: Sequence[str], names: Layer
         row = column = 0
         for layer, part in zip(layers, parts, strict=True):
             end = row + names.sides[layer].out_features
-            if part is not None:
+            if isinstance(part, LowRank):
                 up[row:end, column : column + part.rank] = part.up
                 column += part.rank
             row = end
     swapped = layers[0] in names.swapped
     return LowRank(down, swap_halves(up, swapped), None if magnitude is None else swap_halves(magnitude, swapped))
+
+
+def _are_loras(updates: list[Update]) -> TypeGuard[list[LowRank]]:
+    return all(isinstance(update, LowRank) for update in updates)

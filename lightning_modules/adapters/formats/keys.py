@@ -1,7 +1,9 @@
 """How tensors are called in LoRA files."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+from datamodules.errors import listing, printable
 
 # How the parts of a layer end. peft has the name of the adapter in them, as long as it is not saved by itself.
 PARTS = {
@@ -10,14 +12,16 @@ PARTS = {
     "alpha": re.compile(r"\.alpha$"),
     "magnitude": re.compile(r"\.(?:lora_magnitude_vector(?:\.[^.]+){0,2}|dora_scale)$"),
 }
+# Those of LyCORIS' and peft's other kinds have the names of `kinds.KINDS`.
+FACTORS = re.compile(r"\.(lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_R(?=\.weight$))(?:\.weight)?$")
 # x-flux: double_blocks.0.processor.qkv_lora1.down.weight
 PROCESSORS = re.compile(r"(?<=_lora|lora[12])\.(down|up)\.weight$")
 TEXT_ENCODER = re.compile(r"(base_model\.model\.)?(lora_te\d*_|text_encoders?(_\d)?\.|te\d?\.|t5xxl\.|clip_[lg]\.)")
 # What files of other kinds have beside each layer, and what that is.
 OTHER_KINDS = {
-    "lokr_": "LoKr",
-    "hada_": "LoHa",
-    "oft_": "OFT",
+    "lokr_": "a LoKr of convolutions",
+    "hada_": "a LoHa of convolutions",
+    "oft_": "an OFT of another form",
     "lora_B.bias": "a LoRA with biases",
     "lora_mid": "a LoCon of convolutions",
     ".diff": "whole differences of weights",
@@ -28,6 +32,8 @@ OTHER_KINDS = {
 def divide(key: str) -> tuple[str, str | None]:
     """A tensor's name -> that of its layer, and which part it is; None for one that no LoRA has."""
     if found := PROCESSORS.search(key):
+        return key[: found.start()], found[1]
+    if found := FACTORS.search(key):
         return key[: found.start()], found[1]
     for part, end in PARTS.items():
         if found := end.search(key):
@@ -54,3 +60,13 @@ def naming(key: str, prefixes: Mapping[str, str]) -> str:
 def other_kind(keys: Iterable[str]) -> str | None:
     """What tensors are that Retouch does not read; None where it does not know."""
     return next((kind for part, kind in OTHER_KINDS.items() if any(part in key for key in keys)), None)
+
+
+def short_key(name: str) -> str:
+    """A file's name of something, which may be of any length and hold anything, as part of a line."""
+    return printable(name if len(name) <= 100 else f"{name[:100]}...")
+
+
+def some_keys(names: Sequence[str]) -> str:
+    """Several of these."""
+    return listing(list(map(short_key, names)))

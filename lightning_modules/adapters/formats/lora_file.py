@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import reading
 from lightning_modules.adapters.formats.conversion import split
-from lightning_modules.adapters.formats.keys import divide, is_text_encoders, other_kind
+from lightning_modules.adapters.formats.keys import divide, is_text_encoders, other_kind, short_key, some_keys
 from lightning_modules.adapters.formats.names import LayerNames, Meaning
 from lightning_modules.adapters.formats.peft_settings import scale_of, settings_beside
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.kinds import kinds_of, made_of
+from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.adapters.update import Update
 
 log = logging.getLogger("retouch")
 
@@ -79,12 +82,16 @@ class LoRAFile:
         """What the header says of the adapter; nothing in a file from elsewhere."""
         return (self.header or {}).get("adapter") or {}
 
+    @cached_property
+    def trained(self) -> Ranks | None:
+        """The ranks and scales of its training; the weights have these in them. None in a file from elsewhere."""
+        with reading(self.path, "name a LoRA's safetensors file, or download it again"):
+            return Ranks.of_header(self.adapter)
+
     @property
     def trained_scale(self) -> float | None:
-        """alpha / rank as it was trained, which the weights have in them; None in a file from elsewhere."""
-        with reading(self.path, "name a LoRA's safetensors file, or download it again"):
-            alpha, rank = (float(self.adapter.get(name, 0)) for name in ("alpha", "rank"))
-            return alpha / rank if alpha > 0 and rank > 0 else None
+        """alpha / rank of its training; None where that is not known, or not the same for all layers."""
+        return None if self.trained is None else self.trained.scale
 
     @cached_property
     def text_encoder_keys(self) -> list[str]:
@@ -93,7 +100,7 @@ class LoRAFile:
 
     @cached_property
     def parts(self) -> dict[str, dict[str, str]]:
-        """For each layer, as the file names it, the tensors' names of its down, up, alpha and magnitude.
+        """For each layer, as the file names it, the tensors' names of its alpha and of its update's.
 
         Raises:
             UserError: it holds something else.
@@ -105,16 +112,32 @@ class LoRAFile:
             if part is None:
                 others.append(key)
             elif part in layers.setdefault(name, {}):
-                raise self._error(f"holds several adapters ({_some([layers[name][part], key])}): name one")
+                raise self._error(f"holds several adapters ({some_keys([layers[name][part], key])}): name one")
             else:
                 layers[name][part] = key
-        halves = {name: parts for name, parts in layers.items() if "down" in parts or "up" in parts}
-        others += [key for name, parts in layers.items() if name not in halves for key in parts.values()]
-        if others or not halves:
-            self._refuse(sorted(others), bool(halves))
-        if unpaired := sorted(parts.popitem()[1] for parts in halves.values() if not {"down", "up"} <= parts.keys()):
-            raise self._error(f"is incomplete: {_some(unpaired)} without the other half")
-        return dict(sorted(halves.items()))
+        known = {name: parts for name, parts in layers.items() if kinds_of(parts)}
+        others += [key for name, parts in layers.items() if name not in known for key in parts.values()]
+        if others or not known:
+            self._refuse(sorted(others), bool(known))
+        return dict(sorted(layers.items()))
+
+    @cached_property
+    def empty(self) -> dict[str, Update]:
+        """For each layer, as the file names it, its update without numbers.
+
+        Raises:
+            UserError: its tensors do not fit together.
+        """
+        found = {}
+        for name, parts in self.parts.items():
+            tensors = {part: torch.empty(self.shapes[key], device="meta") for part, key in parts.items()}
+            try:
+                found[name] = made_of(tensors)
+            except ValueError as error:
+                wide = any(one.ndim > 2 for one in tensors.values())
+                what = "is for convolutions, too" if wide else "is damaged"
+                raise self._error(f"{what}: {short_key(name)} has {error}") from error
+        return found
 
     def check(self, names: LayerNames, base: str) -> dict[str, Meaning]:
         """What its layers are in a model, by the names that the file has for them.
@@ -127,19 +150,16 @@ class LoRAFile:
         """
         found: dict[str, Meaning] = {}
         unknown, wide = [], []
-        for name, parts in self.parts.items():
-            down, up = self.shapes[parts["down"]], self.shapes[parts["up"]]
+        for name, update in self.empty.items():
             meaning = names.meaning(name)
-            if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] == 0:
-                what = "is for convolutions, too" if len(down) > 2 else "is damaged"
-                raise self._error(f"{what}: {_short(name)} has matrices of {down} and {up}")
             if meaning is None:
-                unknown.append(f"{_short(name)} is not in the model")
+                unknown.append(f"{short_key(name)} is not in the model")
                 continue
             sides = names.sides_of(meaning.layers)
             wanted = sum(one.out_features for one in sides), sides[0].in_features
-            if wanted != (up[0], down[1]):
-                wide.append(f"{_short(name)} is {up[0]}x{down[1]}, in the model {wanted[0]}x{wanted[1]}")
+            out, width = update.sides
+            if wanted != (out or wanted[0], width):
+                wide.append(f"{short_key(name)} is {out or 'any'}x{width}, in the model {wanted[0]}x{wanted[1]}")
             found[name] = meaning
         if wrong := unknown + wide:
             made_for = (self.header or {}).get("base")
@@ -149,13 +169,13 @@ class LoRAFile:
             raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
         return found
 
-    def read(self, names: LayerNames, base: str) -> dict[str, LowRank]:
+    def read(self, names: LayerNames, base: str) -> dict[str, Update]:
         """The updates of a model's layers, by diffusers' names, in float32.
 
         Raises:
             UserError: it was made for another model, or holds numbers that are not finite.
         """
-        updates: dict[str, LowRank] = {}
+        updates: dict[str, Update] = {}
         meanings = self.check(names, base)
         if self.text_encoder_keys:
             count = len(self.text_encoder_keys)
@@ -164,16 +184,15 @@ class LoRAFile:
             for name, parts in self.parts.items():
                 tensors = {part: file.get_tensor(key).float() for part, key in parts.items()}
                 if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
-                    raise self._error(f"holds numbers that are not finite ({_short(bad[0])}): it diverged")
-                rank = tensors["down"].shape[0]
-                scale = self._scale(names, name, rank, tensors.get("alpha"))
+                    raise self._error(f"holds numbers that are not finite ({short_key(bad[0])}): it diverged")
+                whole = self.empty[name].like(tensors)
+                scale = self._scale(names, name, whole, tensors.get("alpha"))
                 if not math.isfinite(scale):
-                    raise ValueError(f"the alpha of {_short(name)} is not finite")
-                magnitude = self._magnitude(parts, tensors)
-                whole = LowRank(tensors["down"], tensors["up"] * scale, magnitude)
+                    raise ValueError(f"the alpha of {short_key(name)} is not finite")
+                whole = whole if scale == 1 else whole.scaled(scale)
                 for layer, update in split(whole, meanings[name], names).items():
                     if layer in updates:
-                        raise self._error(f"has {layer} twice, once as {_short(name)}: which is right?")
+                        raise self._error(f"has {layer} twice, once as {short_key(name)}: which is right?")
                     updates[layer] = update
         return {layer: updates[layer] for layer in names.sides if layer in updates}
 
@@ -183,15 +202,15 @@ class LoRAFile:
         with reading(self.path, "download it again"), safetensors.safe_open(self.path, framework="pt") as file:
             for name, parts in self.parts.items():
                 alpha = file.get_tensor(parts["alpha"]) if "alpha" in parts else None
-                found[name] = self._scale(names, name, self.shapes[parts["down"]][0], alpha)
+                found[name] = self._scale(names, name, self.empty[name], alpha)
         return found
 
-    def _scale(self, names: LayerNames, name: str, rank: int, alpha: Tensor | None) -> float:
+    def _scale(self, names: LayerNames, name: str, update: Update, alpha: Tensor | None) -> float:
         """alpha / rank, wherever the file has its alpha; without one it is 1."""
         if alpha is not None:
-            return float(alpha) / rank
+            return 1.0 if update.divisor is None else float(alpha) / update.divisor
         meaning = names.meaning(name)
-        return scale_of(self._peft_settings, name if meaning is None else meaning.layers[0], rank)
+        return scale_of(self._peft_settings, name if meaning is None else meaning.layers[0], update)
 
     @cached_property
     def _peft_settings(self) -> Mapping[str, Any]:
@@ -199,16 +218,6 @@ class LoRAFile:
         if DIFFUSERS_KEY in self.metadata:
             return {key.removeprefix("transformer."): value for key, value in self._json(DIFFUSERS_KEY).items()}
         return settings_beside(self.path)
-
-    def _magnitude(self, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """DoRA's (out,); ComfyUI has it as (out, 1)."""
-        if "magnitude" not in tensors:
-            return None
-        magnitude, rows = tensors["magnitude"], tensors["up"].shape[0]
-        if magnitude.shape not in ((rows,), (rows, 1)):
-            key, shape = _short(parts["magnitude"]), tuple(magnitude.shape)
-            raise self._error(f"has {key} of {shape}: Retouch reads DoRA with a number for each output")
-        return magnitude.flatten()
 
     def _json(self, key: str) -> dict[str, Any]:
         try:
@@ -230,15 +239,7 @@ class LoRAFile:
         kind = other_kind(others)
         known = f"is {kind}" if kind and not halves else f"has {kind} in it" if kind else "holds more than a LoRA"
         raise UserError(
-            f"{self.path} {known if halves or kind else 'is no LoRA'} ({_some(others)}), which Retouch does not "
-            "read; it reads lora_A and lora_B or lora_down and lora_up of each layer, with alpha and DoRA's magnitude"
+            f"{self.path} {known if halves or kind else 'is no LoRA'} ({some_keys(others)}), which Retouch does not "
+            "read; it reads lora_A and lora_B or lora_down and lora_up of each layer, with alpha and DoRA's magnitude, "
+            "and LoKr, LoHa and peft's OFT of linear layers"
         )
-
-
-def _short(name: str) -> str:
-    """A file's name of something, which may be of any length and hold anything, as part of a line."""
-    return printable(name if len(name) <= 100 else f"{name[:100]}...")
-
-
-def _some(names: list[str]) -> str:
-    return listing(list(map(_short, names)))

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_modules.layers import NativeNames
 
@@ -41,10 +40,6 @@ class Meaning(NamedTuple):
     layers: tuple[str, ...]
     swapped: bool = False
 
-    def split(self, up: Tensor, sides: Iterable[Sides]) -> list[Tensor]:
-        """Rows of a file -> those of each layer."""
-        return list(swap_halves(up, self.swapped).split([one.out_features for one in sides]))
-
 
 class LayerNames:
     """The linear layers of a transformer, by all names that they have in files.
@@ -58,7 +53,7 @@ class LayerNames:
         self.sides: dict[str, Sides] = {}
         for name, module in transformer.named_modules():
             if isinstance(module, nn.Linear) and ".lora_" not in name:
-                self.sides[name.removesuffix(".base_layer")] = Sides(module.out_features, module.in_features)
+                self.sides[name.replace(".base_layer", "")] = Sides(module.out_features, module.in_features)
         self.swapped = frozenset(native.swapped)
         self.readers = native.readers
         self.native = self._in_blocks(native.layers)
@@ -114,8 +109,3 @@ class OwnNames(LayerNames):
 def flat(name: str) -> str:
     """A layer's name as kohya's tools write it."""
     return name.replace(".", "_")
-
-
-def swap_halves(rows: Tensor, swapped: bool = True) -> Tensor:
-    """The second half of the rows before the first."""
-    return torch.cat(rows.chunk(2)[::-1]) if swapped else rows

@@ -91,6 +91,7 @@ COMFYUI_LAYERS = (
 )
 PEFT = "base_model.model."
 COMFYUI_DORA = "nearly: it divides by the norms of the base's rows, not of the updated ones"
+OTHERWISE = "task=export fuse=true writes a transformer that has it in its weights"
 MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
 
 
@@ -101,6 +102,7 @@ def readers(
     dora: bool = False,
     masked: bool = False,
     loader: bool = True,
+    kind: str = "LoRA",
 ) -> list[Reader]:
     """What programs do with a file.
 
@@ -111,11 +113,17 @@ def readers(
         dora: whether it is a DoRA.
         masked: whether it is a T-LoRA that has its rank schedule in its header, and all its components.
         loader: whether the model's pipeline in diffusers has load_lora_weights; else its transformer loads files.
+        kind: of its updates, as `Update.kind`.
     """
     named = Names(how.prefix, how.native and bool(names.native), how.flat)  # of Qwen-Image the same as diffusers'
     layers = list(layers)
     by_diffusers = _diffusers(how, named, names.readers, layers, dora) if loader else _transformer(how, named)
-    found = [_comfyui(how, named, names.readers, layers, dora), by_diffusers]
+    by_comfyui = _comfyui(how, named, names.readers, layers, dora)
+    if kind in ("LoHa", "OFT"):
+        by_diffusers = Reader("diffusers", False, f"it has no {kind}; {OTHERWISE}")
+    if kind == "OFT":
+        by_comfyui = Reader("ComfyUI", False, f"its OFT turns outputs, and this one inputs; {OTHERWISE}")
+    found = [by_comfyui, by_diffusers]
     if named == Names(PEFT):
         found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
     if masked:

@@ -17,7 +17,9 @@ from lightning_modules.adapters.formats.conversion import as_native
 from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME
 from lightning_modules.adapters.formats.lora_file import HEADER_KEY, LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames, flat
+from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.update import Update
 
 log = logging.getLogger("retouch")
 
@@ -42,6 +44,7 @@ class Format(NamedTuple):
         magnitude: what DoRA's magnitude is called, and whether it is a column.
         alpha: whether each layer has one, its rank: everything else is in the weights.
         file: the name that its programs look for; None where each LoRA has its own.
+        kinds: of updates that its programs read under these names.
     """
 
     prefix: str
@@ -51,12 +54,21 @@ class Format(NamedTuple):
     magnitude: tuple[str, bool] = ("lora_magnitude_vector", False)
     alpha: bool = False
     file: str | None = None
+    kinds: tuple[str, ...] = ("LoRA",)
+
+    def key(self, part: str) -> str:
+        """What a tensor of `Update.tensors` is called."""
+        down, up = self.halves
+        own = {"down": f"{down}.weight", "up": f"{up}.weight", "magnitude": self.magnitude[0], "oft_R": "oft_R.weight"}
+        return own.get(part, part)
 
 
 DOWN_UP, DORA_SCALE = ("lora_down", "lora_up"), ("dora_scale", True)
+# Ends of the names of what is not rounded.
+EXACT = (".alpha", ".lora_magnitude_vector", ".dora_scale")
 FORMATS = {
-    "diffusers": Format("transformer.", file=WEIGHTS_NAME),
-    "comfyui": Format("diffusion_model.", native=True, magnitude=DORA_SCALE),
+    "diffusers": Format("transformer.", file=WEIGHTS_NAME, kinds=("LoRA", "LoKr", "LoHa", "OFT")),
+    "comfyui": Format("diffusion_model.", native=True, magnitude=DORA_SCALE, kinds=("LoRA", "LoKr", "LoHa")),
     "kohya": Format("lora_unet_", native=True, flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
     "peft": Format("base_model.model.", file=PEFT_WEIGHTS_NAME),
     "onetrainer": Format("lora_transformer_", flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
@@ -71,7 +83,7 @@ def export_dtype(name: str) -> torch.dtype:
 
 
 def save_lora(
-    updates: Mapping[str, LowRank],
+    updates: Mapping[str, Update],
     path: Path,
     header: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
@@ -106,7 +118,8 @@ def save_lora(
         temporary.write_bytes(blob)
     if path.name == PEFT_WEIGHTS_NAME:
         with replacing(path.with_name(PEFT_CONFIG_NAME)) as temporary:
-            temporary.write_text(json.dumps(_peft_settings(updates), indent=2), encoding="utf-8")
+            loras = {name: update for name, update in updates.items() if isinstance(update, LowRank)}
+            temporary.write_text(json.dumps(_peft_settings(loras), indent=2), encoding="utf-8")
 
 
 def forget_folders(path: Path, shown: Callable[[str], str]) -> None:
@@ -138,9 +151,10 @@ def forget_folders(path: Path, shown: Callable[[str], str]) -> None:
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies, since safetensors refuses tensors that share memory, as layers that were one do.
 
-    An alpha stays as it is: bfloat16 has not every whole number above 256.
+    An alpha stays as it is: bfloat16 has not every whole number above 256. So do DoRA's magnitudes: next to those of
+    the base's rows, 16 bits would lose most of what was learned.
     """
-    dtypes = {key: dtype if tensor.ndim else tensor.dtype for key, tensor in tensors.items()}
+    dtypes = {key: tensor.dtype if key.endswith(EXACT) else dtype for key, tensor in tensors.items()}
     return {key: tensor.to("cpu", dtypes[key], copy=True).contiguous() for key, tensor in tensors.items()}
 
 
@@ -157,22 +171,26 @@ def require_finite(state: Mapping[str, Tensor], remedy: str) -> None:
         )
 
 
-def encode(updates: Mapping[str, LowRank], how: Format, names: LayerNames | None = None) -> dict[str, Tensor]:
+def encode(updates: Mapping[str, Update], how: Format, names: LayerNames | None = None) -> dict[str, Tensor]:
     """The tensors of a file.
 
     Raises:
-        UserError: DoRA of a part of the layers that are one in the model's own code.
+        UserError: there is no such file of these updates.
     """
     tensors = {}
+    if (kind := kind_of(updates.values())) not in how.kinds:
+        raise UserError(f"Retouch writes a {kind} as format=diffusers alone: choose that")
+    if found := [f"{name}: {update.unwritable}" for name, update in updates.items() if update.unwritable]:
+        raise UserError(
+            f"{found[0]}: the file that this was read from is the only form; rank=N writes the closest LoRA"
+        )
     for name, update in (as_native(updates, names) if how.native and names is not None else updates).items():
         layer = how.prefix + (flat(name) if how.flat else name)
-        for half, matrix in zip(how.halves, (update.down, update.up), strict=True):
-            tensors[f"{layer}.{half}.weight"] = matrix
-        if update.magnitude is not None:
-            magnitude, column = how.magnitude
-            tensors[f"{layer}.{magnitude}"] = update.magnitude[:, None] if column else update.magnitude
-        if how.alpha:
-            tensors[f"{layer}.alpha"] = torch.tensor(float(update.rank))
+        for part, tensor in update.tensors().items():
+            is_column = part == "magnitude" and how.magnitude[1]
+            tensors[f"{layer}.{how.key(part)}"] = tensor[:, None] if is_column else tensor
+        if how.alpha and update.divisor is not None:
+            tensors[f"{layer}.alpha"] = torch.tensor(float(update.divisor))
     return tensors
 
 

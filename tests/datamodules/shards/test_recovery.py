@@ -8,7 +8,8 @@ import pytest
 from datamodules.errors import UserError
 from datamodules.files import FileHashes, hash_file
 from datamodules.shards.cache import Cache
-from datamodules.shards.reader import LatentReader, ShardIndex
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.reader import LatentReader
 from datamodules.shards.tar import OpenShard, scan
 from tests.support.latents import content, fill
 

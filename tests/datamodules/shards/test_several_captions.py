@@ -8,7 +8,8 @@ import torch
 
 from datamodules.sampler import drawn_caption
 from datamodules.shards.cache import Cache
-from datamodules.shards.reader import LatentReader, ShardIndex
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.reader import LatentReader
 from datamodules.shards.remote import find_shards
 from datamodules.shards.stream import ShardStream, StreamLoader
 from datamodules.shards.tar import prompt_id

@@ -13,7 +13,8 @@ from datamodules.files import FileHashes, hash_file
 from datamodules.images.window import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit, fingerprint
-from datamodules.shards.reader import LatentReader, ShardIndex, ThreadedLoader
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.reader import LatentReader, ThreadedLoader
 from datamodules.shards.tar import prompt_id, sample_id
 from tests.support.latents import fill, tensors
 

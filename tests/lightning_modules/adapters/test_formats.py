@@ -17,7 +17,7 @@ from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import FORMATS, save_lora
-from lightning_modules.adapters.low_rank import LowRank, relative_change
+from lightning_modules.adapters.low_rank import LowRank, relative_change, swap_halves
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
@@ -172,6 +172,11 @@ def test_text_encoders_are_left_out_with_a_note(tmp_path, caplog):
     assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
 
 
+def rows_of(meaning, up, sides):
+    """Rows of a file -> those of each layer."""
+    return swap_halves(up, meaning.swapped).split([one.out_features for one in sides])
+
+
 def named_natively(names):
     """A file of all layers by their native names, and what each layer of diffusers gets of it."""
     assert {layer for layers in names.native.values() for layer in layers} == names.sides.keys()
@@ -182,8 +187,8 @@ def named_natively(names):
         down = torch.randn(2, sides[0].in_features, generator=generator)
         up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
         state |= {f"{native}.lora_A.weight": down, f"{native}.lora_B.weight": up}
-        meaning = names.meaning(native)
-        expected |= {layer: (down, rows) for layer, rows in zip(layers, meaning.split(up, sides), strict=True)}
+        rows = rows_of(names.meaning(native), up, sides)
+        expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
     return state, expected
 
 
@@ -245,7 +250,7 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
         up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
         flat = f"lora_unet_{native.replace('.', '_')}"
         state |= {f"{flat}.lora_down.weight": down, f"{flat}.lora_up.weight": up}
-        rows = names.meaning(flat).split(up, sides)
+        rows = rows_of(names.meaning(flat), up, sides)
         expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
     assert not of_comfyui
     converted = lora_conversion_utils._convert_non_diffusers_z_image_lora_to_diffusers(state)

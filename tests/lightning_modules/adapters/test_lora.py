@@ -16,7 +16,8 @@ from lightning_modules.layers import NO_NATIVE_NAMES
 from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import build_pipeline
 
-DEFAULTS = {
+DEFAULTS = dict.fromkeys(("rank_pattern", "alpha_pattern", "layers", "lr_pattern", "lora_plus_ratio")) | {
+    "use_rslora": False,
     "rank": 4,
     "alpha": None,
     "dropout": 0.0,

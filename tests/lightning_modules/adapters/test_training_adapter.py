@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.adapters.fusing import updated
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.execution import kernels
 from tests.support.commands import ROOT, assert_same_weights, compose, lora_bytes, rows, run_code, short, weights
@@ -91,7 +90,7 @@ def test_in_bf16_it_is_in_the_weights_rounded_once(tiny, updates, file, adapter)
     plain = build(tiny, adapter, dtype="bfloat16")
     for name, update in updates.items():
         merged, original = (base_weight(one, name) for one in (module, plain))
-        assert torch.equal(merged, updated(original, update).to(torch.bfloat16))
+        assert torch.equal(merged, update.updated(original).to(torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         beside = build(tiny, adapter, *settings, *STREAMED, dtype="bfloat16")
         losses = [step(one)[0] for one in (module, beside, plain)]
@@ -132,7 +131,7 @@ def test_a_dora_is_merged_or_refused(tiny, tmp_path):
     plain = build(tiny, "lora")
     for name, update in updates.items():
         torch.testing.assert_close(base_weight(module, name).norm(dim=1), update.magnitude)
-        assert torch.equal(base_weight(module, name), updated(base_weight(plain, name), update))
+        assert torch.equal(base_weight(module, name), update.updated(base_weight(plain, name)))
     with pytest.raises(UserError, match="is a DoRA, which needs a base in bf16 or float32"):
         build_to_check(tiny, f"model.training_adapter={tmp_path}", *STREAMED).check()
 

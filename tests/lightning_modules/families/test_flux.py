@@ -128,7 +128,7 @@ def independent_losses(stock, module, batch: RawBatch):
     for i, prompt in enumerate(batch.prompts):
         latent = vae.encode(batch.target[i : i + 1]).latent_dist
         shape = latent.mean.shape[1:]
-        drawn = flow.sample_noise(module.objective.seed, [batch.draws[i]], shape, module.objective.timesteps, 1.0)
+        drawn = flow.sample_noise(module.flow.seed, [batch.draws[i]], shape, module.flow.timesteps, 1.0)
         x0 = (latent.mean + latent.std * drawn.latent_eps - vae.config.shift_factor) * vae.config.scaling_factor
         x_t = (1 - drawn.t) * x0 + drawn.t * drawn.eps
         tokens, ids = [stock._pack_latents(x_t, 1, *shape)], []
@@ -185,15 +185,13 @@ def test_dropped_caption_is_the_empty_prompt(module):
     empty = RawBatch(batch.keys, batch.draws, ["", ""], batch.target, batch.controls)
     captioned = losses(module, module.encoder(batch))
     uncaptioned = losses(module, module.encoder(empty))
-    module.objective.caption_dropout_rate = 1.0
+    module.flow.caption_dropout_rate = 1.0
     encoded = module.encoder(batch, negative_prompt="")
     torch.testing.assert_close(losses(module, encoded), uncaptioned)
     assert not torch.allclose(captioned, uncaptioned)
-    drawn = flow.sample_noise(
-        module.objective.seed, batch.draws, torch.Size([1, 2, 2]), module.objective.timesteps, 1.0
-    ).dropout
-    module.objective.caption_dropout_rate = float(drawn.min() + drawn.max()) / 2  # one of the two
-    expected = torch.where(drawn < module.objective.caption_dropout_rate, uncaptioned, captioned)
+    drawn = flow.sample_noise(module.flow.seed, batch.draws, torch.Size([1, 2, 2]), module.flow.timesteps, 1.0).dropout
+    module.flow.caption_dropout_rate = float(drawn.min() + drawn.max()) / 2  # one of the two
+    expected = torch.where(drawn < module.flow.caption_dropout_rate, uncaptioned, captioned)
     torch.testing.assert_close(losses(module, encoded), expected)
 
 

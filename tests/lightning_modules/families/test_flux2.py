@@ -212,9 +212,7 @@ def independent_losses(stock, module, samples):
     losses = []
     for raw, images in samples:
         latent = vae.encode(raw.target).latent_dist
-        drawn = flow.sample_noise(
-            module.objective.seed, raw.draws, latent.mean.shape[1:], module.objective.timesteps, 1.0
-        )
+        drawn = flow.sample_noise(module.flow.seed, raw.draws, latent.mean.shape[1:], module.flow.timesteps, 1.0)
         x0 = (stock._patchify_latents(latent.mean + latent.std * drawn.latent_eps) - mean) / std
         eps = stock._patchify_latents(drawn.eps)
         x_t = (1 - drawn.t) * x0 + drawn.t * eps

@@ -235,9 +235,7 @@ def independent_losses(stock, module, samples):
     losses = []
     for raw, image in samples:
         latent = stock.vae.encode(raw.target).latent_dist
-        drawn = flow.sample_noise(
-            module.objective.seed, raw.draws, latent.mean.shape[1:], module.objective.timesteps, 1.0
-        )
+        drawn = flow.sample_noise(module.flow.seed, raw.draws, latent.mean.shape[1:], module.flow.timesteps, 1.0)
         x0 = (latent.mean + latent.std * drawn.latent_eps - shift) * factor
         pixels, small = as_the_pipeline_sees(stock, image)
         embeds, txt_ids = stock.encode_prompt(raw.prompts, small)

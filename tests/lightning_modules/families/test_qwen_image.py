@@ -180,7 +180,7 @@ def independent_losses(stock, module, name, samples):
     for raw, images in samples:
         latent = vae.encode(raw.target.unsqueeze(2)).latent_dist
         shape = latent.mean[0, :, 0].shape
-        drawn = flow.sample_noise(module.objective.seed, raw.draws, shape, module.objective.timesteps, 1.0)
+        drawn = flow.sample_noise(module.flow.seed, raw.draws, shape, module.flow.timesteps, 1.0)
         x0 = (latent.mean + latent.std * drawn.latent_eps.unsqueeze(2) - mean) / std
         eps = drawn.eps.unsqueeze(2)
         controls = []
@@ -245,10 +245,8 @@ def test_dropped_captions_keep_the_image(repositories, tmp_path):
     batch.prompts = ["", ""]
     uncaptioned = losses(module, module.encoder(batch))
     assert (captioned - uncaptioned).abs().min() > 1e-6
-    drawn = flow.sample_noise(
-        module.objective.seed, batch.draws, torch.Size([1, 2, 2]), module.objective.timesteps, 1.0
-    ).dropout
+    drawn = flow.sample_noise(module.flow.seed, batch.draws, torch.Size([1, 2, 2]), module.flow.timesteps, 1.0).dropout
     for rate in (1.0, float(drawn.min() + drawn.max()) / 2):  # both, and one of the two
-        module.objective.caption_dropout_rate = rate
+        module.flow.caption_dropout_rate = rate
         expected = torch.where(drawn < rate, uncaptioned, captioned)
         torch.testing.assert_close(losses(module, encoded), expected, rtol=1e-5, atol=1e-6)

@@ -91,7 +91,7 @@ def independent_losses(stock, module, batch):
     for pixels, draw, prompt in zip(batch.target.split(1), batch.draws, batch.prompts, strict=True):
         latent = stock.vae.encode(pixels.unsqueeze(2)).latent_dist
         shape = latent.mean[0, :, 0].shape
-        drawn = flow.sample_noise(module.objective.seed, [draw], shape, module.objective.timesteps, 1.0)
+        drawn = flow.sample_noise(module.flow.seed, [draw], shape, module.flow.timesteps, 1.0)
         x0 = (latent.mean + latent.std * drawn.latent_eps.unsqueeze(2) - mean) / std
         eps = drawn.eps.unsqueeze(2)
         x_t, target = (stock._pack_latents(x, 1, *shape) for x in ((1 - drawn.t) * x0 + drawn.t * eps, eps - x0))

@@ -147,9 +147,7 @@ def independent_losses(stock, module, samples):
     config, losses = stock.vae.config, []
     for raw in samples:
         latent = stock.vae.encode(raw.target).latent_dist
-        drawn = flow.sample_noise(
-            module.objective.seed, raw.draws, latent.mean.shape[1:], module.objective.timesteps, 1.0
-        )
+        drawn = flow.sample_noise(module.flow.seed, raw.draws, latent.mean.shape[1:], module.flow.timesteps, 1.0)
         x0 = (latent.mean + latent.std * drawn.latent_eps - config.shift_factor) * config.scaling_factor
         x_t = (1 - drawn.t) * x0 + drawn.t * drawn.eps
         embeds, _ = stock.encode_prompt(raw.prompts[0], None, False, max_sequence_length=LENGTH)
@@ -189,9 +187,9 @@ def test_dropped_captions_have_the_length_of_the_empty_prompt(module):
     uncaptioned = losses(module, module.encoder(batch))
     assert (captioned - uncaptioned).abs().min() > 1e-6
     shape = torch.Size([1, 2, 2])
-    drawn = flow.sample_noise(module.objective.seed, batch.draws, shape, module.objective.timesteps, 1.0).dropout
+    drawn = flow.sample_noise(module.flow.seed, batch.draws, shape, module.flow.timesteps, 1.0).dropout
     for rate in (1.0, float(drawn.min() + drawn.max()) / 2):  # both, and one of the two
-        module.objective.caption_dropout_rate = rate
+        module.flow.caption_dropout_rate = rate
         expected = torch.where(drawn < rate, uncaptioned, captioned)
         torch.testing.assert_close(losses(module, encoded), expected, rtol=1e-5, atol=1e-6)
 
@@ -246,9 +244,7 @@ def test_after_pictures_samples_have_their_own_timesteps(repository):
         module.sampler.sample(latents, Sampling(3, 0.0, None, None), (48, 32), [7, 8])
         assert torch.equal(losses(module, latents), before)
     assert torch.equal(module.rank_gates[0].active_ranks, ranks)
-    drawn = flow.sample_noise(
-        module.objective.seed, latents.draws, torch.Size([1, 2, 2]), module.objective.timesteps, 1.0
-    )
+    drawn = flow.sample_noise(module.flow.seed, latents.draws, torch.Size([1, 2, 2]), module.flow.timesteps, 1.0)
     assert ranks.tolist() == module.adapter.schedule.active_ranks(1000 * drawn.t.flatten()).tolist()
     assert len(set(ranks.tolist())) == 2
 

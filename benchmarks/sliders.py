@@ -1,0 +1,74 @@
+"""Whether a slider's strength rises with its scale."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.shapes_runs import Rows, command, run, table, write_table
+from datamodules.images.scenes import COLORS, Scene, draw, random_scene
+
+SCALES = (-2, -1, 0, 1, 2)
+
+
+def lit(random: Random) -> tuple[Image.Image, Image.Image, str]:
+    """A scene, darker and lighter."""
+    scene = draw(random_scene(random))
+    black, white = (Image.new("RGB", scene.size, color) for color in ("black", "white"))
+    return Image.blend(scene, black, 0.25), Image.blend(scene, white, 0.25), "more light"
+
+
+def grown(random: Random) -> tuple[Image.Image, Image.Image, str]:
+    """A shape, smaller and larger."""
+    shape = random.choice(random_scene(random).shapes)
+    ground = random.choice([color for color in COLORS if color != shape.color])
+    sizes = (replace(shape, radius=radius, x=32, y=32) for radius in (9, 14))
+    small, large = (draw(Scene(ground, (one,))) for one in sizes)
+    return small, large, "a larger shape"
+
+
+def light(picture: np.ndarray) -> float:
+    """The mean level of a picture."""
+    return float(picture.mean())
+
+
+def area(picture: np.ndarray) -> float:
+    """The share of a picture that is not of its ground's colour, which is in the corner."""
+    return float((np.abs(picture - picture[2, 2]).max(axis=-1) > 60).mean())
+
+
+SLIDERS = {"more light": (lit, light), "a larger shape": (grown, area)}
+
+
+def slider(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None:
+    """Whether more strength is more of the edit, from twice backwards to twice forwards, on held-out pictures."""
+
+    def rows() -> Rows:
+        for label, (draw_pair, strength) in SLIDERS.items():
+            folder, random = pairs / label.replace(" ", "_"), Random(13)
+            write_table(folder, [draw_pair(random) for _ in range(32)], 24)
+            (folder / "controls").mkdir()
+            for path in sorted(folder.glob("*-before.png"))[24:]:
+                path.rename(folder / "controls" / path.name)
+            measured = []
+            for seed in seeds:
+                data = [f"data.root={folder}/train.jsonl", "data.val_root=null"]
+                off = ["callbacks.sample_images=null", "~callbacks.validation"]
+                output, _ = run(pairs, steps, f"seed={seed}", "objective=slider", *data, *off)
+                made = output.parent / "strips"
+                settings = [f"lora={output}", f"lora_scale={list(SCALES)}", f"seed={seed}", f"output_dir={made}"]
+                command(pairs, "predict.py", *settings, f"image={folder}/controls", f"prompt={label}")
+                values: dict[float, list[float]] = {scale: [] for scale in SCALES}
+                for line in (made / "predictions.jsonl").read_text().splitlines():
+                    facts = json.loads(line)
+                    picture = np.asarray(Image.open(made / facts["file"]).convert("RGB"), dtype=np.float32)
+                    values[facts["lora_scale"]].append(strength(picture))
+                rising = np.diff(np.array([values[scale] for scale in SCALES]), axis=0) > 0
+                means = {f"{scale:+d}": float(np.mean(values[scale])) for scale in SCALES}
+                measured.append(means | {"rising": float(rising.mean()), "all rising": float(rising.all(0).mean())})
+            yield label, measured
+
+    table("slider", rows())

@@ -1,0 +1,155 @@
+"""What a cache has of the samples of data.root, and under which names."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from datamodules.errors import UserError
+from datamodules.files import DAMAGED, FileHashes
+from datamodules.images.framing import View
+from datamodules.images.sample import Picture, Sample
+from datamodules.images.sample_set import SampleSet, Usable
+from datamodules.images.transforms import SIDE_MULTIPLE
+from datamodules.images.window import Window
+from datamodules.shards.cache import Cache
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.manifest import INDEX
+from datamodules.shards.tar import prompt_id, sample_id
+
+
+def roles(sample: Sample) -> list[tuple[str, Picture]]:
+    """The sample's files, each with its role: target, control, mask or rejected."""
+    files: list[tuple[str, Picture]] = [("target", sample.target), *(("control", path) for path in sample.controls)]
+    beside = (("mask", sample.mask), ("rejected", sample.rejected))
+    return [*files, *((role, path) for role, path in beside if path is not None)]
+
+
+# Of a picture: its signature (4), its checksum, its width and height, and whether it has several frames.
+REMEMBERED = 8
+
+
+class Content(NamedTuple):
+    """What is remembered of a sample's files.
+
+    Attributes:
+        checksums: (role, sha256) of each.
+        usable: the sample with the sizes of its pictures.
+    """
+
+    checksums: list[tuple[str, str]]
+    usable: Usable
+
+    @classmethod
+    def of(cls, sample: Sample, hashes: FileHashes) -> "Content | None":
+        """None if a file is new, has changed, or is too small a picture."""
+        files = [(role, hashes.known(path)) for role, path in roles(sample)]
+        known = [(role, hashed) for role, hashed in files if hashed is not None and len(hashed) == REMEMBERED]
+        if len(known) < len(files):
+            return None
+        facts = [hashed[5:8] for role, hashed in known if role in ("target", "control")]
+        if any(min(width, height) < SIDE_MULTIPLE for width, height, _ in facts):  # it cannot be used
+            return None
+        usable = Usable(sample, [(width, height) for width, height, _ in facts], any(frames for *_, frames in facts))
+        return cls([(role, hashed[4]) for role, hashed in known], usable)
+
+    def id(self, view: View) -> str:
+        """The name in a cache of a view of the sample."""
+        return sample_id(view.sample.prompts, self.checksums, view.windows)
+
+    def images(self, view: View) -> list[str]:
+        """What each condition image is known by."""
+        controls = [checksum for role, checksum in self.checksums if role == "control"]
+        return [json.dumps(one) for one in zip(controls, view.windows[1:], strict=True)]
+
+
+class Entry(NamedTuple):
+    """A view, and what it has in a cache beside itself.
+
+    Attributes:
+        preserved: the names of the conditioning of preserve prompts, by these; without the empty prompt, which every
+            sample has.
+    """
+
+    view: View
+    preserved: Mapping[str, str]
+
+
+def entries_by_id(
+    sample_set: SampleSet, samples: Iterable[Sample], hashes: FileHashes, preserve_prompts: Sequence[str]
+) -> Iterator[tuple[Sample, Usable | None, dict[str, Entry]]]:
+    """The samples, each with its views by their names in a cache; without them where a file is new or has changed."""
+    others = [prompt for prompt in preserve_prompts if prompt]
+    sees = sample_set.condition_images.text_sees_them
+    shared = {prompt: prompt_id("prompt", prompt) for prompt in others}
+    for sample in samples:
+        content = Content.of(sample, hashes)
+        if content is None:
+            yield sample, None, {}
+            continue
+        entries = {}
+        for view in sample_set.views(content.usable):
+            images = content.images(view) if sees else []
+            preserved = {prompt: prompt_id("prompt", prompt, images) for prompt in others} if sees else shared
+            entries[content.id(view)] = Entry(view, preserved)
+        yield sample, content.usable, entries
+
+
+def is_complete(sample_set: SampleSet, cache: Cache, preserve_prompts: Sequence[str]) -> bool:
+    """Whether a cache has all that is to be seen of all samples."""
+    ids = cache.sample_ids(prompts=bool(preserve_prompts))
+    found = entries_by_id(sample_set, sample_set.find(), cache.hashes(), preserve_prompts)
+    return all(
+        entries and all({id, *entry.preserved.values()} <= ids for id, entry in entries.items())
+        for *_, entries in found
+    )
+
+
+@dataclass
+class Found:
+    """What a cache has of some samples.
+
+    Attributes:
+        usable: those of which it has all.
+        missing: the others.
+        numbers: in the index, of each view by the sample's key and its windows.
+        preserved: by these numbers the rows of the preserve prompts; empty where there are none.
+    """
+
+    index: ShardIndex
+    usable: list[Usable]
+    missing: list[Sample]
+    numbers: dict[tuple[str, tuple[Window, ...]], int]
+    preserved: dict[int, tuple[int, ...]]
+
+
+def look_up(
+    sample_set: SampleSet, samples: Iterable[Sample], cache: Cache, hashes: FileHashes, preserve_prompts: Sequence[str]
+) -> Found:
+    """Find samples in a cache.
+
+    Raises:
+        UserError: its index is damaged.
+    """
+    try:
+        index = ShardIndex(cache.rows(), named=bool(preserve_prompts))
+    except DAMAGED as error:
+        where = cache.folder / INDEX
+        raise UserError(f"{where} is damaged ({error}); delete it and start again: it is rebuilt") from error
+    found = Found(index, [], [], {}, {})
+    rows = index.named_prompts
+    for sample, usable, entries in entries_by_id(sample_set, samples, hashes, preserve_prompts):
+        known = all(id in index.ids and rows.keys() >= {*entry.preserved.values()} for id, entry in entries.items())
+        if usable is None or not known:
+            found.missing.append(sample)
+            continue
+        found.usable.append(usable)
+        for id, (view, preserved) in entries.items():
+            number = index.ids[id]
+            found.numbers[sample.key, view.windows] = number
+            if preserve_prompts:
+                empty = index.empty_prompt_of(number)
+                mine = (rows[preserved[prompt]] if prompt else empty for prompt in preserve_prompts)
+                found.preserved[number] = tuple(mine)
+    index.named_prompts = {}
+    return found

@@ -1,0 +1,95 @@
+"""The rank of each layer's update, and what the update is multiplied by."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.targets import last_match, require_matches
+
+PATTERNS = ("rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Of an adapter.
+
+    Args:
+        rank: r, the width of the bottleneck.
+        alpha: the update is scaled by alpha / r.
+        use_rslora: by alpha / sqrt(r) instead (arXiv 2312.03732).
+        rank_pattern, alpha_pattern: other ranks and alphas of layers, by patterns of diffusers' names of them; the last
+            one that matches holds.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, float] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_header(cls, adapter: Mapping[str, Any]) -> "Ranks | None":
+        """As a file's header has them; None where it does not say.
+
+        Raises:
+            ValueError, TypeError, AttributeError: they are none.
+        """
+        rank, alpha = float(adapter.get("rank", 0)), float(adapter.get("alpha", 0))
+        if not (rank > 0 and alpha > 0):
+            return None
+        found = cls(
+            int(rank),
+            alpha,
+            bool(adapter.get("use_rslora")),
+            *({key: float(value) for key, value in (adapter.get(name) or {}).items()} for name in PATTERNS),
+        )
+        if any(not 0 < value < math.inf for value in (*found.rank_pattern.values(), *found.alpha_pattern.values())):
+            raise ValueError("its ranks and alphas must be above 0")
+        return found
+
+    def rank_of(self, layer: str) -> int:
+        """Of one layer."""
+        return int(last_match(self.rank_pattern, layer, self.rank))
+
+    def alpha_of(self, layer: str) -> float:
+        """Of one layer."""
+        return last_match(self.alpha_pattern, layer, self.alpha)
+
+    def scale_of(self, layer: str) -> float:
+        """What the update of one layer is multiplied by."""
+        rank = self.rank_of(layer)
+        return self.alpha_of(layer) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    @property
+    def scale(self) -> float | None:
+        """Of all layers; None where patterns let them differ."""
+        return None if self.rank_pattern or self.alpha_pattern else self.scale_of("")
+
+    def check(self, sides: Mapping[str, int]) -> None:
+        """Raise a UserError for patterns without a match, and ranks that take memory and learn nothing more.
+
+        Args:
+            sides: of the adapted layers, the smaller side of each one's weight.
+        """
+        require_matches("adapter.rank_pattern", self.rank_pattern, sides)
+        require_matches("adapter.alpha_pattern", self.alpha_pattern, sides)
+        ranks = {layer: self.rank_of(layer) for layer in sides}
+        for rank in dict.fromkeys(ranks.values()):
+            largest = max(side for layer, side in sides.items() if ranks[layer] == rank)
+            if rank > largest:
+                if rank == self.rank:
+                    raise UserError(
+                        f"adapter.rank={rank}: no layer that adapter.target_modules names has a rank above {largest}"
+                    )
+                raise UserError(f"adapter.rank_pattern: none of the layers of rank {rank} has one above {largest}")
+
+    def metadata(self) -> dict[str, Any]:
+        """What a file's header says of them; nothing of what is not set."""
+        others = {name: getattr(self, name) for name in ("use_rslora", *PATTERNS)}
+        return {"rank": self.rank, "alpha": self.alpha} | {name: value for name, value in others.items() if value}
+
+    def __str__(self) -> str:
+        others = [f"{rank:g}" for rank in dict.fromkeys(self.rank_pattern.values()) if rank != self.rank]
+        return f"{self.rank}" + (f" (of some layers {', '.join(others)})" if others else "")

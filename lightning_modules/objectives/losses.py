@@ -1,0 +1,121 @@
+"""Pure parts of the flow-matching loss: errors of single numbers, weights of t, weights of places."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from hydra.utils import get_method
+from torch import Tensor
+
+from datamodules.errors import UserError
+
+
+def squared_error(difference: Tensor, t: Tensor) -> Tensor:
+    """(B, C, h, w), (B,) -> (B, C, h, w)."""
+    return difference.square()
+
+
+@dataclass(frozen=True)
+class Huber:
+    """Quadratic below a threshold and linear above it: what a few outliers say counts less.
+
+    Scaled so that small errors count as squared ones do.
+
+    Args:
+        delta: the threshold; of `exponential` at t = 1.
+        schedule: `constant`; or `exponential`, delta ** t: 1 at t = 0, where x_t tells nothing of the noise and errors
+            are large (kohya-ss/sd-scripts, huber_schedule).
+    """
+
+    delta: float
+    schedule: Literal["constant", "exponential"]
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("constant", "exponential"):
+            raise UserError(f"objective.loss.schedule={self.schedule}: choose constant or exponential")
+
+    def threshold(self, t: Tensor) -> Tensor:
+        """(B,) -> (B, 1, 1, 1)."""
+        t = torch.ones_like(t) if self.schedule == "constant" else t
+        return torch.exp(t * math.log(self.delta)).view(-1, 1, 1, 1)
+
+    def __call__(self, difference: Tensor, t: Tensor) -> Tensor:
+        """(B, C, h, w), (B,) -> (B, C, h, w)."""
+        delta, size = self.threshold(t), difference.abs()
+        return torch.where(size <= delta, size.square(), delta * (2 * size - delta))
+
+
+class PseudoHuber(Huber):
+    """The same, smooth: 2 d (sqrt(x^2 + d^2) - d) of an error x and the threshold d."""
+
+    def __call__(self, difference: Tensor, t: Tensor) -> Tensor:
+        delta = self.threshold(t)
+        # As a quotient: the difference of the roots would cancel.
+        return 2 * delta * difference.square() / ((difference.square() + delta.square()).sqrt() + delta)
+
+
+def cosine(t: Tensor) -> Tensor:
+    """(B,) -> (B,): 2 / (pi (1 - 2 t + 2 t^2)), most at t = 1/2 (`cosmap` of arXiv 2403.03206)."""
+    return 2 / (math.pi * (1 - 2 * t + 2 * t.square()))
+
+
+def timestep_weighting(name: str | None) -> Callable[[Tensor], Tensor] | None:
+    """A setting objective.weighting as a function of t (B,): None, `cosine`, or one named by its full name.
+
+    Raises:
+        UserError: there is no such function.
+    """
+    if name in (None, "cosine"):
+        return cosine if name else None
+    try:
+        return get_method(str(name))
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"objective.weighting={name}: null, cosine or a function of t (B,), as my_module.my_function: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class EditWeight:
+    """Weighs each place by how much the edit changes it: a small edit in a large picture is not drowned.
+
+    A function of the latents that are cached with the sample.
+
+    Args:
+        floor: weight of what the edit leaves alone, where the most that it changes has 1; 1 weighs all alike.
+        power: of the change, relative to the largest of the sample: above 1 favours what changes most.
+        smooth: side of the square, in numbers of the latent, over which changes are averaged; odd.
+    """
+
+    floor: float
+    power: float
+    smooth: int
+
+    def __post_init__(self) -> None:
+        if self.smooth % 2 == 0:  # a place must be in the middle of its square
+            raise UserError(f"objective.edit_weight.smooth={self.smooth}: choose 1, 3, 5, ...")
+
+    def __call__(self, target: Tensor, control: Tensor) -> Tensor:
+        """The weights (B, 1, h, w); arguments as of `region`."""
+        return self.floor + (1 - self.floor) * self.region(target, control)
+
+    def region(self, target: Tensor, control: Tensor) -> Tensor:
+        """How much of a sample's largest change is at a place, (B, 1, h, w) from 0 to 1; 0 where nothing changes.
+
+        Args:
+            target: (B, C, h, w) normalized latents.
+            control: the same of the picture that is edited; of another size both are compared at the smaller one.
+        """
+        size = target.shape[-2:]
+        grid = [min(sides) for sides in zip(size, control.shape[-2:], strict=True)]
+        if control.shape[-2:] != size:
+            target, control = (F.interpolate(one, size=grid, mode="area") for one in (target, control))
+        change = (target - control).square().mean(dim=1, keepdim=True)
+        change = F.avg_pool2d(change, self.smooth, 1, self.smooth // 2, count_include_pad=False).sqrt()
+        if change.shape[-2:] != size:
+            change = F.interpolate(change, size=size, mode="bilinear", align_corners=False)
+        largest = change.amax(dim=(1, 2, 3), keepdim=True)
+        return (change / largest.clamp_min(1e-6)).pow(self.power)

@@ -1,0 +1,93 @@
+"""Pair sliders: a direction learned from pairs, so that the strength of the LoRA is a dial."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from datamodules.batch import LatentBatch, Size, copy_to
+from datamodules.errors import UserError
+from datamodules.images.sample import Sample
+from lightning_modules.adapters.adapter import Adapter
+from lightning_modules.denoiser import Denoiser
+from lightning_modules.family import Family
+from lightning_modules.flow import mix
+from lightning_modules.flow_matching import Noised
+from lightning_modules.objectives.flow_matching import FlowMatchingObjective
+
+# Keeps a draw's direction apart from the rest of its randomness.
+DIRECTION = 0x736C6964
+
+
+class SliderObjective(FlowMatchingObjective):
+    """Half of the draws are control -> target at LoRA scale 1, the others target -> control at scale -1.
+
+    Everything else is `FlowMatchingObjective`'s, whose arguments it takes.
+    """
+
+    name = "slider"
+    scales = (-2, -1, 0, 1, 2)
+
+    def check(self, family: Family, adapter: Adapter) -> None:
+        super().check(family, adapter)
+        if not adapter.is_linear:
+            raise UserError(
+                f"objective=slider learns the opposite of an update, too, and that of this adapter ({adapter}) has "
+                "none: use adapter=lora, tlora or ortho_tlora"
+            )
+        images = family.condition_images
+        if images.most == 0:
+            raise UserError(f"objective=slider learns from pairs, and {family.pipeline_name} sees no picture to edit")
+        if images.text_sees_them:
+            raise UserError(
+                "objective=slider exchanges control and target, and the text encoder of "
+                f"{family.pipeline_name} has seen the control: choose a model whose text encoder sees no pictures, as "
+                "flux_kontext or flux2_klein_4b"
+            )
+
+    def check_samples(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            _require_one(len(sample.controls), sample.key)
+
+    def check_sizes(self, sizes: Sequence[Size]) -> None:
+        super().check_sizes(sizes)
+        for (target, *controls), _ in sizes:
+            _require_one(len(controls), f"a sample of {_by(target)}")
+            if controls[0] != target:
+                raise UserError(
+                    f"objective=slider exchanges control and target, and a sample's are {_by(controls[0])} and "
+                    f"{_by(target)}: give both one size; data.buckets=aspect crops pairs of like proportions so"
+                )
+
+    def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
+        _require_one(len(noised.controls), batch.keys[0])
+        if noised.controls[0].shape != noised.x0.shape:  # of a stream sizes are not known before
+            raise UserError(f"objective=slider: control and target of {batch.keys[0]} have latents of different sizes")
+        sign = copy_to(self.signs(batch.draws), noised.x0.device)
+        with model.turned(sign):
+            return super().losses(batch, exchanged(noised, sign), model, step)
+
+    def signs(self, draws: Sequence[int]) -> Tensor:
+        """Of each draw the direction (B,), 1 or -1: a function of the seed and its number."""
+        generators = (torch.Generator().manual_seed(mix(mix(self.seed, draw), DIRECTION)) for draw in draws)
+        return torch.stack([1.0 - 2 * torch.randint(2, (), generator=one) for one in generators])
+
+
+def exchanged(noised: Noised, sign: Tensor) -> Noised:
+    """Control and target in each other's place where the sign (B,) is negative."""
+    backwards = sign.view(-1, 1, 1, 1) < 0
+    [control] = noised.controls
+    return noised._replace(
+        x0=torch.where(backwards, control, noised.x0),
+        mean=torch.where(backwards, control, noised.mean),
+        controls=[torch.where(backwards, noised.mean, control)],
+    )
+
+
+def _require_one(controls: int, whose: str) -> None:
+    if controls != 1:
+        raise UserError(f"objective=slider needs one condition image for each target, and {whose} has {controls}")
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

@@ -1,0 +1,142 @@
+"""Rejected pictures: found in every form, seen as their targets are, and known by their content."""
+
+import json
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from PIL import Image
+
+from datamodules.encoding import roles
+from datamodules.errors import UserError
+from datamodules.images.dataset import collate
+from datamodules.images.findings import Kind
+from datamodules.images.inspection import inspect_sample
+from datamodules.images.sample import Root
+from datamodules.images.sources import find_samples
+from tests.support.commands import compose
+from tests.support.pictures import make_pairs, photograph
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Three pairs, of which the last has no rejected picture."""
+    root = make_pairs(tmp_path / "pairs", [(48, 32)] * 3)
+    (root / "rejected_images").mkdir()
+    for number in range(2):
+        photograph("cat", 48, 32).rotate(180 * number).save(root / "rejected_images" / f"{number:02d}.png")
+    return root
+
+
+def as_table(root, columns):
+    """The same in a table whose columns have these names."""
+    rows = []
+    for number in range(3):
+        folders = ("control_images", "training_images", "rejected_images")
+        paths = [f"{folder}/{number:02d}.png" for folder in folders]
+        paths[2] = paths[2] if number < 2 else ""
+        rows.append(dict(zip(columns, [*paths, "mirror it"], strict=True)))
+    table = root / "metadata.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return table
+
+
+def as_tar(root):
+    path = root / "pairs.tar"
+    with tarfile.open(path, "w") as tar:
+        for number in range(3):
+            for folder, name in (
+                ("control_images", "source"),
+                ("training_images", "chosen"),
+                ("rejected_images", "rejected"),
+            ):
+                if (file := root / folder / f"{number:02d}.png").exists():
+                    tar.add(file, f"{number:02d}.{name}.png")
+            tar.add(root / "training_images" / f"{number:02d}.txt", f"{number:02d}.txt")
+    return path
+
+
+FORMS = {
+    "folders": lambda root: root,
+    "ours": lambda root: as_table(root, ["control_file_name", "file_name", "rejected_file_name", "prompt"]),
+    "preferences": lambda root: as_table(root, ["source_image", "chosen_image", "rejected_image", "instruction"]),
+    "tar": as_tar,
+}
+
+
+def content(picture):
+    return picture.read_bytes() if hasattr(picture, "read_bytes") else picture.read()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_them(root, form):
+    found = find_samples([Root(FORMS[form](root))])
+    assert found.incomplete == []
+    assert len(found.samples) == 3
+    for number, sample in enumerate(found.samples[:2]):
+        assert content(sample.rejected) == (root / "rejected_images" / f"{number:02d}.png").read_bytes()
+        assert content(sample.target) == (root / "training_images" / f"{number:02d}.png").read_bytes()
+    assert found.samples[2].rejected is None
+
+
+def test_a_rejected_picture_alone_is_incomplete(root):
+    (root / "training_images" / "01.png").unlink()
+    incomplete = find_samples([Root(root)]).incomplete
+    assert f"{root / 'rejected_images' / '01.png'} has no target image" in incomplete
+
+
+def test_a_missing_file_of_a_table_is_incomplete(root):
+    table = as_table(root, ["control_file_name", "file_name", "rejected", "prompt"])
+    (root / "rejected_images" / "00.png").unlink()
+    found = find_samples([Root(table)])
+    assert len(found.samples) == 2
+    assert "rejected_images/00.png does not exist" in found.incomplete[0]
+
+
+def data_of(root, *more):
+    data = instantiate(compose("train", "data=pairs", f"data.root={root}", *more).data)
+    data.scan()
+    return data
+
+
+def test_they_are_seen_as_their_targets_are(tmp_path):
+    """Cropped and mirrored by the target's window: a target as the rejected picture is the target."""
+    root = make_pairs(tmp_path / "pairs", [(210, 130), (130, 130)])
+    shutil.copytree(root / "training_images", root / "rejected_images", ignore=shutil.ignore_patterns("*.txt"))
+    crops = ["data.crop=random_cached", "data.buckets=aspect", "data.resolution=128", "data.flip=true"]
+    data = data_of(root, *crops)
+    for index, view in enumerate(data.views):
+        raw = data.dataset(None)[index, 0]
+        assert torch.equal(raw.rejected, raw.target), view.windows[0]
+    assert len({view.windows[0] for view in data.views if view.cropped}) > 2
+
+
+def test_samples_with_and_without_them_make_batches_of_their_own(root):
+    data = data_of(root)
+    assert [beside for _, beside in data.sizes] == [("rejected",), ("rejected",), ()]
+    raw = collate(data.pixels(2))
+    expected = np.stack([np.asarray(Image.open(path)) for path in sorted((root / "rejected_images").glob("*.png"))])
+    assert np.array_equal(((raw.rejected + 1) * 127.5).round().permute(0, 2, 3, 1).numpy(), expected)
+
+
+def test_one_of_another_size_is_refused(root):
+    photograph("cat", 64, 32).save(root / "rejected_images" / "01.png")
+    with pytest.raises(UserError, match=r"01\.png and its target are 64x32 and 48x32: give both one size"):
+        data_of(root)
+
+
+def test_inspection_names_one_that_is_its_target_or_cannot_be_read(root):
+    shutil.copy(root / "training_images" / "00.png", root / "rejected_images" / "00.png")
+    (root / "rejected_images" / "01.png").write_bytes(b"nothing")
+    samples = find_samples([Root(root)]).samples
+    found = [(one.kind, one.key) for sample in samples for one in inspect_sample(sample, ()).findings]
+    assert [one for one in found if one[0] is not Kind.SHIFTED] == [(Kind.NEARLY_EQUAL, "00"), (Kind.UNREADABLE, "01")]
+
+
+def test_they_are_a_role_of_their_own_for_the_cache(root):
+    first, _, last = find_samples([Root(root)]).samples
+    assert [role for role, _ in roles(first)] == ["target", "control", "rejected"]
+    assert [role for role, _ in roles(last)] == ["target", "control"]

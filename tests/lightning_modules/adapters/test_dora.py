@@ -1,0 +1,183 @@
+"""DoRA against peft's own, and against its formula on the dequantized weight."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.dora import row_norms
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers, without_adapter
+from tests.lightning_modules.quantization.test_quantized_linear import WAYS, dequantized
+from tests.support.tiny_adapters import LAYER, build, export, learn, velocity
+
+BASES = {"float32": [], "bfloat16": []} | {
+    f"{format}-{backend}": [
+        "model/quantization=fp8",
+        f"model.quantization.format={format}",
+        f"model.quantization.backend={backend}",
+        "model.quantization.cache=false",
+    ]
+    for format, backend in WAYS
+}
+
+
+def weight_of(layer):
+    """Of its base, in float32; torchao's is a subclass."""
+    base = layer.get_base_layer()
+    plain = type(base) is torch.nn.Linear and type(base.weight) is torch.nn.Parameter
+    return base.weight.detach().float() if plain and base.weight.dtype.itemsize > 1 else dequantized(base)
+
+
+def expected(layer, x, weight):
+    """By the formula, the norm a constant; gradients reach m, A and B."""
+    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    whole = weight + layer.scaling[ADAPTER] * up @ down
+    magnitude = layer.lora_magnitude_vector[ADAPTER].weight
+    return F.linear(x, (magnitude / whole.detach().norm(dim=1))[:, None] * whole, layer.get_base_layer().bias.float())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_start_is_bitwise_the_base(tiny, base):
+    dtype = "bfloat16" if base == "bfloat16" else "float32"
+    module = build(tiny, "dora", *BASES[base], dtype=dtype)
+    for autocast in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast or dtype == "bfloat16"):
+            dora = velocity(module, [0.3, 0.9])
+            with without_adapter(module.transformer):
+                assert torch.equal(dora, velocity(module, [0.3, 0.9]))
+
+
+@pytest.mark.parametrize("base", [name for name in BASES if name != "bfloat16"])
+def test_layer_is_the_formula_on_the_dequantized_weight(tiny, base):
+    module = build(tiny, "dora", *BASES[base])
+    learn(module)
+    layer = module.transformer.get_submodule(LAYER)
+    weight = weight_of(layer)
+    x = torch.randn(2, 5, layer.in_features, requires_grad=True)
+    grad = torch.randn(2, 5, layer.out_features)
+    trained = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    assert len(trained) == 4
+    found, wanted = layer(x), expected(layer, x, weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    gradients = (torch.autograd.grad(one, trained, grad) for one in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_under_autocast_what_was_learned_is_not_lost_in_16_bits(tiny):
+    """Magnitudes that moved by less than bf16 has digits for."""
+    module = build(tiny, "dora")
+    learn(module, 1e-3)
+    layer = module.transformer.get_submodule(LAYER)
+    x = torch.randn(64, layer.in_features)
+    base = F.linear(x, weight_of(layer), layer.get_base_layer().bias)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        variant = layer.lora_variant[ADAPTER]
+        moved = variant.forward(layer, ADAPTER, x, torch.zeros(64, layer.out_features) + base) - base
+    wanted = expected(layer, x, weight_of(layer)) - base
+    assert (moved - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_training_is_that_of_pefts_own(tiny, stock):
+    own = build(tiny, "dora", "adapter.target_modules=[to_q,to_v,proj_mlp]")
+    layers = lora_layers(own.transformer, ADAPTER)
+    stock.transformer.requires_grad_(False)
+    stock.transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=list(layers), use_dora=True))
+    theirs, ours = dict(stock.transformer.named_parameters()), trainable(own.transformer)
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            if "magnitude" in name:
+                torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=0)
+            theirs[name].copy_(parameter)
+    assert ours.keys() == trainable(stock.transformer).keys()
+    peft = build(tiny, "lora")
+    peft.transformer = stock.transformer.train()
+    losses = []
+    for module in (own, peft):
+        optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-2)
+        taken = []
+        for _ in range(5):
+            loss = velocity(module, [0.2, 0.7]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            taken.append(loss.item())
+        losses.append(taken)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < 0.99 * losses[0][0]
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", ["float32", "fp8-retouch"])
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_layer_is_compiled_as_one_graph_and_once(tiny, base):
+    layer = build(tiny, "dora", *BASES[base]).transformer.get_submodule(LAYER)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    x = torch.randn(2, 5, layer.in_features)
+    for _ in range(2):
+        for parameter in trained:
+            parameter.data += 0.1
+        outputs = layer(x), compiled(x)
+        assert torch.equal(*outputs)
+        ours, theirs = (torch.autograd.grad(output.square().sum(), trained) for output in outputs)
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_norms_are_those_of_the_whole_matrix(tiny):
+    module = build(tiny, "dora", "adapter.use_rslora=true")
+    learn(module, 1.0)
+    for layer in lora_layers(module.transformer, ADAPTER).values():
+        whole = weight_of(layer) + layer.scaling[ADAPTER] * layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight
+        torch.testing.assert_close(row_norms(layer, ADAPTER), whole.norm(dim=1), rtol=1e-5, atol=0)
+
+
+def test_a_row_of_zeros_stays_one_and_finite(tiny):
+    module = build(tiny, "lora")
+    module.transformer.get_submodule(LAYER).get_base_layer().weight.data[3] = 0
+    module.adapter = build(tiny, "dora").adapter
+    module.adapter.initialize(module.transformer)
+    layer = module.transformer.get_submodule(LAYER)
+    loss = layer(torch.randn(2, layer.in_features)).square().sum()
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters() if parameter.requires_grad)
+
+
+def test_file_starts_another_run_as_it_was(tiny, tmp_path):
+    """Also from a LoRA, whose rows have the lengths that they have."""
+    for adapter in ("dora", "lora"):
+        trained = build(tiny, adapter)
+        learn(trained)
+        path = tmp_path / adapter / "pytorch_lora_weights.safetensors"
+        path.parent.mkdir()
+        export(trained, path)
+        again = build(tiny, "dora", f"adapter.init_from={path}", "adapter.alpha=2")
+        with torch.no_grad():
+            torch.testing.assert_close(velocity(again, [0.5]), velocity(trained, [0.5]), rtol=1e-4, atol=1e-5)
+        wanted = LoRAFile(path).read(LayerNames.of(again.base), "x")
+        found = again.adapter.updates(again.transformer)
+        assert all((found[name].magnitude == one.magnitude).all() for name, one in wanted.items() if adapter == "dora")
+        assert all(isinstance(one.magnitude, torch.Tensor) for one in found.values())
+
+
+def test_in_16_bits_magnitudes_stay_exact(tiny, tmp_path):
+    module = build(tiny, "dora")
+    learn(module)
+    updates = module.adapter.updates(module.transformer)
+    with module.adapter.in_dtype(module.transformer, torch.bfloat16):
+        layer = module.transformer.get_submodule(LAYER)
+        assert torch.equal(layer.lora_magnitude_vector[ADAPTER].weight, updates[LAYER].magnitude)
+        assert layer.lora_A[ADAPTER].weight.dtype == torch.bfloat16
+        wanted = LowRank(*(part.float() for part in updates[LAYER].to(torch.bfloat16))).updated(weight_of(layer))
+        x = torch.randn(3, layer.in_features)
+        # The halves in bfloat16 are multiplied in it, too.
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            close = layer(x).float() - F.linear(x, wanted, layer.get_base_layer().bias)
+        assert close.norm() < 0.01 * F.linear(x, wanted).norm()
+    assert layer.lora_magnitude_vector[ADAPTER].weight.requires_grad

@@ -1,0 +1,301 @@
+"""LoKr, LoHa and OFT: their numbers against peft's, torch.kron and dense matrices, their layers on every base."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoHaConfig, LoKrConfig, OFTConfig, inject_adapter_in_model
+from peft.tuners.lokr.layer import factorization
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.beside import put_beside, updated_layers
+from lightning_modules.adapters.hadamard import Hadamard
+from lightning_modules.adapters.kronecker import Kronecker
+from lightning_modules.adapters.loha import LoHa
+from lightning_modules.adapters.lokr import LoKr, divided
+from lightning_modules.adapters.low_rank import LowRank, inner, relative_change, squared_difference
+from lightning_modules.adapters.oft import OFT
+from lightning_modules.adapters.peft_layers import ADAPTER, enable, without_adapter
+from lightning_modules.adapters.rotation import Rotation, skew_symmetric
+from tests.support.combinations import first
+from tests.support.other_adapters import KINDS, OTHERS, build_other
+from tests.support.steps import BASES
+from tests.support.tiny_adapters import LAYER, batch, build, gradients, learn, velocity
+
+
+class Two(nn.Module):
+    """Two layers of different sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k = nn.Linear(48, 96), nn.Linear(48, 64)
+
+    def forward(self, x):
+        return torch.cat([self.to_q(x), self.to_k(x)], dim=-1)
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+TARGETS = ["to_q", "to_k"]
+GIVEN = {"target_modules": TARGETS, "layers": None, "init_from": None, "lr_pattern": None, "seed": 0}
+LOKR = {"decompose_factor": 4, "decompose_both": False}
+PAIRS = {
+    "LoKr": (LoKr(4, 6, 4, False, False, **GIVEN), LoKrConfig(r=4, alpha=6, **LOKR)),
+    "LoKr even": (
+        LoKr(4, 6, -1, True, False, **GIVEN),
+        LoKrConfig(r=4, alpha=6, decompose_factor=-1, decompose_both=True),
+    ),
+    # peft has no such setting: a rank at which both are whole, and a scale of 1.
+    "LoKr whole": (LoKr(4, 6, 4, False, True, **GIVEN), LoKrConfig(r=24, alpha=24, **LOKR)),
+    "LoHa": (LoHa(4, 6, **GIVEN), LoHaConfig(r=4, alpha=6)),
+    "LoHa of a high rank": (LoHa(8, 6, **GIVEN), LoHaConfig(r=8, alpha=6)),
+    "OFT": (OFT(16, **GIVEN), OFTConfig(r=0, oft_block_size=16)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_outputs_and_gradients_are_those_of_peft(name):
+    """And the weights that it merges into are ours."""
+    adapter, config = PAIRS[name]
+    torch.manual_seed(0)
+    base = Two()
+    own, theirs = copy.deepcopy(base), copy.deepcopy(base)
+    adapter.inject(own)
+    config.target_modules = TARGETS
+    inject_adapter_in_model(config, theirs)
+    x = numbers(2, 5, 48)
+    assert torch.equal(own(x), base(x))
+    learn(type("Module", (), {"transformer": own}))
+    pairs = []
+    for layer in TARGETS:
+        parameters, beside = own.get_submodule(layer).updates[ADAPTER], theirs.get_submodule(layer)
+        for part in parameters.names:
+            parameter, other = getattr(parameters, part), getattr(beside, part)[ADAPTER]
+            other = other.weight if name == "OFT" else other
+            other.data = parameter.detach().clone()
+            pairs.append((parameter, other))
+    results = [one(x) for one in (own, theirs)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    for result in results:
+        result.square().mean().backward()
+    for parameter, other in pairs:
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+    for layer, update in adapter.updates(own).items():
+        merging = theirs.get_submodule(layer)
+        merging.merge()
+        weight = base.get_submodule(layer).weight.detach()
+        torch.testing.assert_close(update.updated(weight), merging.get_base_layer().weight.data, rtol=1e-4, atol=1e-5)
+
+
+def test_sides_are_divided_as_by_peft():
+    for factor in (-1, 1, 2, 3, 4, 8, 16, 32):
+        assert [divided(side, factor) for side in range(1, 300)] == [factorization(n, factor) for n in range(1, 300)]
+
+
+def two(*shapes, seed=0):
+    return [numbers(*shape, seed=seed + number) for number, shape in enumerate(shapes)]
+
+
+UPDATES = {
+    "whole": Kronecker(two((6, 4)), two((10, 12), seed=1)),
+    "low rank": Kronecker(two((6, 2), (2, 4)), two((10, 3), (3, 12), seed=2)),
+    "rows": Kronecker(two((6, 4)), two((10, 12), seed=1), (7, 31)),
+    "hadamard": Hadamard(two((60, 3), (60, 3)), two((3, 48), (3, 48), seed=3)),
+    "hadamard of a high rank": Hadamard(two((60, 9), (60, 9)), two((9, 48), (9, 48), seed=3)),
+    "rotation": Rotation(0.1 * numbers(6, 28)),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_what_is_computed_without_the_matrix_is_that_of_the_matrix(name):
+    update = UPDATES[name]
+    dense, x = update.delta(), numbers(2, 3, 48)
+    torch.testing.assert_close(update.apply(x), F.linear(x, dense), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(update.square(), float(dense.double().square().sum()), rtol=1e-5, atol=0)
+    other = update.scaled(0.5)
+    if name != "rotation":
+        torch.testing.assert_close(other.delta(), 0.5 * dense)
+        assert relative_change({"a": update}, {"a": other}) == pytest.approx(0.5, rel=1e-4)
+        lora = LowRank(numbers(4, 48), numbers(len(dense), 4, seed=1))
+        matrices = dense.double(), lora.delta().double()
+        assert inner(update, lora) == pytest.approx(float((matrices[0] * matrices[1]).sum()), rel=1e-4)
+        expected = float((matrices[0] - matrices[1]).square().sum())
+        assert squared_difference(update, lora) == pytest.approx(expected, rel=1e-4)
+    assert update.like(update.tensors()).apply(x).equal(update.apply(x))
+
+
+def test_kronecker_is_torch_s_product():
+    left, right = numbers(6, 4), numbers(10, 12, seed=1)
+    assert torch.equal(Kronecker([left], [right]).delta(), torch.kron(left, right))
+
+
+def test_rotation_is_cayley_s_to_the_series_error_and_turns_back():
+    """The first term that is left out is of the fourth power."""
+    skew = 0.02 * numbers(6, 28)
+    update, unit = Rotation(skew), torch.eye(48)
+    q = torch.block_diag(*skew_symmetric(skew))
+    error = 2 * float(torch.linalg.matrix_norm(q, 2)) ** 4
+    turned = unit + update.delta()
+    assert torch.linalg.matrix_norm(turned.T - torch.linalg.solve(unit - q, unit + q), 2) < error
+    assert torch.linalg.matrix_norm(turned @ (unit + update.scaled(-1).delta()) - unit, 2) < 2 * error
+    assert torch.equal(update.scaled(0).delta(), torch.zeros(48, 48))
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("widths", [(20, 20, 20), (7, 3, 50), (10, 31, 19)])
+def test_layers_that_are_one_get_its_rows(name, widths):
+    update = UPDATES[name]
+    if name == "rows":
+        widths = (11, 20)
+    parts = update.divided(widths, swapped=False)
+    if name == "rotation":
+        assert all(part is update for part in parts)
+        return
+    for part, rows in zip(parts, update.delta().split(widths), strict=True):
+        torch.testing.assert_close(part.delta(), rows)
+        assert part.sides == rows.shape
+    if name == "whole":
+        assert [bool(part.unwritable) for part in parts] == [
+            width % 10 != 0 or at % 10 != 0 for at, width in zip((0, widths[0], sum(widths[:2])), widths, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("name", ["whole", "low rank", "hadamard"])
+def test_halves_change_places(name):
+    update = UPDATES[name]
+    [swapped] = update.divided([60], swapped=True)
+    torch.testing.assert_close(swapped.delta(), torch.cat(update.delta().chunk(2)[::-1]))
+
+
+def test_closest_low_rank_update_is_that_of_the_singular_values():
+    for name in ("whole", "low rank", "hadamard", "rows"):
+        update = UPDATES[name]
+        dense = update.delta().double()
+        reduced = update.reduced(5)
+        assert reduced.rank == 5
+        values = torch.linalg.svdvals(dense)
+        assert (reduced.delta().double() - dense).norm().item() == pytest.approx(values[5:].norm().item(), rel=1e-3)
+        torch.testing.assert_close(update.reduced(10_000).delta(), update.delta(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="fuse=true"):
+        UPDATES["rotation"].reduced(5)
+
+
+@pytest.mark.parametrize(("base", "adapter"), [(base, kind) for base in ["float32", *BASES] for kind in KINDS])
+def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updated(tiny, base, adapter):
+    module = build_other(tiny, adapter, *BASES.get(base, ()), dtype="float32" if base == "float32" else "bfloat16")
+    t = torch.tensor([0.2, 0.7])
+    x_t, controls, prompt = batch(2)
+    for layer in updated_layers(module.transformer, ADAPTER).values():
+        # Plain layers round once more, before the bias, where rows do not follow each other; those that turned do.
+        layer.base_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+    with torch.autocast("cpu", torch.bfloat16, enabled=base != "float32"):
+        assert torch.equal(velocity(module, [0.2, 0.7]), module.denoise.base(x_t, t, controls, prompt))
+    learn(module, 0.05)
+    layer = module.transformer.get_submodule(LAYER)
+    linear = layer.get_base_layer()
+    weight = linear.dequantize(torch.float32) if hasattr(linear, "dequantize") else linear.weight.float()
+    x = numbers(4, linear.in_features)
+    wanted = F.linear(x, module.adapter.updates(module.transformer)[LAYER].updated(weight), linear.bias.float())
+    dtype = torch.float32 if base == "float32" else torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=base != "float32"):
+        got = layer(x if dtype == torch.float32 else x.bfloat16()).float()
+    assert (got - wanted).norm() < (1e-5 if base == "float32" else 0.02) * wanted.norm()
+    with torch.autocast("cpu", torch.bfloat16, enabled=base != "float32"):
+        velocity(module, [0.2, 0.7]).float().square().mean().backward()
+    assert all(
+        gradient.any() for name, gradient in gradients(module).items() if "single_transformer_blocks.1" not in name
+    )
+
+
+@pytest.mark.parametrize("adapter", OTHERS)
+def test_others_switch_it_off_and_on(tiny, adapter):
+    module = build_other(tiny, adapter)
+    start = velocity(module, [0.5])
+    learn(module)
+    learned = velocity(module, [0.5])
+    assert not torch.equal(start, learned)
+    with without_adapter(module.transformer):
+        assert torch.equal(velocity(module, [0.5]), start)
+    enable(module.transformer, False)
+    assert torch.equal(velocity(module, [0.5]), start)
+    enable(module.transformer, True)
+    assert torch.equal(velocity(module, [0.5]), learned)
+    assert all(one.requires_grad for one in trainable(module.transformer).values())
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora", *OTHERS])
+def test_updates_stay_what_they_were_when_training_goes_on(tiny, adapter):
+    module = (build_other if adapter in OTHERS else build)(tiny, adapter)
+    learn(module)
+    updates = module.adapter.updates(module.transformer)
+    before = {layer: {name: one.clone() for name, one in each.tensors().items()} for layer, each in updates.items()}
+    learn(module)
+    for layer, each in updates.items():
+        assert all(torch.equal(one, before[layer][name]) for name, one in each.tensors().items())
+
+
+@pytest.mark.parametrize("adapter", OTHERS)
+def test_inference_weights_are_those_of_the_file(tiny, tmp_path, adapter):
+    """Rounded to the base's dtype with their scale in them; afterwards the run goes on with its own."""
+    module = build_other(tiny, adapter, dtype="bfloat16")
+    learn(module)
+    before = {name: one.clone() for name, one in trainable(module.transformer).items()}
+    module.adapter.export({"transformer": module.transformer}, module.base, {}, torch.float32)(tmp_path)
+    from lightning_modules.adapters.applied import AppliedLoRAs
+
+    fresh = module.base.load_transformer()
+    loras = AppliedLoRAs([tmp_path / "pytorch_lora_weights.safetensors"])
+    loras.load(fresh, module.base)
+    module.transformer.eval()
+    with torch.no_grad(), module.adapter.in_dtype(module.transformer, torch.bfloat16):
+        x_t, controls, prompt = batch(1)
+        arguments = [part.bfloat16() for part in (x_t, *controls)]
+        prompt = {name: one.bfloat16() for name, one in prompt.items()}
+        t = torch.tensor([0.5])
+        own = module.velocity(module.transformer, arguments[0], t, arguments[1:], prompt)
+        theirs = module.velocity(fresh.eval(), arguments[0], t, arguments[1:], prompt)
+    assert torch.equal(own, theirs)
+    after = trainable(module.transformer)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("adapter", first(3, KINDS))
+def test_batch_is_what_each_is_alone(tiny, adapter):
+    module = build_other(tiny, adapter)
+    learn(module)
+    together = velocity(module, [0.2, 0.7])
+    x_t, controls, prompt = batch(2)
+    for row, t in enumerate((0.2, 0.7)):
+        pick = slice(row, row + 1)
+        alone = module.denoise(
+            x_t[pick], torch.tensor([t]), [one[pick] for one in controls], {k: one[pick] for k, one in prompt.items()}
+        )
+        torch.testing.assert_close(together[pick], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_keep_what_was_beside_them():
+    torch.manual_seed(0)
+    base = Two()
+    model = copy.deepcopy(base)
+    updates = [Kronecker([numbers(8, 4, seed=n)], [numbers(12, 12, seed=n + 5)]) for n in range(2)]
+    put_beside(model, "a", {"to_q": updates[0]})
+    put_beside(model, "b", {"to_q": updates[1]}, scale=0.5)
+    assert list(updated_layers(model, "b")) == ["to_q"]
+    x = numbers(3, 48)
+    expected = base.to_q(x) + F.linear(x, updates[0].delta()) + 0.5 * F.linear(x, updates[1].delta())
+    torch.testing.assert_close(model.to_q(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_block_that_does_not_divide_a_layer_is_named(run, tiny, pairs, tmp_path):
+    from tests.support.commands import short
+    from tests.support.other_adapters import short_of
+
+    arguments = short_of(short(tiny, pairs, tmp_path / "run", 1), "oft")
+    error = run("train", *arguments, "adapter.block_size=24", ok=False).error
+    assert "adapter.block_size=24 does not divide the 64 inputs of transformer_blocks.0.attn.to_q; 16 does" in error

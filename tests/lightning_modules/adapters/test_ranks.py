@@ -1,0 +1,220 @@
+"""Ranks, scales and learning rates by layer, against peft's own."""
+
+import math
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from peft import LoraConfig
+from peft.optimizers import create_loraplus_optimizer
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import Training, trainable
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
+from lightning_modules.adapters.targets import block_ranges, is_within
+from lightning_modules.adapters.trained import TrainedParts
+from tests.support.commands import compose
+from tests.support.tiny_adapters import build, export, learn, velocity
+
+PATTERNS = [
+    "adapter.rank_pattern={transformer_blocks.*:2,transformer_blocks.1.*:3}",
+    "adapter.alpha_pattern={*.to_v:1.5}",
+]
+
+
+def check(tiny, *settings):
+    """As before a run, without weights."""
+    module = build_unloaded(tiny, *settings)
+    module.adapter.check(module.base, Training(module.optimization.optimizer, False, False))
+
+
+def build_unloaded(tiny, *settings):
+    composed = compose("train", "model=flux_kontext", "model.dtype=float32", "adapter.rank=4", *settings)
+    return instantiate(composed.model, pretrained_model_name_or_path=str(tiny), max_sequence_length=16)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_ranks_and_scales_by_pattern_are_as_peft_has_them(tiny, stock, rslora):
+    module = build(tiny, "lora", *PATTERNS, f"adapter.use_rslora={rslora}")
+    learn(module)
+    layers = lora_layers(module.transformer, ADAPTER)
+    names = list(layers)
+    ranks = {name: 3 if ".1." in name else 2 for name in names if name.startswith("transformer_blocks")}
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=rslora,
+        target_modules=names,
+        rank_pattern={f"^{name}": rank for name, rank in ranks.items()},
+        alpha_pattern={"to_v": 1.5},
+    )
+    stock.transformer.add_adapter(config)
+    theirs = lora_layers(stock.transformer, "default")
+    for name, layer in layers.items():
+        assert layer.r[ADAPTER] == theirs[name].r["default"] == ranks.get(name, 4)
+        assert layer.scaling[ADAPTER] == theirs[name].scaling["default"]
+        alpha, rank = 1.5 if name.endswith("to_v") else 6, ranks.get(name, 4)
+        assert layer.scaling[ADAPTER] == alpha / (math.sqrt(rank) if rslora else rank)
+        assert module.adapter.ranks.scale_of(name) == layer.scaling[ADAPTER]
+
+
+@pytest.mark.parametrize("adapter", ["lora", "tlora", "ortho_tlora", "dora"])
+def test_file_of_each_layers_scale_starts_another_run_as_it_was(tiny, tmp_path, adapter):
+    more = [PATTERNS[1], "adapter.use_rslora=true", *(PATTERNS[:1] if adapter in ("lora", "dora") else [])]
+    module = build(tiny, adapter, *more)
+    learn(module)
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    export(module, path)
+    file = LoRAFile(path)
+    layers = lora_layers(module.transformer, ADAPTER)
+    assert all(file.trained.scale_of(name) == pytest.approx(layer.scaling[ADAPTER]) for name, layer in layers.items())
+    with torch.no_grad():
+        x = {name: torch.randn(2, layer.in_features) for name, layer in layers.items()}
+        updates = file.read(LayerNames.of(module.base), "x")
+        if adapter == "lora":
+            for name, layer in layers.items():
+                learned = layer(x[name]) - layer.get_base_layer()(x[name])
+                torch.testing.assert_close(learned, updates[name].apply(x[name]), rtol=1e-4, atol=1e-5)
+        again = build(tiny, adapter, *more, f"adapter.init_from={path}")
+        other = build(tiny, adapter, *more[2:], f"adapter.init_from={path}")
+        wanted = velocity(module, [0.4])
+        torch.testing.assert_close(velocity(again, [0.4]), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(velocity(other, [0.4]), wanted, rtol=1e-4, atol=1e-5)
+    if adapter == "ortho_tlora":
+        return  # whose singular values and vectors are divided anew
+    for one, parameter in trainable(again.transformer).items():
+        torch.testing.assert_close(parameter, trainable(module.transformer)[one], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pattern"),
+    [
+        ("[transformer_blocks.1-1]", "transformer_blocks.1.*"),
+        ("[single_transformer_blocks.0-0,transformer_blocks.0]", "*transformer_blocks.0.*"),
+        ("['*.to_q']", "*.to_q"),
+    ],
+)
+def test_layers_of_some_blocks_alone(tiny, layers, pattern):
+    everywhere = lora_layers(build(tiny, "lora").transformer, ADAPTER)
+    chosen = lora_layers(build(tiny, "lora", f"adapter.layers={layers}").transformer, ADAPTER)
+    assert list(chosen) == [name for name in everywhere if fnmatchcase(name, pattern)]
+
+
+def test_a_layer_that_others_names_end_with_is_adapted_alone(tiny):
+    module = build(tiny, "lora", "adapter.target_modules=[proj_out]", "adapter.layers=[proj_out]")
+    assert list(lora_layers(module.transformer, ADAPTER)) == ["proj_out"]
+
+
+def test_block_ranges():
+    assert is_within("blocks.10.to_q", "blocks.9-10")
+    assert not is_within("blocks.1.to_q", "blocks.10-19")
+    assert not is_within("single_blocks.1.to_q", "blocks.0-9")
+    assert not is_within("blocks.10.to_q", "blocks.1")
+    names = ["x_embedder", "blocks.0.to_q", "blocks.12.to_q", "blocks.3.to_k"]
+    assert block_ranges(names) == ["x_embedder", "blocks.0-12"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("adapter.layers=[transformer_blocks.7-9]", "transformer_blocks.7-9 matches none of the layers"),
+        ("adapter.layers=[x_embedder]", "these are in transformer_blocks.0-1, single_transformer_blocks.0-1"),
+        ("adapter.rank_pattern={nothing:2}", "adapter.rank_pattern={nothing:2} matches no layer"),
+        ("adapter.alpha_pattern={*.to_x:2}", "it has transformer_blocks.*, single_transformer_blocks.*"),
+        ("adapter.lr_pattern={blocks:2}", "adapter.lr_pattern={blocks:2} matches no layer"),
+        ("adapter.rank_pattern={*.to_q:640}", "none of the layers of rank 640 has one above "),
+        ("adapter=tlora adapter.rank_pattern={*:2}", "does not go with a T-LoRA, whose schedule is of one rank"),
+        ("optimizer=prodigy adapter.lora_plus_ratio=4", "do not go with Prodigy, which finds one learning rate"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_weights_are_read(tiny, setting, message):
+    with pytest.raises((UserError, InstantiationException)) as caught:
+        check(tiny, *setting.split())
+    assert message in str(caught.value)
+
+
+def rates(optimizer, names):
+    """The learning rate of each parameter."""
+    return {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+
+def configured(module):
+    found = module.configure_optimizers()
+    return found["optimizer"] if isinstance(found, dict) else found
+
+
+def test_lora_plus_is_pefts(tiny):
+    settings = ["adapter.lora_plus_ratio=16", "optimizer.lr=1e-3", "optimizer.weight_decay=0.1", "scheduler=constant"]
+    states = []
+    for by_peft in (False, True):
+        module = build(tiny, "lora", *settings)
+        names = {parameter: name for name, parameter in trainable(module.transformer).items()}
+        optimizer = configured(module)
+        if by_peft:
+            ours = rates(optimizer, names)
+            more = {"lr": 1e-3, "loraplus_lr_ratio": 16, "loraplus_weight_decay": 0.1, "fused": True}
+            optimizer = create_loraplus_optimizer(module.transformer, torch.optim.AdamW, **more)
+            assert rates(optimizer, names) == ours
+        for _ in range(3):
+            velocity(module, [0.2, 0.7]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append({name: parameter.detach() for parameter, name in names.items()})
+    for name in states[0]:
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-8)
+
+
+def test_learning_rates_by_pattern_follow_the_schedule(tiny):
+    pattern = "adapter.lr_pattern={single_*:0.5,*.to_v:3}"
+    module = build(tiny, "dora", pattern, "adapter.lora_plus_ratio=2", "optimizer.lr=1e-2", "scheduler=cosine")
+    found = module.configure_optimizers()
+    optimizer, scheduler = found["optimizer"], found["lr_scheduler"]["scheduler"]
+    names = {parameter: name for name, parameter in trainable(module.transformer).items()}
+
+    def factor(name):
+        layer = name.partition(".lora_")[0]
+        usual = 3 if layer.endswith("to_v") else 0.5 if layer.startswith("single_") else 1
+        return usual * (2 if ".lora_B." in name else 1)
+
+    optimizer.step()
+    scheduler.step()
+    assert rates(optimizer, names).keys() == set(names.values())
+    lr = optimizer.param_groups[0]["lr"]
+    assert 0 < lr < 1e-2
+    for name, rate in rates(optimizer, names).items():
+        assert rate == pytest.approx(lr * factor(name))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_schedule_free", "adafactor", "muon"],
+)
+def test_each_optimizer_learns_by_its_groups_rates(tiny, optimizer):
+    """A parameter of rate r moves as one alone by an optimizer of that rate."""
+    made = build_unloaded(tiny, f"optimizer={optimizer}", "optimizer.lr=1e-2").optimization.optimizer
+    start = torch.linspace(-1, 1, 64 * 64).view(64, 64)
+    grads = [torch.randn(64, 64) for _ in range(3)]
+
+    def moved(*factors):
+        parameters = [torch.nn.Parameter(start.clone()) for _ in factors]
+        optimization = build_unloaded(tiny, "scheduler=constant", f"optimizer={optimizer}").optimization
+        optimization.optimizer = made
+        adapter = SimpleNamespace(lr_factor=lambda name: factors[int(name)])
+        trained = TrainedParts(adapter, torch.nn.ParameterList(parameters), torch.nn.ModuleDict())
+        steps = optimization.configure(trained, four_bit=False, sharded=False)
+        steps = steps["optimizer"] if isinstance(steps, dict) else steps
+        for grad in grads:
+            for parameter in parameters:
+                parameter.grad = grad.clone()
+            steps.step()
+        return parameters
+
+    one, other = moved(1.0, 4.0)
+    torch.testing.assert_close(one, moved(1.0)[0])
+    torch.testing.assert_close(other, moved(4.0)[0])
+    assert (other - start).norm() > 2 * (one - start).norm()

@@ -1,0 +1,1 @@
+"""What a step minimizes, against independent computations."""

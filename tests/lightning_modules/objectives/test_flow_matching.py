@@ -1,0 +1,199 @@
+"""The flow-matching objective on a model of two numbers, against its formula written out, gradients included."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra.utils import instantiate
+
+from datamodules.batch import LatentBatch
+from datamodules.errors import UserError
+from lightning_modules.families.flux.module import FluxKontext
+from lightning_modules.flow import TimestepLaw, sample_noise
+from lightning_modules.flow_matching import FlowMatching
+from tests.support.commands import compose
+from tests.support.losses import EVERYTHING
+
+FLOW = FlowMatching(TimestepLaw("uniform", 0.0, 1.0, 1.29, None), "sample", seed=3)
+
+
+class TwoNumbers:
+    """A model whose velocity is a x_t + b (the mean of the text) + control; its base has other numbers."""
+
+    def __init__(self, a=0.3, b=-0.2):
+        self.a, self.b = (torch.tensor(one, requires_grad=True) for one in (a, b))
+
+    def __call__(self, x_t, t, controls, prompt):
+        text = prompt["prompt_embeds"].mean(dim=(1, 2)).view(-1, 1, 1, 1)
+        return self.a * x_t + self.b * text + controls[0]
+
+    @torch.no_grad()
+    def base(self, x_t, t, controls, prompt):
+        return TwoNumbers(0.1, 0.5)(x_t, t, controls, prompt).detach()
+
+
+def normalize(latents):
+    return (latents - 0.1) * 2
+
+
+def objective(*overrides):
+    return instantiate(compose("train", *overrides).objective, _convert_="all")
+
+
+def make_batch(samples=3, mask=True, weights=False):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(samples, *shape, generator=generator)
+
+    return LatentBatch(
+        keys=[str(number) for number in range(samples)],
+        draws=list(range(5, 5 + samples)),
+        target_mean=random(2, 4, 4),
+        target_std=random(2, 4, 4).abs() / 10,
+        controls=[random(2, 4, 4)],
+        prompt={"prompt_embeds": random(6, 8)},
+        empty_prompt={"prompt_embeds": random(6, 8)[:1]},
+        mask=(torch.rand(samples, 1, 32, 32, generator=generator) > 0.5).float() if mask else None,
+        weights=torch.tensor([0.5, 1.0, 2.0])[:samples] if weights else None,
+        preserve_prompt={"prompt_embeds": random(6, 8)},
+    )
+
+
+def row(batch, number):
+    """A sample alone."""
+    picked = batch.map(lambda tensor: tensor[number : number + 1] if len(tensor) > 1 else tensor)
+    return replace(picked, keys=batch.keys[number : number + 1], draws=batch.draws[number : number + 1])
+
+
+def losses(one, batch, model=None, step=0):
+    return one.losses(batch, FLOW.noised(batch, 1.0, normalize), model or TwoNumbers(), step)
+
+
+def test_default_is_the_plain_loss_to_the_bit():
+    batch = make_batch(weights=True)
+    noise = sample_noise(FLOW.seed, batch.draws, batch.target_mean.shape[1:], FLOW.timesteps, 1.0)
+    assert torch.equal(losses(objective(), batch), FLOW.losses_at(batch, noise, normalize, TwoNumbers()))
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_everything_at_once_is_the_formula_and_so_are_its_gradients(mask):
+    batch, model, mine = make_batch(mask=mask, weights=True), TwoNumbers(), TwoNumbers()
+    noised = FLOW.noised(batch, 1.0, normalize)
+    one = objective(*EVERYTHING)
+    total = losses(one, batch, model)
+    total.sum().backward()
+
+    x0, eps, t = noised.x0, noised.eps, noised.t
+    x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * eps
+    controls = [normalize(batch.controls[0])]
+    prompt = one._noisy(batch.prompt, batch.draws)
+    assert not torch.equal(prompt["prompt_embeds"], batch.prompt["prompt_embeds"])
+    velocity = mine(x_t, t, controls, prompt)
+    with torch.no_grad():
+        empty = {"prompt_embeds": batch.empty_prompt["prompt_embeds"].expand(3, -1, -1)}
+        unguided = mine(x_t, t, controls, empty)
+    error = velocity - (unguided + 2.5 * ((eps - x0) - unguided))
+    d = (0.5**t).view(-1, 1, 1, 1)  # the YAML's delta
+    error = (2 * d * ((error**2 + d**2).sqrt() - d)).mean(1, keepdim=True)
+    change = (normalize(batch.target_mean) - controls[0]).square().mean(1, keepdim=True)
+    ones = F.avg_pool2d(torch.ones_like(change), 3, 1, 1)
+    change = (F.avg_pool2d(change, 3, 1, 1) / ones).sqrt()
+    region = (change / change.amax(dim=(2, 3), keepdim=True)) ** 2
+    weight = 0.2 + 0.8 * region
+    if mask:
+        region = F.avg_pool2d(batch.mask, 8)
+        weight = weight * (0.3 + 0.7 * region)
+    loss = (weight * error).sum((1, 2, 3)) / weight.sum((1, 2, 3))
+    moved = (velocity - mine.base(x_t, t, controls, prompt)).square().mean(1, keepdim=True)
+    loss = loss + 0.7 * (moved * (1 - region)).mean((1, 2, 3))
+    loss = loss * 2 / (torch.pi * (1 - 2 * t + 2 * t**2))
+    kept = (1 - t.view(-1, 1, 1, 1)) * controls[0] + t.view(-1, 1, 1, 1) * eps
+    asked = kept, t, controls, batch.preserve_prompt
+    loss = loss + 0.4 * (mine(*asked) - mine.base(*asked)).square().mean((1, 2, 3))
+    loss = loss * batch.weights
+    loss.sum().backward()
+    torch.testing.assert_close(total, loss)
+    torch.testing.assert_close(model.a.grad, mine.a.grad)
+    torch.testing.assert_close(model.b.grad, mine.b.grad)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_batch_gives_what_its_samples_give_alone(mask):
+    batch, one = make_batch(mask=mask, weights=True), objective(*EVERYTHING)
+    alone = torch.cat([losses(one, row(batch, number)) for number in range(3)])
+    torch.testing.assert_close(losses(one, batch), alone)
+    assert len(set(alone.tolist())) == 3
+
+
+def test_area_of_a_mask_does_not_weigh_its_sample():
+    """Where the error is the same everywhere, so is the loss."""
+    batch = make_batch(1)
+    batch.mask[:] = 0
+    batch.mask[:, :, :8, :8] = 1
+    noised = FLOW.noised(batch, 1.0, normalize)
+
+    def constant(x_t, t, controls, prompt):
+        return noised.velocity + 2.0
+
+    for overrides in ([], ["objective.mask.outside=0.3"], ["objective.edit_weight.floor=0.1"]):
+        torch.testing.assert_close(objective(*overrides).losses(batch, noised, constant, 0), torch.tensor([4.0]))
+
+
+def test_mask_outside_of_1_is_no_mask():
+    with_mask = losses(objective("objective.mask.outside=1"), make_batch(mask=True))
+    torch.testing.assert_close(with_mask, losses(objective(), make_batch(mask=False)))
+
+
+def test_contrastive_guidance_leaves_samples_without_their_caption_alone():
+    flow, batch = FlowMatching(FLOW.timesteps, "sample", FLOW.seed), make_batch(mask=False)
+    flow.caption_dropout_rate = 0.5
+    noised = flow.noised(batch, 1.0, normalize)
+    assert 0 < noised.dropped.sum() < 3
+    plain, guided = (
+        objective(f"objective.contrastive_guidance={scale}").losses(batch, noised, TwoNumbers(), 0) for scale in (1, 3)
+    )
+    assert torch.equal(plain == guided, noised.dropped)
+
+
+def test_prompts_are_looked_at_every_so_many_steps():
+    batch, one = make_batch(), objective('objective.preserve.prompts=["x"]', "objective.preserve.every=3")
+    values = [float(losses(one, batch, step=step).detach().sum()) for step in range(4)]
+    assert values[0] == values[3] > values[1] == values[2]
+
+
+def test_no_weight_is_no_preservation():
+    batch = make_batch()
+    off = ['objective.preserve.prompts=["x"]', "objective.preserve.weight=0"]
+    assert torch.equal(losses(objective(*off), batch), losses(objective(), batch))
+    assert not objective(*off).preserve_prompts
+    assert not objective(*off).needs_base
+    assert not objective(*off).describe()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("objective.preserve.prompts=sky", 'objective.preserve.prompts=sky: a list, as ["sky"]'),
+        ("objective.weighting=cosmap", "objective.weighting=cosmap: null, cosine or a function"),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_line(override, message):
+    with pytest.raises(Exception, match="objective") as raised:
+        objective(override)
+    assert message in str(raised.value.__cause__ or raised.value)
+
+
+def test_what_would_do_nothing_or_compare_what_dropout_makes_unlike_is_refused():
+    size = ((64, 64), (64, 64))
+    outside = objective("objective.preserve.outside=1")
+    outside.check_sizes([(size, ()), (size[:1], ())])
+    outside.check_sizes([(size[:1], ("mask",))])
+    with pytest.raises(UserError, match=r"objective\.preserve\.outside=1 is about .* no sample has a mask"):
+        outside.check_sizes([(size[:1], ())])
+    adapter = instantiate(compose("train", "adapter.dropout=0.1").adapter, _convert_="all")
+    for one, name in (("objective.contrastive_guidance=2", r"contrastive_guidance"), ("objective=dpo", "dpo")):
+        with pytest.raises(UserError, match=rf"adapter\.dropout=0\.1 does not go with objective[.=]{name}"):
+            objective(one).check(FluxKontext, adapter)
+    objective("objective.preserve.outside=1").check(FluxKontext, adapter)

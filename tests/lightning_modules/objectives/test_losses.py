@@ -1,0 +1,141 @@
+"""The parts of the loss against closed forms, gradients included."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+from datamodules.errors import UserError
+from lightning_modules.objectives.losses import (
+    EditWeight,
+    Huber,
+    PseudoHuber,
+    squared_error,
+    timestep_weighting,
+)
+
+DIFFERENCE = torch.linspace(-3, 3, 32).reshape(2, 1, 4, 4)
+T = torch.tensor([0.25, 1.0])
+
+
+def half(t):
+    return t / 2
+
+
+def gradient(loss, t=T):
+    x = DIFFERENCE.clone().requires_grad_()
+    loss(x, t).sum().backward()
+    return x.grad
+
+
+def test_squared_error_and_its_gradient():
+    torch.testing.assert_close(squared_error(DIFFERENCE, T), DIFFERENCE**2)
+    torch.testing.assert_close(gradient(squared_error), 2 * DIFFERENCE)
+
+
+def test_huber_is_torchs_twice_and_small_errors_count_as_squares():
+    loss = Huber(0.7, "constant")
+    expected = 2 * F.huber_loss(DIFFERENCE, torch.zeros_like(DIFFERENCE), reduction="none", delta=0.7)
+    torch.testing.assert_close(loss(DIFFERENCE, T), expected)
+    torch.testing.assert_close(gradient(loss), 2 * DIFFERENCE.clamp(-0.7, 0.7))
+    assert torch.equal(loss(0.1 * DIFFERENCE, T), (0.1 * DIFFERENCE).square())
+
+
+def test_pseudo_huber_is_the_closed_form_and_smooth():
+    loss, d = PseudoHuber(0.7, "constant"), 0.7
+    expected = 2 * d * ((DIFFERENCE.double() ** 2 + d**2).sqrt() - d)
+    torch.testing.assert_close(loss(DIFFERENCE, T).double(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient(loss), 2 * d * DIFFERENCE / (DIFFERENCE**2 + d**2).sqrt())
+    small = torch.full((2, 1, 1, 1), 1e-4)
+    torch.testing.assert_close(loss(small, T), small.square(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Huber, PseudoHuber])
+def test_schedule_is_exponential_in_t_and_of_each_sample(kind):
+    threshold = kind(0.1, "exponential").threshold(torch.tensor([0.0, 0.5, 1.0]))
+    torch.testing.assert_close(threshold.flatten(), torch.tensor([1.0, math.sqrt(0.1), 0.1]))
+    together = kind(0.1, "exponential")(DIFFERENCE, T)
+    for row, t in enumerate(T.tolist()):
+        alone = kind(0.1**t, "constant")(DIFFERENCE[row : row + 1], T[row : row + 1])
+        torch.testing.assert_close(together[row : row + 1], alone)
+
+
+def test_cosine_weighting_is_diffusers_cosmap():
+    sigmas = torch.linspace(0, 1, 11)
+    weighting = timestep_weighting("cosine")
+    torch.testing.assert_close(weighting(sigmas), compute_loss_weighting_for_sd3("cosmap", sigmas))
+
+
+def test_weighting_is_none_cosine_or_a_users_function():
+    assert timestep_weighting(None) is None
+    assert torch.equal(timestep_weighting(f"{__name__}.half")(T), T / 2)
+    with pytest.raises(UserError, match=r"objective\.weighting=cosmap: null, cosine or a function of t"):
+        timestep_weighting("cosmap")
+    with pytest.raises(UserError, match=r"objective\.weighting=no_module\.f"):
+        timestep_weighting("no_module.f")
+
+
+def pair(side=8, change=2.0):
+    """Latents that differ in one place of (1, 2, side, side)."""
+    control = torch.randn(1, 2, side, side, generator=torch.Generator().manual_seed(0))
+    target = control.clone()
+    target[:, :, 2, 3] += change
+    return target, control
+
+
+def test_edit_weight_is_1_where_the_edit_is_and_the_floor_elsewhere():
+    target, control = pair()
+    weight = EditWeight(0.2, 1.0, 1)(target, control)
+    assert weight.shape == (1, 1, 8, 8)
+    assert weight[0, 0, 2, 3] == 1
+    weight[0, 0, 2, 3] = 0.2
+    torch.testing.assert_close(weight, torch.full_like(weight, 0.2))
+
+
+def test_edit_weight_is_smoothed_relative_to_the_largest_change_and_to_a_power():
+    target, control = pair()
+    target[0, :, 6, 6] += 1.0  # half of the other
+    region = EditWeight(0.0, 1.0, 1).region(target, control)[0, 0]
+    assert float(region[6, 6]) == pytest.approx(0.5)
+    assert float(EditWeight(0.0, 3.0, 1).region(target, control)[0, 0, 6, 6]) == pytest.approx(0.125)
+    smooth = EditWeight(0.0, 1.0, 3).region(*pair())[0, 0]
+    torch.testing.assert_close(smooth[1:4, 2:5], torch.ones(3, 3))  # the mean of 9 places is the same in all of them
+    assert smooth.sum() == 9
+
+
+def test_edit_weight_of_a_sample_does_not_depend_on_its_batch_or_on_how_much_it_changes():
+    small, large = pair(change=0.5), pair(change=5.0)
+    weight = EditWeight(0.1, 2.0, 3)
+    together = weight(torch.cat([small[0], large[0]]), torch.cat([small[1], large[1]]))
+    torch.testing.assert_close(together, torch.cat([weight(*small), weight(*large)]))
+    torch.testing.assert_close(weight(*small), weight(*large))
+
+
+def test_pair_without_a_change_weighs_all_alike():
+    target, _ = pair()
+    assert torch.equal(EditWeight(0.3, 1.0, 3)(target, target), torch.full((1, 1, 8, 8), 0.3))
+
+
+def test_control_of_another_size_is_compared_at_the_smaller_one():
+    target, control = torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 4, 4)
+    target[:, :, :2, :2] = 1.0
+    region = EditWeight(0.0, 1.0, 1).region(target, control)
+    assert region.shape == (1, 1, 8, 8)
+    assert region[0, 0, 0, 0] == 1
+    assert region[0, 0, 3:, 3:].abs().max() == 0
+    same = EditWeight(0.0, 1.0, 1).region(target, torch.zeros(1, 1, 16, 16))
+    torch.testing.assert_close(same, (target > 0).float())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Huber(1.0, "snr"), r"objective\.loss\.schedule=snr: choose constant or exponential"),
+        (lambda: EditWeight(0.5, 1.0, 4), r"edit_weight\.smooth=4: choose 1, 3, 5"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line(make, message):
+    with pytest.raises(UserError, match=message):
+        make()

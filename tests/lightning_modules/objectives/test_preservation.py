@@ -1,0 +1,228 @@
+"""What the base says beside an adapter, however both are executed, and what is made of it."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from datamodules.batch import LatentBatch
+from lightning_modules.execution import kernels
+from lightning_modules.flow import interpolate
+from tests.support.combinations import first
+from tests.support.steps import BASES, assert_same, with_a_block_of_each_kind
+from tests.support.tiny_adapters import batch, build, export, gradients, learn
+
+WAYS = {"float32": [], "bf16": [], "fp8": BASES["fp8"], "nf4": BASES["nf4"]}
+PRESERVE = ["objective.preserve.outside=0.5", "objective.preserve.prompts=[sharper]", "objective.preserve.weight=3"]
+
+
+def bare(module):
+    """The module's transformer as it is without an adapter."""
+    transformer = module.base.load_transformer()
+    module.trim_last_block(transformer)
+    return transformer
+
+
+def made(tiny, adapter, base, *more):
+    dtype = "float32" if base == "float32" else "bfloat16"
+    module = build(tiny, adapter, *WAYS[base], "model.gradient_checkpointing=none", *more, dtype=dtype)
+    learn(module)
+    return module
+
+
+def autocast(module):
+    """As Lightning's."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=module.base.dtype != torch.float32, cache_enabled=False)
+
+
+def asked():
+    """Of a denoiser."""
+    x_t, controls, prompt = batch()
+    return x_t, torch.tensor([0.2, 0.7]), controls, prompt
+
+
+@pytest.mark.parametrize("adapter", first(2, ["lora", "tlora", "ortho_tlora"]))
+@pytest.mark.parametrize("base", WAYS)
+def test_base_is_bitwise_the_transformer_without_its_adapter(tiny, base, adapter):
+    module = made(tiny, adapter, base)
+    with autocast(module):
+        before = module.denoise(*asked()).detach()
+        found = module.denoise.base(*asked())
+        with torch.no_grad():
+            expected = module.velocity(bare(module), *asked())
+        assert torch.equal(found, expected)
+        assert not found.requires_grad
+        assert not torch.equal(found, before)
+        assert torch.equal(module.denoise(*asked()).detach(), before)
+
+
+def test_after_an_error_in_the_base_the_adapter_is_there_again(tiny):
+    module = made(tiny, "tlora", "float32")
+    before = module.denoise(*asked()).detach()
+    x_t, t, controls, _ = asked()
+    with pytest.raises(KeyError):
+        module.denoise.base(x_t, t, controls, {})
+    hook = module.transformer.transformer_blocks[0].attn.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.denoise.base(*asked())
+    hook.remove()
+    assert torch.equal(module.denoise(*asked()).detach(), before)
+
+
+def test_after_a_picture_that_failed_forwards_without_gradient_have_their_own_timesteps(tiny):
+    """As contrastive guidance has: the ranks are not those of the sampling step that was interrupted."""
+    module, calls = made(tiny, "tlora", "float32"), []
+    before = module.denoise(*asked()).detach()
+    latents = samples()
+    hook = module.transformer.proj_out.register_forward_hook(
+        lambda *_: calls.append(1) or (None if len(calls) < 3 else 1 / 0)
+    )
+    with pytest.raises(ZeroDivisionError):
+        module.sampler.sample(latents, module.sampler.sampling, (48, 32), [0, 1])
+    hook.remove()
+    with torch.no_grad():
+        assert torch.equal(module.denoise(*asked()), before)
+
+
+@pytest.mark.parametrize("more", [[], ["model.offload.blocks=2", "model.gradient_checkpointing=full"]])
+def test_training_adapter_stays_in_the_base(tiny, tmp_path, more):
+    """A part of the weights, or beside them."""
+    assistant = build(tiny, "lora", "adapter.rank=2")
+    learn(assistant)
+    export(assistant, tmp_path / "pytorch_lora_weights.safetensors")
+    settings = [*more, f"model.training_adapter={tmp_path}"]
+    module, fresh = (build(tiny, "lora", *settings) for _ in range(2))
+    learn(module)
+    found, expected = module.denoise.base(*asked()), fresh.denoise(*asked())
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, build(tiny, "lora").denoise(*asked()))
+
+
+def samples(masked=False):
+    """A batch whose targets are as large as its controls."""
+    x_t, controls, prompt = batch()
+    other = {name: tensor.flip(1) for name, tensor in prompt.items()}
+    mask = None
+    if masked:
+        mask = torch.zeros(2, 1, 32, 48)
+        mask[0, :, :16], mask[1, :, 8:] = 1, 1
+    empty = {name: torch.zeros_like(tensor[:1]) for name, tensor in prompt.items()}
+    more = {"mask": mask, "preserve_prompt": other}
+    return LatentBatch(["a", "b"], [3, 4], x_t.roll(1, 0), 0.1 * x_t.abs(), controls, prompt, empty, **more)
+
+
+def stepped(module, latents, step=0):
+    """Losses and gradients as of a training step."""
+    noised = module.flow.noised(latents, 1.0, module.normalize)
+    with autocast(module):
+        losses = module.objective.losses(latents, noised, module.denoise, step)
+    module.transformer.zero_grad()
+    losses.mean().backward()
+    return {"losses": losses.detach(), **gradients(module)}
+
+
+def test_terms_and_their_gradients_are_those_of_an_independent_computation(tiny):
+    module, latents = made(tiny, "lora", "float32", *PRESERVE), samples(masked=True)
+    found = stepped(module, latents)
+    t, x0, eps, (control,) = (lambda n: (n.t, n.x0, n.eps, n.controls))(
+        module.flow.noised(latents, 1.0, module.normalize)
+    )
+    base = bare(module)
+    inside = F.avg_pool2d(latents.mask, 8)
+    outside = 1 - inside
+    at = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * eps
+    velocity = module.velocity(module.transformer, at, t, [control], latents.prompt)
+    with torch.no_grad():
+        kept = module.velocity(base, at, t, [control], latents.prompt)
+        picture = interpolate(control, eps, t)
+        other = module.velocity(base, picture, t, [control], latents.preserve_prompt)
+    edit = ((velocity - (eps - x0)) ** 2).mean(1, keepdim=True)
+    moved = ((velocity - kept) ** 2).mean(1, keepdim=True)
+    asked_otherwise = module.velocity(module.transformer, picture, t, [control], latents.preserve_prompt)
+    losses = (edit * inside).sum((1, 2, 3)) / inside.sum((1, 2, 3))
+    losses = losses + 0.5 * (moved * outside).mean((1, 2, 3)) + 3 * ((asked_otherwise - other) ** 2).mean((1, 2, 3))
+    module.transformer.zero_grad()
+    losses.mean().backward()
+    for name, expected in {"losses": losses.detach(), **gradients(module)}.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+    assert (found["losses"] > stepped(made(tiny, "lora", "float32"), latents)["losses"]).all()
+
+
+def test_weight_of_a_root_counts_for_all_terms(tiny):
+    """As of prior-preservation pictures: the sample's loss, and its share of what must stay."""
+    module, latents = made(tiny, "lora", "float32", *PRESERVE, "objective.edit_weight.floor=0.1"), samples()
+    plain = stepped(module, latents)["losses"]
+    latents.weights = torch.tensor([1.0, 0.2])
+    assert torch.equal(stepped(module, latents)["losses"], plain * latents.weights)
+
+
+def test_an_adapter_that_has_not_learned_has_nothing_to_lose(tiny):
+    """At the start the model is its base: terms and their gradients are zero, in the bits."""
+    module, plain = (build(tiny, "lora", *more) for more in (PRESERVE, []))
+    assert_same(stepped(module, samples()), stepped(plain, samples()))
+
+
+EXECUTIONS = {
+    "full": ["model.gradient_checkpointing=full"],
+    "selective": ["model.gradient_checkpointing=selective"],
+    "every_2": ["model.gradient_checkpointing=every_2"],
+    "blocks": ["model.gradient_checkpointing=full", "model.offload.blocks=3"],
+    "activations": ["model.offload.activations=true"],
+    "both": ["model.gradient_checkpointing=full", "model.offload.blocks=2", "model.offload.activations=true"],
+}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "base", "execution"),
+    first(
+        5,
+        [
+            ("tlora", "float32", "full"),
+            ("lora", "fp8", "selective"),
+            ("tlora", "nf4", "blocks"),
+            ("lora", "bf16", "activations"),
+            ("tlora", "fp8", "both"),
+            ("lora", "nf4", "every_2"),
+        ],
+    ),
+)
+def test_however_it_is_executed_a_step_is_bitwise_the_same(tiny, adapter, base, execution):
+    """The base's forward comes between a forward and its backward, which computes blocks again."""
+    more = [*PRESERVE, "objective.contrastive_guidance=3"]
+    plain = made(tiny, adapter, base, *more)
+    other = made(tiny, adapter, base, *more, *EXECUTIONS[execution])
+    for latents in (samples(), samples(masked=True)):
+        assert_same(stepped(other, latents), stepped(plain, latents))
+
+
+@pytest.mark.parametrize(("adapter", "base"), first(1, [("tlora", "float32"), ("lora", "fp8")]))
+def test_compiled_blocks_have_their_graphs_after_one_step(tiny, monkeypatch, adapter, base):
+    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    more = [*PRESERVE, "objective.contrastive_guidance=3"]
+    plain = with_a_block_of_each_kind(made(tiny, adapter, base, *more))
+    module = with_a_block_of_each_kind(made(tiny, adapter, base, *more, "model.compile=true"))
+    graphs = []
+    for number in range(4):
+        latents = samples(masked=number % 2 == 0)
+        latents.draws = [2 * number, 2 * number + 1]
+        assert_same(stepped(module, latents), stepped(plain, latents))
+        graphs.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    # Of each kind of block one with gradients, and one without for the model and for its base.
+    assert graphs == [6] * 4
+
+
+def test_flops_are_those_of_torch(tiny):
+    module, latents = made(tiny, "lora", "float32", *PRESERVE, "objective.preserve.every=2"), samples()
+    for step in (0, 1):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            stepped(module, latents, step)
+        # The base's forward is counted with the adapter's small products.
+        found = module.step_flops(latents, module.objective.passes(step))
+        assert found == pytest.approx(counter.get_total_flops(), rel=0.05)

@@ -1,0 +1,143 @@
+"""Sliders: forwards with the update as it is, backwards with exchanged pictures and the opposite update."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers
+from lightning_modules.execution import kernels
+from tests.support.combinations import first
+from tests.support.objectives import gradients, latent_batch, losses, noised
+from tests.support.steps import assert_same, family, inputs, with_a_block_of_each_kind
+from tests.support.tiny_adapters import batch, build, learn
+
+DRAWS = list(range(4))
+
+
+def made(tiny, adapter, *more):
+    module = build(tiny, adapter, "objective=slider", *more)
+    learn(module)
+    return module
+
+
+def negate(module):
+    """Let the update be its opposite, by hand."""
+    for layer in lora_layers(module.transformer, ADAPTER).values():
+        layer.lora_B[ADAPTER].weight.data.neg_()
+
+
+@pytest.mark.parametrize("adapter", ["lora", "tlora"])
+def test_backward_samples_are_exchanged_pictures_with_the_negated_update(tiny, adapter):
+    """Losses and gradients against two plain modules, of which one has its up projections negated by hand."""
+    module, forwards = (made(tiny, adapter, "model.vae_encode_mode=mode") for _ in range(2))
+    backwards = made(tiny, adapter, "model.vae_encode_mode=mode")
+    negate(backwards)
+    latents = latent_batch(DRAWS)
+    signs = module.objective.signs(DRAWS)
+    assert set(signs.tolist()) == {1, -1}
+    result = gradients(module, latents)
+    given, [controls] = noised(module, latents), noised(module, latents).controls
+    expected = []
+    for row, sign in enumerate(signs):
+        plain, one = (forwards, slice(row, row + 1)) if sign > 0 else (backwards, slice(row, row + 1))
+        x0, control = (given.x0, controls) if sign > 0 else (controls, given.x0)
+        x0, control, eps, t = (tensor[one] for tensor in (x0, control, given.eps, given.t))
+        x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * eps
+        prompt = {name: tensor[one] for name, tensor in given.prompt.items()}
+        loss = (plain.denoise(x_t, t, [control], prompt) - (eps - x0)).square().mean()
+        loss.backward()
+        expected.append(loss.detach())
+    torch.testing.assert_close(result["losses"], torch.stack(expected), rtol=1e-5, atol=1e-6)
+    for name, layer in lora_layers(module.transformer, ADAPTER).items():
+        one, other = (lora_layers(plain.transformer, ADAPTER)[name] for plain in (forwards, backwards))
+        for half, sign in (("lora_A", 1), ("lora_B", -1)):  # what is negated by hand is so in its gradient
+            own, plus, minus = (getattr(each, half)[ADAPTER].weight.grad for each in (layer, one, other))
+            torch.testing.assert_close(own, plus + sign * minus, rtol=1e-4, atol=1e-6)
+
+
+def test_an_orthogonal_update_is_turned_as_a_whole(tiny):
+    """It has a part that is learned and one that cancels its start."""
+    module = made(tiny, "ortho_tlora")
+    x_t, controls, prompt = batch(2)
+    t = torch.tensor([0.2, 0.7])
+    with torch.no_grad():
+        plain = module.denoise(x_t, t, controls, prompt)
+        with module.denoise.turned(torch.tensor([1.0, -1.0])):
+            turned = module.denoise(x_t, t, controls, prompt)
+        for layer in lora_layers(module.transformer, ADAPTER).values():
+            half = layer.lora_B[ADAPTER]
+            half.inference_weight = -get_weight(half)
+        opposite = module.denoise(x_t, t, controls, prompt)
+    torch.testing.assert_close(turned, torch.stack([plain[0], opposite[1]]), rtol=1e-5, atol=1e-5)
+    assert (plain - opposite).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("model", first(1, ["flux_kontext", "flux2_klein_4b"]))
+def test_signs_of_a_batch_are_those_of_its_samples_alone(repositories, model):
+    """On every layer of the transformers that sliders are for, also with modulations."""
+    module = family(repositories, model)
+    x_t, t, controls, prompt = inputs(module)
+
+    def velocity(rows, signs):
+        prompts = {name: tensor[rows] for name, tensor in prompt.items()}
+        with module.denoise.turned(torch.tensor(signs)):
+            return module.denoise(x_t[rows], t[rows], [control[rows] for control in controls], prompts)
+
+    with torch.no_grad():
+        together = velocity([0, 1], [1.0, -1.0])
+        for row, sign in ((0, 1.0), (1, -1.0)):
+            torch.testing.assert_close(together[[row]], velocity([row], [sign]), rtol=1e-4, atol=1e-4)
+        assert (velocity([1], [1.0]) - together[[1]]).abs().max() > 1e-2
+        plain = module.denoise(x_t, t, controls, prompt)
+        assert torch.equal(plain, velocity([0, 1], [1.0, 1.0])), "what is turned stays so for its forward alone"
+
+
+def test_direction_of_a_draw_is_a_function_of_seed_and_number(tiny):
+    signs, other = (made(tiny, "lora", f"seed={seed}").objective.signs for seed in (1, 2))
+    many = list(range(1000))
+    assert torch.equal(signs(many)[[7, 3]], signs([7, 3]))
+    assert set(signs(many).tolist()) == {1, -1}
+    assert signs(many).mean().abs() < 0.1
+    assert not torch.equal(signs(many), other(many))
+
+
+@pytest.mark.parametrize("adapter", first(1, ["tlora", "lora", "ortho_tlora"]))
+def test_blocks_that_are_computed_again_have_the_signs_of_their_step(tiny, adapter):
+    module = made(tiny, adapter, "model.gradient_checkpointing=none", "objective.preserve.outside=0.5")
+    latents = latent_batch(DRAWS)
+    plain = gradients(module, latents)
+    for policy in ("selective", "every_2", "full"):
+        module.execution.set_checkpointing(module.transformer, policy)
+        assert_same(gradients(module, latents), plain)
+
+
+OPTIONS = [
+    "objective.preserve.outside=0.5",
+    "objective.edit_weight.floor=0.2",
+    "objective.weighting=cosine",
+    "objective.text.noise=0.3",
+    "objective/loss=pseudo_huber",
+]
+
+
+@pytest.mark.parametrize("more", [[], OPTIONS])
+def test_batch_of_both_directions_is_its_samples_alone(tiny, more):
+    module = made(tiny, "tlora", *more)
+    together = losses(module, latent_batch(DRAWS, masked=bool(more)))
+    alone = [losses(module, latent_batch([draw], masked=bool(more))) for draw in DRAWS]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_steps_of_other_directions_take_no_new_graph(tiny, monkeypatch):
+    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    module = with_a_block_of_each_kind(made(tiny, "tlora", "model.compile=true", "model.gradient_checkpointing=full"))
+    expected = copy.deepcopy([gradients(module, latent_batch(draws)) for draws in ([0, 1], [2, 3], [4, 5])])
+    assert counters["stats"]["unique_graphs"] == 2
+    plain = with_a_block_of_each_kind(made(tiny, "tlora", "model.gradient_checkpointing=none"))
+    assert_same(gradients(plain, latent_batch([4, 5])), expected[2])
+    torch._dynamo.reset()

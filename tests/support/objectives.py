@@ -1,0 +1,47 @@
+"""Latents to take training losses of, without data."""
+
+import torch
+
+from datamodules.batch import LatentBatch
+from tests.support.tiny_adapters import batch
+from tests.support.tiny_adapters import gradients as of_transformer
+
+
+def latent_batch(draws, rejected=False, masked=False):
+    """For the tiny FLUX Kontext: what a sample is follows from its draw alone, of which there are up to eight."""
+    generator, count = torch.Generator().manual_seed(2), 8
+    targets, controls, others, stds = torch.randn(4, count, 8, 4, 6, generator=generator)
+    masks = (torch.rand(count, 1, 32, 48, generator=generator) > 0.4).float()
+    _, _, prompt = batch(count)
+    rows = list(draws)
+    return LatentBatch(
+        keys=[str(draw) for draw in rows],
+        draws=rows,
+        target_mean=targets[rows],
+        target_std=stds[rows].abs() / 10,
+        controls=[controls[rows]],
+        prompt={name: tensor[rows] for name, tensor in prompt.items()},
+        empty_prompt={},
+        mask=masks[rows] if masked else None,
+        rejected_mean=others[rows] if rejected else None,
+        rejected_std=stds[rows].abs() / 20 if rejected else None,
+    )
+
+
+def noised(module, latents):
+    """At the timesteps and with the noise of its draws."""
+    shift = module.base.dynamic_shift(module.geometry.tokens(latents).target)
+    return module.flow.noised(latents, shift, module.normalize)
+
+
+def losses(module, latents):
+    """Of each sample (B,)."""
+    return module.objective.losses(latents, noised(module, latents), module.denoise, 0)
+
+
+def gradients(module, latents):
+    """Of what trains, and the losses, by name."""
+    module.transformer.zero_grad()
+    found = losses(module, latents)
+    found.sum().backward()
+    return {"losses": found.detach(), **of_transformer(module)}

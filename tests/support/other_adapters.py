@@ -1,0 +1,37 @@
+"""LoKr, LoHa and OFT on tiny models."""
+
+from hydra.utils import instantiate
+
+from tests.support.commands import compose
+
+# By the test's name of it: its settings.
+OTHERS = {
+    "lokr": ["adapter=lokr", "adapter.rank=4", "adapter.alpha=6", "adapter.decompose_factor=4"],
+    "lokr_full": ["adapter=lokr", "adapter.full_matrix=true", "adapter.decompose_factor=4"],
+    "lokr_both": [
+        "adapter=lokr",
+        "adapter.rank=2",
+        "adapter.alpha=16",
+        "adapter.decompose_factor=-1",
+        "adapter.decompose_both=true",
+    ],
+    "loha": ["adapter=loha", "adapter.rank=4", "adapter.alpha=6"],
+    "oft": ["adapter=oft", "adapter.block_size=8"],
+}
+KINDS = ("lokr", "loha", "oft")
+
+
+def build_other(tiny, adapter, *more, dtype="float32", model="flux_kontext"):
+    """A module with a fresh adapter."""
+    settings = [*OTHERS[adapter], f"model.dtype={dtype}", *more]
+    length = {"max_sequence_length": 16} if model.startswith("flux_kontext") else {}
+    module = instantiate(
+        compose("train", f"model={model}", *settings).model, pretrained_model_name_or_path=str(tiny), **length
+    )
+    module.configure_model()
+    return module
+
+
+def short_of(arguments, adapter):
+    """Overrides of a short run, of another adapter than LoRA."""
+    return [*(one for one in arguments if not one.startswith("adapter.")), *OTHERS[adapter]]

@@ -1,0 +1,169 @@
+"""task=average by the command line: post-hoc averages of a run's savings."""
+
+import json
+import math
+import shutil
+
+import pytest
+import safetensors
+import torch
+from diffusers import FluxKontextPipeline
+
+from tasks.average import exponent, profile
+from tests.support.commands import lora_bytes, short
+
+FILE = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, pairs, tmp_path_factory):
+    """A T-LoRA with an EMA, of five savings."""
+    from tests.support.warm import Warm
+
+    folder = tmp_path_factory.mktemp("averaged") / "run"
+    settings = ["adapter=tlora", "optimizer.lr=1e-2", "scheduler=constant", "save_every=2", "ema.half_life=4"]
+    process = Warm("train", *short(tiny, pairs, folder, 9), *settings)
+    text, _ = process.communicate(timeout=300)
+    process.end()
+    assert process.returncode == 0, text
+    return folder
+
+
+def tensors(path):
+    with safetensors.safe_open(path, "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["retouch"])  # noqa: SIM118
+
+
+def raw(run, step):
+    return tensors(run / "lora" / f"step-{step:06d}-raw" / FILE)[0]
+
+
+@pytest.mark.parametrize("std", [0.05, 0.10, 0.20, 0.28])
+def test_exponent_has_the_standard_deviation(std):
+    """Of t^gamma on [0, 1], by its moments."""
+    gamma = exponent(std)
+    mean = (gamma + 1) / (gamma + 2)
+    assert math.sqrt((gamma + 1) / (gamma + 3) - mean**2) == pytest.approx(std, rel=1e-9)
+    assert gamma > 0
+
+
+@pytest.mark.parametrize("std", [0.05, 0.10, 0.20])
+def test_weights_are_those_of_an_average_kept_at_each_saving(std):
+    """By its update (equation 127 of the paper); late savings weigh more, and all together one."""
+    steps = [100, 200, 300, 400, 470]
+    weights = profile(steps, std)
+    kept = [0.0] * len(steps)
+    for number, (before, now) in enumerate(zip([0, *steps], steps, strict=False)):
+        beta = (1 - (now - before) / now) ** (exponent(std) + 1)
+        kept = [beta * one for one in kept]
+        kept[number] = 1 - beta
+    assert weights == pytest.approx(kept, abs=1e-12)
+    assert sum(weights) == pytest.approx(1, abs=1e-12)
+    assert weights[:4] == sorted(weights[:4])
+    assert profile(steps, 0.05)[3] / profile(steps, 0.05)[0] > profile(steps, 0.2)[3] / profile(steps, 0.2)[0]
+
+
+def test_run_is_averaged_from_its_raw_weights_for_each_length(run, whole, tmp_path):
+    text = run("predict", "task=average", f"lora={whole}", "average.relative_std=[0.05,0.2]", f"output_dir={tmp_path}")
+    assert "raw weights of 5 savings, step 2 to 9" in text.text
+    steps = [2, 4, 6, 8, 9]
+    _, trained = tensors(whole / "lora" / "last-raw" / FILE)
+    for std in (0.05, 0.2):
+        found, header = tensors(tmp_path / f"std-{std:g}" / FILE)
+        for name, tensor in found.items():
+            mean = sum(raw(whole, step)[name].double() * w for step, w in zip(steps, profile(steps, std), strict=True))
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, mean.float())
+        assert header.pop("average") == {"relative_std": std, "steps": steps, "weights": profile(steps, std)}
+        assert header == trained
+        assert header["adapter"]["rank_schedule"]["min_rank"] < 4
+        assert any(not torch.equal(tensor, raw(whole, 9)[name]) for name, tensor in found.items())
+
+
+def test_average_is_a_lora_like_any_other(run, tiny, whole, photo, tmp_path):
+    folder = tmp_path / "mean"
+    run("predict", "task=average", f"lora={whole}", f"output_dir={folder}")
+    asked = [f"image={photo}", "prompt=snow", "num_inference_steps=1", f"output_dir={tmp_path / 'pictures'}"]
+    run("predict", f"lora={folder}", *asked)
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
+    pipeline = FluxKontextPipeline.from_pretrained(tiny)
+    pipeline.load_lora_weights(folder)
+    assert pipeline.get_active_adapters()
+    text = run("predict", "task=lora_info", f"lora={folder}", f"output_dir={tmp_path / 'info'}").text
+    assert "average.relative_std" in text
+    again = ["task=average", f"lora={whole}", f"output_dir={folder}"]
+    assert f"{folder / FILE} exists" in run("predict", *again, ok=False).error
+    run("predict", *again, "overwrite=true")
+
+
+def copy(source, target, change=lambda header: None, edit=lambda tensors: tensors):
+    """A file with another header, and other tensors."""
+    found, header = tensors(source)
+    change(header)
+    target.parent.mkdir(parents=True)
+    metadata = {"retouch": json.dumps(header)} if header else {}
+    target.write_bytes(safetensors.torch.save(edit(found), metadata))
+    return target.parent
+
+
+def test_equal_files_give_themselves(run, whole, tmp_path):
+    source = whole / "lora" / "last-raw" / FILE
+    files = [copy(source, tmp_path / str(n) / FILE, lambda header, n=n: header.update(step=n * n)) for n in (5, 2, 3)]
+    run("predict", "task=average", f"lora=[{','.join(map(str, files))}]", f"output_dir={tmp_path / 'mean'}")
+    found, header = tensors(tmp_path / "mean" / FILE)
+    assert header["step"] == 25
+    assert header["average"]["steps"] == [4, 9, 25]
+    assert all(torch.equal(tensor, tensors(source)[0][name]) for name, tensor in found.items())
+
+
+def test_what_is_no_run_of_savings_is_one_line(run, learned, whole, tmp_path):
+    """Nothing is written then."""
+    step = whole / "lora" / "step-000004-raw"
+    changes = {
+        "elsewhere": lambda header: header.clear(),
+        "exported": lambda header: header.update(step=5, export={"rank": 2}),
+        "average": lambda header: header.update(step=5, average={"relative_std": 0.1}),
+        "rank": lambda header: header.update(step=5, adapter=header["adapter"] | {"rank": 8}),
+        "base": lambda header: header.update(step=5, base="another"),
+        "layers": lambda header: header.update(step=5),
+    }
+    edits = {"layers": lambda found: dict(list(found.items())[2:])}
+    made = {
+        name: copy(step / FILE, tmp_path / name / FILE, change, edits.get(name, lambda found: found))
+        for name, change in changes.items()
+    }
+    lora = learned("lora")
+    said = {
+        "null": "give a run with several savings",
+        str(step): "give a run with several savings",
+        str(lora): "give a run with several savings",
+        f"[{step},{step}]": "are both of step 4",
+        f"[{step},{whole / 'lora' / 'step-000004'}]": "are both of step 4",
+        f"[{step},{whole / 'lora' / 'step-000006'}]": "ema.half_life is None and 4",
+        f"[{step},{lora}]": "are not of one run: ",
+        f"[{step},{made['elsewhere']}]": "does not say after which step",
+        f"[{step},{made['exported']}]": "was written by task=export",
+        f"[{step},{made['average']}]": "is an average already",
+        f"[{step},{made['rank']}]": "adapter.rank is 4 and 8",
+        f"[{step},{made['base']}]": "base is",
+        f"[{step},{made['layers']}]": "they differ in transformer.",
+    }
+    for given, words in said.items():
+        line = run("predict", "task=average", f"lora={given}", f"output_dir={tmp_path / 'out'}", ok=False).error
+        assert words in line, given
+        assert not (tmp_path / "out").exists()
+    for value, words in {"0.3": "to 0.28", "0": "above 0", "[]": "a list of them"}.items():
+        given = [f"lora={whole}", f"average.relative_std={value}"]
+        assert words in run("predict", "task=average", *given, f"output_dir={tmp_path / 'out'}", ok=False).error
+    assert "write average.relative_std=0.1" in run("predict", "task=average", "average=0.1", ok=False).error
+    unused = ["average.relative_std=0.2", f"lora={whole}", f"output_dir={tmp_path / 'out'}"]
+    assert "it is a setting of task=average" in run("predict", "task=edit", *unused, ok=False).error
+
+
+def test_averages_are_averaged_with_a_note(run, whole, tmp_path):
+    """A run of which only the averages are left."""
+    shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("*-raw"))
+    text = run("predict", "task=average", f"lora={tmp_path / 'run'}", f"output_dir={tmp_path / 'mean'}").text
+    assert "EMA weights of 5 savings" in text
+    assert "note: they are averages already" in text
+    assert lora_bytes(whole, "step-000009") != (tmp_path / "mean" / FILE).read_bytes()

@@ -1,0 +1,326 @@
+"""LoKr, LoHa and OFT by the real command lines: trained, gone on with, read back, merged, exported."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from diffusers import FluxTransformer2DModel
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.applied import AppliedLoRAs, load_adapter
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.training_adapter import TrainingAdapter
+from lightning_modules.execution import kernels
+from tests.support.combinations import first
+from tests.support.commands import assert_same_weights, lora_bytes, short, weights
+from tests.support.other_adapters import KINDS, OTHERS, build_other, short_of
+from tests.support.pictures import pixels
+from tests.support.quantized import quantized
+from tests.support.same_runs import assert_close
+from tests.support.several_runs import DDP, FSDP
+from tests.support.steps import BASES, inputs, step
+from tests.support.tiny_adapters import build as build_tiny
+from tests.support.tiny_adapters import learn, velocity
+from tests.test_predict import stock_picture
+
+LEARNS = ["scheduler=constant", "optimizer.lr=2e-2"]
+FILE = "lora/last/pytorch_lora_weights.safetensors"
+WAYS = [("nf4", "bitsandbytes"), ("fp8", "retouch"), ("int8", "bitsandbytes"), ("fp8", "quanto"), ("fp8", "torchao")]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "format", "backend"),
+    first(
+        3, [*((kind, *WAYS[number]) for number, kind in enumerate(KINDS)), *((k, *way) for way in WAYS for k in KINDS)]
+    ),
+)
+def test_run_goes_on_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, tmp_path, adapter, format, backend):
+    def arguments(name, steps, *more):
+        made = quantized(tiny, pairs, tmp_path / name, steps, format, backend, *LEARNS, *more)
+        return short_of(made, adapter)
+
+    run("train", *arguments("whole", 4))
+    run("train", *arguments("parts", 2))
+    run("train", *arguments("parts", 4, "ckpt_path=last"))
+    assert lora_bytes(tmp_path / "whole") == lora_bytes(tmp_path / "parts")
+    assert lora_bytes(tmp_path / "whole") != lora_bytes(tmp_path / "parts", "step-000002")
+    image = pairs / "control_images" / "00.png"
+    asked = [f"image={image}", "prompt=x", "num_inference_steps=2"]
+    outcome = run(
+        "predict", f"lora={tmp_path / 'whole'}", *asked, "lora_scale=[0,1]", f"output_dir={tmp_path / 'with'}"
+    )
+    assert f"to {format} by {backend}" in outcome.text  # of the file's header
+    off, on = (pixels(path) for path in sorted((tmp_path / "with").glob("*.png")))
+    assert (off != on).any()
+
+
+@pytest.fixture(scope="module")
+def trained_other(tiny, pairs, tmp_path_factory):
+    """For each adapter a float32 run whose weights visibly change pictures, and what it said."""
+    from tests.support.warm import Warm
+
+    folders = {}
+
+    def trained_other(adapter):
+        if adapter not in folders:
+            folder = tmp_path_factory.mktemp("others") / adapter
+            arguments = short_of(short(tiny, pairs, folder, 6, shown=True), adapter)
+            process = Warm("train", *arguments, *LEARNS, "model.dtype=float32", "data.val_count=2")
+            text, _ = process.communicate(timeout=300)
+            process.end()
+            assert process.returncode == 0, text
+            folders[adapter] = folder, text
+        return folders[adapter]
+
+    return trained_other
+
+
+KEYS = {
+    "lokr": {"lokr_w1", "lokr_w2_a", "lokr_w2_b"},
+    "lokr_full": {"lokr_w1", "lokr_w2"},
+    "lokr_both": {"lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"},
+    "loha": {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},
+    "oft": {"oft_R.weight"},
+}
+
+
+@pytest.mark.parametrize("adapter", OTHERS)
+def test_picture_of_the_file_is_the_stock_pipeline_s_and_that_of_merged_weights(
+    run, stock, trained_other, photo, tmp_path, adapter
+):
+    """diffusers reads LoKr itself; the others are put into its transformer by `load_adapter`."""
+    folder, text = trained_other(adapter)
+    state = safetensors.torch.load_file(folder / FILE)
+    ends = {key.partition(".to_out.0.")[2] or key.split(".", 5)[-1] for key in state}
+    assert ends == KEYS[adapter]
+    assert all(key.startswith("transformer.") for key in state)
+    reads = "ComfyUI: reads it" if adapter != "oft" else "ComfyUI: does not read it"
+    assert reads in text
+    assert ("pipe.transformer.load_lora_adapter" in text) == adapter.startswith("lokr")
+    asked = [f"lora={folder}", f"image={photo}", "prompt=x", "num_inference_steps=2"]
+    run("predict", *asked, f"output_dir={tmp_path / 'beside'}")
+    run("predict", *asked, "merge_lora=true", f"output_dir={tmp_path / 'merged'}")
+    picture = partial(stock_picture, stock, photo, "x", num_inference_steps=2)
+    unadapted = picture()
+    if adapter.startswith("lokr"):
+        stock.transformer.load_lora_adapter((folder / FILE).parent, prefix="transformer", use_safetensors=True)
+    else:
+        load_adapter(stock.transformer, folder)
+    expected = picture()
+    assert np.abs(expected - unadapted).max() > 5
+    for name in ("beside", "merged"):
+        assert np.abs(pixels(tmp_path / name / "photo.png") - expected).max() <= 1, name
+
+
+def test_merged_with_a_dora_is_what_both_are_beside(tiny, learned, trained_other):
+    """peft's layers are inside of ours, whichever is named first."""
+    module = build_tiny(tiny, "lora", dtype="float32")
+    files = [trained_other("lokr")[0] / FILE, learned("dora") / FILE]
+    made = []
+    with torch.no_grad():
+        plain = module.velocity(module.base.load_transformer(), *inputs(module))
+        for merge in (False, True):
+            transformer = module.base.load_transformer()
+            loras = AppliedLoRAs(files, merge)
+            loras.load(transformer, module.base)
+            loras.set_scale(transformer, 1.0)
+            made.append(module.velocity(transformer, *inputs(module)))
+    assert (made[0] - plain).abs().max() > 1e-3
+    torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_fused_transformer_makes_the_same_picture(run, tiny, trained_other, photo, tmp_path, adapter):
+    folder, _ = trained_other(adapter)
+    run("predict", "task=export", f"lora={folder}", "fuse=true", f"output_dir={tmp_path / 'fused'}")
+    fused = FluxTransformer2DModel.from_pretrained(tmp_path / "fused")
+    beside = FluxTransformer2DModel.from_pretrained(tiny / "transformer")
+    load_adapter(beside, folder)
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"hidden_states": (1, 6, 32), "encoder_hidden_states": (1, 4, 32), "pooled_projections": (1, 32)}
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    inputs |= {"timestep": torch.tensor([0.5]), "guidance": torch.tensor([2.5])}
+    inputs |= {"img_ids": torch.zeros(6, 3), "txt_ids": torch.zeros(4, 3)}
+    with torch.no_grad():
+        torch.testing.assert_close(fused(**inputs).sample, beside(**inputs).sample, rtol=1e-3, atol=1e-4)
+
+
+def test_exports_say_who_reads_them_and_what_is_lost(run, trained_other, tmp_path):
+    lokr, loha, oft = (trained_other(kind)[0] for kind in KINDS)
+
+    def export(name, folder, *more, ok=True):
+        return run("predict", "task=export", f"lora={folder}", f"output_dir={tmp_path / name}", *more, ok=ok)
+
+    same = export("same", lokr, "format=diffusers")
+    assert "4x4 by 16x16 of rank 4" in same.text
+    assert weights(lokr).keys() == safetensors.torch.load_file(tmp_path / "same" / FILE.rpartition("/")[2]).keys()
+    error = export("comfyui", lokr, "format=comfyui", ok=False).error
+    assert "which a LoKr cannot follow: choose format=diffusers" in error
+    assert "Retouch writes a LoHa as format=diffusers alone" in export("k", loha, "format=kohya", ok=False).error
+    assert "fuse=true writes a transformer" in export("o", oft, "rank=4", ok=False).error
+    said = export("low", loha, "rank=8")
+    assert "LoHa to rank 8: the update changes by" in said.text
+    file = LoRAFile(tmp_path / "low" / "pytorch_lora_weights.safetensors")
+    assert {update.kind for update in file.empty.values()} == {"LoRA"}
+    assert file.adapter["rank"] == file.adapter["alpha"] == 8
+    assert "is a LoKr: write its closest LoRA" in run(
+        "predict", "task=export", f"merge=[{lokr},{loha}]", f"output_dir={tmp_path / 'm'}", ok=False
+    ).error  # fmt: skip
+
+
+def test_lora_info_says_what_they_are(run, trained_other, tmp_path):
+    for adapter, words in (("lokr", "4x4 by 16x16 of rank 4"), ("loha", "LoHa"), ("oft", "8 blocks of 8")):
+        folder, _ = trained_other(adapter)
+        text = run("predict", "task=lora_info", f"lora={folder}", f"output_dir={tmp_path / adapter}").text
+        assert words in text
+    lokr, loha = (trained_other(adapter)[0] for adapter in ("lokr", "loha"))
+    text = run("predict", "task=lora_info", f"lora=[{lokr},{loha}]", f"output_dir={tmp_path / 'two'}").text
+    assert "cosine" in text
+
+
+def test_with_loras_they_add_up_but_an_oft_is_alone(run, stock, trained, trained_other, photo, tmp_path):
+    lokr, oft = (trained_other(adapter)[0] for adapter in ("lokr", "oft"))
+    asked = [f"image={photo}", "prompt=x", "num_inference_steps=2"]
+    run("predict", f"lora=[{lokr},{trained}]", "lora_scale=0.5", *asked, f"output_dir={tmp_path / 'both'}")
+    stock.load_lora_weights(trained / "lora" / "last", adapter_name="a")
+    load_adapter(stock.transformer, lokr, "b")
+    stock.transformer.set_adapters(["a", "b"], [0.5, 0.5])
+    expected = stock_picture(stock, photo, "x", num_inference_steps=2)
+    assert np.abs(pixels(tmp_path / "both" / "photo.png") - expected).max() <= 1
+    error = run("predict", f"lora=[{oft},{trained}]", *asked, f"output_dir={tmp_path / 'no'}", ok=False).error
+    assert "is an OFT, which turns what other LoRAs would see: name it alone" in error
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_training_starts_from_them(run, tiny, pairs, trained_other, tmp_path, adapter):
+    folder, _ = trained_other(adapter)
+    arguments = short_of(short(tiny, pairs, tmp_path / "run", 1), adapter)
+    still = ["optimizer.lr=0", "optimizer.weight_decay=0", "model.dtype=float32"]
+    run("train", *arguments, *still, f"adapter.init_from={folder}")
+    assert_same_weights(folder, tmp_path / "run", rtol=1e-6, atol=1e-7)
+    if adapter != "oft":
+        arguments = short_of(short(tiny, pairs, tmp_path / "other", 1), adapter)
+        other = run("train", *arguments, "adapter.rank=3", f"adapter.init_from={folder}", ok=False).error
+        assert "by the settings a" in other
+    lora = run("train", *short(tiny, pairs, tmp_path / "lora", 1), f"adapter.init_from={folder}", ok=False).error
+    assert f"choose adapter={adapter}" in lora
+
+
+@pytest.mark.parametrize(
+    ("adapter", "trains"),
+    [
+        ("lokr", "LoKr rank 4, alpha 6, factor 4: 2,016 parameters"),  # 16 and 2 (16 x 4) in each
+        ("loha", "LoHa rank 4, alpha 6: 14,336 parameters"),  # 4 (64 x 4) in each
+        ("oft", "OFT of blocks of 8: 3,136 parameters"),  # 8 times 28 in each
+    ],
+)
+def test_dry_run_says_what_trains(run, tiny, pairs, tmp_path, adapter, trains):
+    arguments = short_of(short(tiny, pairs, tmp_path / "run", 2), adapter)
+    assert trains in " ".join(run("train", "task=dry_run", *arguments).text.split())
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_accumulated_steps_are_those_of_the_batch(run, tiny, pairs, tmp_path, adapter):
+    for name, more in (("batch", ["data.batch_size=2"]), ("steps", ["trainer.accumulate_grad_batches=2"])):
+        arguments = short_of(short(tiny, pairs, tmp_path / name, 2), adapter)
+        run("train", *arguments, "optimizer.lr=1e-3", "scheduler=constant", "model.dtype=float32", *more)
+    assert_close(tmp_path / "batch", tmp_path / "steps")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "base"), first(3, [*zip(KINDS, ("fp8", "nf4", "int8"), strict=True), ("oft", "fp8")])
+)
+def test_recomputed_and_compiled_blocks_give_the_same_bits(tiny, adapter, base, monkeypatch):
+    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    results = []
+    for more in (["none"], ["full"], ["selective", "model.compile=true"]):
+        settings = [*BASES[base], f"model.gradient_checkpointing={more[0]}", *more[1:]]
+        module = build_other(tiny, adapter, *settings, dtype="bfloat16")
+        del module.transformer.transformer_blocks[1:]
+        del module.transformer.single_transformer_blocks[:-1]
+        learn(module)
+        results.append(step(module))
+    torch._dynamo.reset()
+    for other in results[1:]:
+        different = [name for name in results[0] if not torch.equal(results[0][name], other[name])]
+        assert not different
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    first(2, [("qwen_image_edit", "lokr"), ("z_image", "loha"), ("flux2_klein_4b", "lokr_full"), ("z_image", "lokr"),
+              ("longcat_image_edit", "oft"), ("qwen_image_edit", "oft")]),
+)  # fmt: skip
+def test_other_families_train_and_predict(run, arguments, photo, tmp_path, model, adapter):
+    settings = short_of(arguments(model, tmp_path / "run", 2), adapter)
+    text = run("train", *settings, *LEARNS).text
+    reader = "pipe.load_lora_weights" if model in ("z_image", "flux2_klein_4b") else "load_lora_adapter"
+    assert (reader in text) == adapter.startswith("lokr")
+    image = [] if model == "z_image" else [f"image={photo}"]
+    asked = [f"lora={tmp_path / 'run'}", "prompt=x", "num_inference_steps=2", *image, "height=32", "width=48"]
+    run("predict", *asked, "lora_scale=[0,1]", f"output_dir={tmp_path / 'out'}")
+    off, on = (pixels(path) for path in sorted((tmp_path / "out").glob("*.png")))
+    assert (off != on).any()
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+@pytest.mark.parametrize(("adapter", "frozen"), [("lokr", "lora"), ("lora", "lokr"), ("loha", "loha")])
+def test_a_training_adapter_of_any_kind_is_left_out_of_pictures_and_files(
+    tiny, trained, trained_other, tmp_path, base, adapter, frozen
+):
+    """Whether it is merged or stays beside."""
+    file = trained if frozen == "lora" else trained_other(frozen)[0]
+    settings = [*BASES[base], "model.gradient_checkpointing=none", f"model.training_adapter={file}"]
+    build = partial(build_tiny, tiny, "lora") if adapter == "lora" else partial(build_other, tiny, adapter)
+    plain = build(*BASES[base], dtype="bfloat16")
+    module = build(*settings, dtype="bfloat16")
+    module.execution.check(sharded=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = velocity(plain, [0.5])  # an adapter that has not learned does nothing
+        assert not torch.equal(velocity(module, [0.5]), expected)
+        with module.execution.for_inference():
+            assert torch.equal(velocity(module, [0.5]), expected)
+        assert not torch.equal(velocity(module, [0.5]), expected)
+    # Around one another, they are still known by the names of their layers.
+    learn(module)
+    updates, names = module.adapter.updates(module.transformer), LayerNames.of(module.base)
+    assert updates.keys() <= names.sides.keys()
+    module.adapter.export({"transformer": module.transformer}, module.base, {}, torch.float32)(tmp_path)
+    assert module.adapter.check_exported(tmp_path, module.base)
+    module.adapter.lr_pattern = {"*.to_q": 0.5}
+    factors = {name: module.adapter.lr_factor(name) for name in trainable(module.transformer)}
+    assert {name for name, factor in factors.items() if factor == 0.5} == {name for name in factors if ".to_q." in name}
+    assert set(factors.values()) == {0.5, 1.0}
+
+
+def test_a_training_adapter_that_stays_beside_an_oft_is_refused(tiny, trained, trained_other):
+    oft = trained_other("oft")[0]
+    module = build_other(tiny, "oft", *BASES["nf4"], dtype="bfloat16")
+    module.execution.training_adapter = TrainingAdapter(str(trained))
+    with pytest.raises(UserError, match="beside an OFT, which would not turn what it sees, needs a base in bf16"):
+        module.execution.check(sharded=False)
+    module.execution.training_adapter = TrainingAdapter(str(oft))
+    with pytest.raises(UserError, match="is an OFT, which needs a base in bf16"):
+        module.execution.check(sharded=False)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_and_split_bases_train_the_same(run, in_two_processes, tiny, pairs, tmp_path):
+    settings = ["optimizer.lr=1e-3", "scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=float32"]
+
+    def overrides(kind, adapter, *more):
+        return [*short_of(short(tiny, pairs, tmp_path / kind / adapter, 2), adapter), *settings, *more]
+
+    for adapter in KINDS:
+        run("train", *overrides("one", adapter, "data.batch_size=2"))
+    ways = {"ddp": DDP, "fsdp": FSDP}
+    status, text = in_two_processes([overrides(way, kind, *more) for way, more in ways.items() for kind in KINDS])
+    assert status == 0, text
+    for way in ways:
+        for adapter in KINDS:
+            assert_close(tmp_path / "one" / adapter, tmp_path / way / adapter)
