@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.same_runs import assert_close, assert_close_losses, assert_close_models
+from tests.support.same_runs import SMOOTH_ADAM, assert_close, assert_close_losses, assert_close_models
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_pipelines import MODELS
 
@@ -29,7 +29,7 @@ def test_two_processes_are_one_with_the_doubled_batch_in_every_family(run, in_tw
     def overrides(kind, model, adapter):
         common = arguments(model, tmp_path / kind / model / adapter, 3)
         common = [one for one in common if not one.startswith(("data.root=", "adapter."))]
-        settings = ["scheduler=constant", "data.caption_dropout_rate=0", f"data.root={even[model]}"]
+        settings = ["scheduler=constant", "data.caption_dropout_rate=0", f"data.root={even[model]}", SMOOTH_ADAM]
         return [*common, *settings, f"adapter={adapter}", *ADAPTERS[adapter], *KINDS[kind]]
 
     several = [("fsdp", model, "lora") for model in MODELS] + [("ddp", model, "lora") for model in MODELS]

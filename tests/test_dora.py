@@ -8,7 +8,7 @@ from tests.lightning_modules.quantization.test_quantized_linear import WAYS
 from tests.support.combinations import first
 from tests.support.commands import lora_bytes, short
 from tests.support.quantized import quantized
-from tests.support.same_runs import assert_close
+from tests.support.same_runs import SMOOTH_ADAM, assert_close
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_pipelines import FLUX
 
@@ -44,7 +44,7 @@ def test_two_processes_are_one_with_the_doubled_batch(run, in_two_processes, tin
     """Whole in each, and split over them, on a base in bf16; what is split goes on bitwise."""
 
     def overrides(name, steps, *more):
-        same = ["data.caption_dropout_rate=0", "model.dtype=float32"]
+        same = ["data.caption_dropout_rate=0", "model.dtype=float32", SMOOTH_ADAM]
         return [*PLAIN, *short(tiny, pairs, tmp_path / name, steps), *DORA, *same, *more]
 
     run("train", *overrides("one", 4, "data.batch_size=2"))
