@@ -18,7 +18,7 @@ SAVED = ("adapter", "optimizer", "scheduler", "ema")
 # Of an adapter: weights of one cannot be those of another.
 SHAPES = (
     *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
-    *("decompose_factor", "decompose_both", "full_matrix", "block_size"),
+    *("decompose_factor", "full_matrix", "block_size"),
 )
 
 

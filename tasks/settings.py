@@ -80,7 +80,6 @@ TRAINING: dict[str, Rule] = {
     "adapter.rank": COUNT,
     "adapter.alpha": Number(0, above=True, null=True),
     "adapter.decompose_factor": Number(-1, whole=True),
-    "adapter.decompose_both": Switch(),
     "adapter.full_matrix": Switch(),
     "adapter.block_size": Number(2, whole=True),
     "adapter.use_rslora": Switch(),

@@ -82,7 +82,7 @@ def trained_other(tiny, pairs, tmp_path_factory):
 KEYS = {
     "lokr": {"lokr_w1", "lokr_w2_a", "lokr_w2_b"},
     "lokr_full": {"lokr_w1", "lokr_w2"},
-    "lokr_both": {"lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"},
+    "lokr_even": {"lokr_w1", "lokr_w2_a", "lokr_w2_b"},
     "loha": {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},
     "oft": {"oft_R.weight"},
 }

@@ -1,7 +1,7 @@
 """What LoKr, LoHa and OFT share: updates of linear layers that are no LoRA, trained in float32 beside frozen ones."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from lightning_modules.adapters.factors import Factors
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.linear_updates import LinearUpdates
 from lightning_modules.adapters.peft_layers import ADAPTER
-from lightning_modules.layers import ALIKE, Layers
 
 
 class Factored(LinearUpdates):
@@ -29,48 +28,32 @@ class Factored(LinearUpdates):
     def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Factors:
         """The update of a layer that does nothing yet, in float32 in the host's memory."""
 
-    def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
-        """Freeze the transformer and put trainable updates beside its targets.
-
-        The initial weights are a function of the seed, whatever the device.
-
-        Raises:
-            UserError: target_modules matches nothing, or init_from fits another model.
-        """
+    def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
         from lightning_modules.adapters.beside import put_beside
 
-        transformer.requires_grad_(False)
-        if self.target_modules is None:
-            self.target_modules = list(layers.targets)
         updates: dict[str, Factors] = {}
         generator = torch.Generator().manual_seed(self.seed)
-        with torch.device("cpu"):
-            for name in self.resolve_targets(transformer, layers):
-                layer: Any = transformer.get_submodule(name)
-                updates[name] = self.start(layer.in_features, layer.out_features, generator)
-        if self.init_from is not None:
-            names = LayerNames(transformer, layers.native)
-            updates = self._read(updates, names, type(transformer).__name__)
+        for name in targets:
+            layer: Any = transformer.get_submodule(name)
+            updates[name] = self.start(layer.in_features, layer.out_features, generator)
         put_beside(transformer, ADAPTER, updates, self.scale)
-        transformer.train()
 
-    def _read(self, started: Mapping[str, Factors], names: LayerNames, transformer: str) -> dict[str, Factors]:
-        """A file's updates in place of those that are new; their scale may have been another.
+    @torch.no_grad()
+    def load(self, transformer: nn.Module, names: LayerNames) -> None:
+        from lightning_modules.adapters.beside import updated_layers
 
-        Raises:
-            UserError: layers or shapes differ.
-        """
-        updates, found = self.read_start(started, names, transformer), {}
-        for name, own in started.items():
-            update = updates[name]
-            shapes = [{key: one.shape for key, one in each.tensors().items()} for each in (own, update)]
+        layers = updated_layers(transformer, ADAPTER)
+        updates = self.read_start(layers, names, type(transformer).__name__)
+        for name, layer in layers.items():
+            parameters, update = dict(layer.parameters_of(ADAPTER).named_parameters()), updates[name]
+            shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, update.tensors())]
             if not isinstance(update, Factors) or update.unwritable or shapes[0] != shapes[1]:
                 raise UserError(
                     f"adapter.init_from={self.init_from}: {name} is a {update.kind} of {update.size}, by the settings "
-                    f"a {self.kind} of {own.size}"
+                    f"a {self.kind} of {layer.parameters_of(ADAPTER).update().size}"
                 )
-            found[name] = update.scaled(1 / self.scale)
-        return found
+            for key, tensor in update.scaled(1 / self.scale).tensors().items():
+                parameters[key].copy_(tensor)
 
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:

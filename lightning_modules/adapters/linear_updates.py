@@ -22,7 +22,7 @@ from lightning_modules.adapters.low_rank import relative_change
 from lightning_modules.adapters.peft_layers import adapter_tensors, layer_of
 from lightning_modules.adapters.targets import as_names, last_match, require_matches, resolve_targets
 from lightning_modules.adapters.update import Update
-from lightning_modules.layers import Layers
+from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 log = logging.getLogger("retouch")
@@ -75,6 +75,35 @@ class LinearUpdates(Adapter):
             self.check_optimizer(training.optimizer)
             if self.has_own_rates:
                 require_own_rates(training.optimizer)
+
+    def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
+        """Freeze the transformer and put trainable updates beside its targets.
+
+        The initial weights are a function of the seed, whatever the device.
+
+        Raises:
+            UserError: target_modules matches nothing, or init_from fits another model.
+        """
+        transformer.requires_grad_(False)
+        if self.target_modules is None:
+            self.target_modules = list(layers.targets)
+        with torch.device("cpu"):
+            self.put(transformer, self.resolve_targets(transformer, layers))
+        transformer.train()
+        if self.init_from is not None:
+            self.load(transformer, LayerNames(transformer, layers.native))
+
+    @abstractmethod
+    def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
+        """Put new updates beside layers, in float32."""
+
+    @abstractmethod
+    def load(self, transformer: nn.Module, names: LayerNames) -> None:
+        """Copy init_from's weights into the updates; those of another scale are rescaled.
+
+        Raises:
+            UserError: layers or shapes differ.
+        """
 
     def check_start(self, file: LoRAFile) -> None:
         """Raise a UserError for weights that are of another kind of adapter."""

@@ -20,7 +20,6 @@ class LoKr(Factored):
         rank: of w2; where it is no less than half of w2's larger side, w2 is whole.
         alpha: the update is scaled by alpha / rank, unless full_matrix; None stands for rank.
         decompose_factor: the sides of w1, as near as a layer's own can be divided; -1 for the most even division.
-        decompose_both: whether w1 is a product as well.
         full_matrix: whether both are whole, whatever the rank is.
         updates: of `LinearUpdates`.
     """
@@ -32,42 +31,30 @@ class LoKr(Factored):
         rank: int,
         alpha: float | None,
         decompose_factor: int,
-        decompose_both: bool,
         full_matrix: bool,
         **updates: Any,
     ) -> None:
         super().__init__(**updates)
         if decompose_factor == 0:
             raise UserError("adapter.decompose_factor=0: choose -1 or a number from 1")
-        if decompose_both and full_matrix:
-            raise UserError("adapter.decompose_both=true does not go with adapter.full_matrix=true: choose one")
         self.rank = rank
         self.alpha = rank if alpha is None else alpha
         self.decompose_factor = decompose_factor
-        self.decompose_both = decompose_both
         self.full_matrix = full_matrix
         self.scale = 1.0 if full_matrix else self.alpha / rank
 
     def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Kronecker:
         sides = [divided(side, self.decompose_factor) for side in (out_features, in_features)]
         (left, right) = zip(*sides, strict=True)
-        first = self._factor(left, self.decompose_both, generator, zero=False)
-        second = self._factor(right, True, generator, zero=True)
-        return Kronecker(first, second)
-
-    def _factor(
-        self, shape: tuple[int, ...], in_two: bool, generator: torch.Generator, zero: bool
-    ) -> tuple[Tensor, ...]:
-        """A matrix, or two; drawn, or such that the product is zero."""
-        rows, columns = shape
+        first = drawn(left, generator)
         # peft's condition: diffusers finds the shapes by it.
-        if self.full_matrix or not in_two or self.rank >= max(shape) / 2:
-            return (torch.zeros(shape) if zero else drawn(shape, generator),)
-        last = torch.zeros(self.rank, columns) if zero else drawn((self.rank, columns), generator)
-        return drawn((rows, self.rank), generator), last
+        if self.full_matrix or self.rank >= max(right) / 2:
+            return Kronecker([first], [torch.zeros(right)])
+        rows, columns = right
+        return Kronecker([first], [drawn((rows, self.rank), generator), torch.zeros(self.rank, columns)])
 
     def metadata(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("decompose_factor", "decompose_both", "full_matrix")}
+        own = {name: getattr(self, name) for name in ("decompose_factor", "full_matrix")}
         return super().metadata() | own | ({} if self.full_matrix else {"rank": self.rank, "alpha": self.alpha})
 
     def __str__(self) -> str:

@@ -24,7 +24,6 @@ from lightning_modules.adapters.peft_layers import (
     use_weight,
 )
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.layers import ALIKE, Layers
 
 
 class LoRA(LinearUpdates):
@@ -85,19 +84,8 @@ class LoRA(LinearUpdates):
         if not self.has_magnitudes and any("magnitude" in parts for parts in file.parts.values()):
             raise UserError(f"adapter.init_from={file.path} is a DoRA: choose adapter=dora")
 
-    def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
-        """Freeze the transformer and put trainable layers beside its targets.
-
-        The initial weights are a function of the seed, whatever the device.
-
-        Raises:
-            UserError: target_modules matches nothing, or init_from fits another model.
-        """
-        transformer.requires_grad_(False)
-        if self.target_modules is None:
-            self.target_modules = list(layers.targets)
-        targets = self.resolve_targets(transformer, layers)
-        with torch.random.fork_rng(devices=()), torch.device("cpu"):
+    def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
+        with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.seed)
             add_adapter(transformer, self.ranks, self.dropout, targets, self.init_lora_weights)
         for parameter in trainable(transformer).values():
@@ -105,20 +93,12 @@ class LoRA(LinearUpdates):
         # Autocast casts the weights. To peft's float32 copy of each input it would add one in 16 bits, to be kept.
         cast_inputs(transformer, False)
         self.initialize(transformer)
-        transformer.train()
-        if self.init_from is not None:
-            self.load(transformer, LayerNames(transformer, layers.native))
 
     def initialize(self, transformer: nn.Module) -> None:
         """Replace peft's initial layers; a plain LoRA keeps them."""
 
     @torch.no_grad()
     def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        """Copy init_from's weights into the injected adapter of the same rank; those of another alpha are rescaled.
-
-        Raises:
-            UserError: layers, rank or shapes differ.
-        """
         assert self.init_from is not None
         layers, trained = lora_layers(transformer, ADAPTER), LoRAFile(self.init_from).trained
         updates = self.read_start(layers, names, type(transformer).__name__)

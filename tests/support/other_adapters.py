@@ -8,13 +8,7 @@ from tests.support.commands import compose
 OTHERS = {
     "lokr": ["adapter=lokr", "adapter.rank=4", "adapter.alpha=6", "adapter.decompose_factor=4"],
     "lokr_full": ["adapter=lokr", "adapter.full_matrix=true", "adapter.decompose_factor=4"],
-    "lokr_both": [
-        "adapter=lokr",
-        "adapter.rank=2",
-        "adapter.alpha=16",
-        "adapter.decompose_factor=-1",
-        "adapter.decompose_both=true",
-    ],
+    "lokr_even": ["adapter=lokr", "adapter.rank=2", "adapter.alpha=16", "adapter.decompose_factor=-1"],
     "loha": ["adapter=loha", "adapter.rank=4", "adapter.alpha=6"],
     "oft": ["adapter=oft", "adapter.block_size=8"],
 }

@@ -8,8 +8,8 @@ import torch
 
 from tests.support.commands import lora_bytes
 
-# Adam divides by a gradient's size: with its own eps of 1e-8, one of nearly nothing is decided by how it was rounded. With
-# one of a usual gradient's size what is learned also shows a gradient of the wrong scale, which Adam hides otherwise.
+# Adam divides by a gradient's size: with an eps of 1e-8, where that is nearly nothing, rounding decides. With one of a
+# usual size what is learned shows gradients of a wrong scale as well, which Adam hides otherwise.
 SMOOTH_ADAM = "optimizer.eps=1e-3"
 
 

@@ -43,15 +43,11 @@ def numbers(*shape, seed=0):
 
 TARGETS = ["to_q", "to_k"]
 GIVEN = {"target_modules": TARGETS, "layers": None, "init_from": None, "lr_pattern": None, "seed": 0}
-LOKR = {"decompose_factor": 4, "decompose_both": False}
 PAIRS = {
-    "LoKr": (LoKr(4, 6, 4, False, False, **GIVEN), LoKrConfig(r=4, alpha=6, **LOKR)),
-    "LoKr even": (
-        LoKr(4, 6, -1, True, False, **GIVEN),
-        LoKrConfig(r=4, alpha=6, decompose_factor=-1, decompose_both=True),
-    ),
+    "LoKr": (LoKr(4, 6, 4, False, **GIVEN), LoKrConfig(r=4, alpha=6, decompose_factor=4)),
+    "LoKr even": (LoKr(2, 6, -1, False, **GIVEN), LoKrConfig(r=2, alpha=6, decompose_factor=-1)),
     # peft has no such setting: a rank at which both are whole, and a scale of 1.
-    "LoKr whole": (LoKr(4, 6, 4, False, True, **GIVEN), LoKrConfig(r=24, alpha=24, **LOKR)),
+    "LoKr whole": (LoKr(4, 6, 4, True, **GIVEN), LoKrConfig(r=24, alpha=24, decompose_factor=4)),
     "LoHa": (LoHa(4, 6, **GIVEN), LoHaConfig(r=4, alpha=6)),
     "LoHa of a high rank": (LoHa(8, 6, **GIVEN), LoHaConfig(r=8, alpha=6)),
     "OFT": (OFT(16, **GIVEN), OFTConfig(r=0, oft_block_size=16)),
