@@ -30,6 +30,7 @@ PRESERVATION = {
     "outside=1": ["objective.preserve.outside=1"],
     'prompts=[""]': ['objective.preserve.prompts=[""]'],
     "14 old instructions": [f"objective.preserve.prompts={json.dumps(INSTRUCTIONS)}"],
+    "every=4": [f"objective.preserve.prompts={json.dumps(INSTRUCTIONS)}", "objective.preserve.every=4"],
     "20 pairs of old edits": ["data.root=[PAIRS/train-24.jsonl,{path:PAIRS/others,weight:0.5}]"],
 }
 
@@ -112,6 +113,7 @@ SMALL_EDIT = {
     "plain": [],
     "floor=0.3": ["objective.edit_weight.floor=0.3"],
     "floor=0.1": ["objective.edit_weight.floor=0.1"],
+    "floor=0": ["objective.edit_weight.floor=0"],
     "floor=0.1, outside=1": ["objective.edit_weight.floor=0.1", "objective.preserve.outside=1"],
 }
 

@@ -15,6 +15,7 @@ from tests.support.latents import content
 from tests.support.pictures import make_pairs, photograph
 
 
+@pytest.mark.slow
 def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, start, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 15)
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"), "data.shard_size=80000")
@@ -33,6 +34,7 @@ def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, start,
     assert content(killed) == content(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_path, number):
     """The whole process group is told, data workers included."""
@@ -48,6 +50,7 @@ def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_pa
     assert encoded(run("predict", *command)) == 7
 
 
+@pytest.mark.slow
 def test_two_processes_build_the_cache_that_one_builds(run, start, tiny, mixed, tmp_path):
     run("predict", *cache_overrides(tiny, mixed, tmp_path / "one"))
     two = [*cache_overrides(tiny, mixed, tmp_path / "two"), "trainer.devices=2", "trainer.strategy=ddp"]

@@ -47,6 +47,7 @@ def test_cached_and_streamed_training_give_the_same_loss(
     assert len(set(taken)) == 8
 
 
+@pytest.mark.slow
 def test_cached_training_imports_and_loads_no_encoder(run, tiny, pairs, tmp_path):
     arguments = short(tiny, pairs, tmp_path / "run", 3)
     run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
@@ -79,6 +80,7 @@ def test_two_processes_train_on_a_cache_that_they_build_first(run, start, tiny, 
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resumed_run_on_cached_data_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, tiny, tmp_path):
     """In the middle of an epoch, in mixed sizes under a token budget, with two data workers and caption dropout."""
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32), (64, 64), (32, 48)] * 4)

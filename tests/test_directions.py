@@ -49,6 +49,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, tiny, preferences, tm
     assert len({row["loss"] for row in metrics(tmp_path / "whole")}) == 4
 
 
+@pytest.mark.slow
 def test_two_processes_that_accumulate_are_one_with_the_batch_of_all(run, in_two_processes, tiny, pairs, tmp_path):
     root = shutil.copytree(pairs, tmp_path / "pairs")
     (root / "rejected_images").mkdir()

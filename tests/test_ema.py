@@ -157,6 +157,7 @@ def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, t
     run("predict", "task=lora_info", f"lora={ema}/lora/last-raw", f"output_dir={tmp_path / 'info'}")
 
 
+@pytest.mark.slow
 def test_whole_models_are_averaged_and_go_on_bitwise(run, tiny, pairs, tmp_path):
     def overrides(name, steps, *more):
         common = [one for one in short(tiny, pairs, tmp_path / name, steps) if not one.startswith("adapter.")]
@@ -188,6 +189,7 @@ def test_step_that_is_not_finite_leaves_the_average_alone(run, tiny, pairs, tmp_
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["ema"]["samples"] == 1
 
 
+@pytest.mark.slow
 def test_average_cannot_begin_end_or_change_in_a_run(run, tiny, pairs, tmp_path):
     with_average, without = (short(tiny, pairs, tmp_path / name, 1) for name in ("with", "without"))
     run("train", *with_average, "ema.half_life=5")
@@ -220,6 +222,7 @@ def test_what_averages_already_is_told_before_anything_is_loaded(run, tiny, pair
     assert "write ema.half_life=100" in run("train", *arguments[:-1], "ema=100", ok=False).error
 
 
+@pytest.mark.slow
 def test_dry_run_counts_the_averages_and_the_shortest_run_has_them(run, tiny, pairs, tmp_path):
     arguments = [*short(tiny, pairs, tmp_path / "run", 2, shown=True), "ema.half_life=100"]
     text = run("train", *arguments, "task=dry_run").text

@@ -64,7 +64,7 @@ def predict(run, photo, tmp_path):
 @pytest.mark.parametrize(
     ("adapters", "more"),
     first(
-        4,
+        2,
         [
             (["tlora", "lora"], []),
             (["lora"], ["merge_lora=true"]),

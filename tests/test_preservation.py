@@ -12,10 +12,11 @@ from datamodules.sampler import drawn_caption, drawn_preserved
 from tasks.encode import build_cache
 from tasks.footprint import measure
 from tests.support.caches import encoded, only
+from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.latents import content
 from tests.support.pictures import make_pairs
-from tests.support.same_runs import assert_close, assert_close_losses
+from tests.support.same_runs import SMOOTH_ADAM, assert_close, assert_close_losses
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_adapters import learn
 
@@ -30,7 +31,7 @@ def objective_losses(module, batch, step=0):
     return module.objective.losses(batch, noised, module.denoise, step)
 
 
-@pytest.mark.parametrize("model", TWO)
+@pytest.mark.parametrize("model", first(1, TWO))
 def test_cached_and_raw_batches_have_the_same_other_prompts(run, arguments, tmp_path, model):
     """Also of a cache that was built without them: they alone are encoded, once for all or for each picture."""
     places = [f"data.cache_dir={tmp_path / 'cache'}", "data.batch_size=2"]
@@ -73,7 +74,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(run, arguments, tmp_
 ALL = [*PRESERVE, "objective.preserve.outside=0.5", "objective.preserve.every=2", "scheduler=constant"]
 
 
-@pytest.mark.parametrize("model", TWO)
+@pytest.mark.parametrize("model", first(1, TWO))
 def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, model):
     """With all that asks for more prompts, stopped between two steps that look at them."""
     settings = [*ALL, "data.caption_dropout_rate=0.3", "objective.contrastive_guidance=2", "optimizer.lr=1e-2"]
@@ -92,14 +93,15 @@ def test_accumulation_is_the_batch(run, tiny, pairs, tmp_path):
         "each": ["data.batch_size=4", "objective.preserve.every=1"],
     }
     for name, more in kinds.items():
-        run("train", *short(tiny, pairs, tmp_path / name, 4), *ALL, "optimizer.lr=1e-3", *more)
+        run("train", *short(tiny, pairs, tmp_path / name, 4), *ALL, "optimizer.lr=1e-3", SMOOTH_ADAM, *more)
     assert_close(tmp_path / "batch", tmp_path / "accumulated")
     with pytest.raises(AssertionError, match="not close"):
         assert_close(tmp_path / "batch", tmp_path / "each")
 
 
 @pytest.mark.parametrize(
-    "nothing", [["objective.preserve.weight=0"], ["objective.preserve.prompts=[]"], ["objective.preserve.every=1000"]]
+    "nothing",
+    first(1, [["objective.preserve.weight=0"], ["objective.preserve.prompts=[]"], ["objective.preserve.every=1000"]]),
 )
 def test_preserving_nothing_changes_nothing(run, tiny, pairs, tmp_path, nothing):
     """In the first step an adapter that has not learned is its base."""
@@ -111,7 +113,7 @@ def test_preserving_nothing_changes_nothing(run, tiny, pairs, tmp_path, nothing)
 @pytest.mark.slow
 def test_two_processes_are_one_with_the_doubled_batch(run, in_two_processes, tiny, pairs, tmp_path):
     """Whole in each (DDP), and split over them (FSDP2)."""
-    settings = [*ALL, "model.dtype=float32"]
+    settings = [*ALL, "model.dtype=float32", SMOOTH_ADAM]
 
     def overrides(kind, *more):
         return [*short(tiny, pairs, tmp_path / kind, 4), *settings, *more]
@@ -124,6 +126,7 @@ def test_two_processes_are_one_with_the_doubled_batch(run, in_two_processes, tin
         assert_close_losses(tmp_path / "one", tmp_path / kind)
 
 
+@pytest.mark.slow
 def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, tmp_path):
     """A folder gives the same weights as the pictures; a stream, other ones, as its order is another."""
     cache = f"data.cache_dir={tmp_path / 'cache'}"
@@ -178,6 +181,7 @@ def test_token_budget_counts_the_longest_prompt(run, arguments, tmp_path):
     assert sum(longer[2].values()) < sum(plain[2].values())
 
 
+@pytest.mark.slow
 def test_dry_run_says_and_counts_what_it_costs(run, tiny, tmp_path):
     """The cache is as large as planned; the prompts' graph is there together with the first one."""
     root = make_pairs(tmp_path / "data", [(128, 96)] * 2)

@@ -169,6 +169,7 @@ def test_files_of_another_format_than_the_settings_are_noted(run, repositories, 
     assert "is already fp8: model.quantization.format=int8 is ignored" in outcome.text
 
 
+@pytest.mark.slow
 def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path):
     """Their outputs change, so the cache is another one, and a LoRA's header says so."""
     for name, which in (("plain", "[transformer]"), ("t5", "[transformer,text_encoder_2]")):

@@ -63,6 +63,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, 
     assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", first(1, ["adamw", "prodigy"]))
 def test_resume_is_bitwise_where_masked_components_are_held(run, tiny, pairs, tmp_path, optimizer):
     settings = ["adapter=tlora", "adapter.update_masked=false", "scheduler=constant", f"optimizer={optimizer}"]
@@ -158,6 +159,7 @@ def test_masks_are_there_whatever_callbacks_a_run_has(run, tiny, pairs, tmp_path
     assert lora_bytes(tmp_path / "bare") == lora_bytes(tmp_path / "usual")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", first(1, ["ortho_tlora", "tlora"]))
 def test_dry_run_plans_it(run, tiny, pairs, tmp_path, adapter):
     text = run("train", *short(tiny, pairs, tmp_path / "run", 1), "task=dry_run", f"adapter={adapter}").text

@@ -130,6 +130,7 @@ def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
     assert peaks == [1, 3, 3]
 
 
+@pytest.mark.slow
 def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):
     """A loader that takes half a second for each batch, and one that is ready for steps that take as long."""
     from datamodules.shards.reader import LatentReader

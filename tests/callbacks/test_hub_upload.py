@@ -124,6 +124,7 @@ def test_hub_that_fails_in_the_middle_gets_all_in_the_end(here, run, tmp_path, s
     assert "Retrying" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "how", "tries"),
     first(
@@ -214,7 +215,7 @@ def test_no_bar_of_the_hub_is_drawn(here, run, settings):
     assert are_progress_bars_disabled()
 
 
-@pytest.mark.parametrize("where", ["while it waits for the upload", "in training"])
+@pytest.mark.parametrize("where", first(1, ["while it waits for the upload", "in training"]))
 def test_stop_does_not_wait_for_the_hub(hub, start, tmp_path, settings, where):
     hub.answer = lambda path, count: "hang"
     steps = [] if where.startswith("while") else ["trainer.max_steps=100000", "save_every=1", "hub.every=save"]

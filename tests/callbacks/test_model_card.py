@@ -50,7 +50,7 @@ def settings(tiny, pairs, tmp_path):
     return [*short(tiny, pairs, tmp_path / "run", 4, shown=True), *SHOWN, "data.val_count=2", "sample_every=2"]
 
 
-@pytest.mark.parametrize("adapter", first(2, ["tlora", "full", "lora", "ortho_tlora"]))
+@pytest.mark.parametrize("adapter", first(1, ["tlora", "full", "lora", "ortho_tlora"]))
 def test_all_weights_of_every_adapter_have_a_card(run, tiny, tmp_path, settings, adapter):
     """Its commands work when the folder is somewhere else."""
     own = [one for one in settings if adapter != "full" or not one.startswith("adapter.rank")]
@@ -97,7 +97,7 @@ def test_card_of_every_family(run, tmp_path, arguments, model):
     assert card.text.count("```") % 2 == 0
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "when more has been made"])
+@pytest.mark.parametrize("late", first(1, [False, True]), ids=["at once", "when more has been made"])
 def test_card_belongs_to_its_weights(run, tmp_path, settings, late):
     run("train", *settings, "save_every=1", "optimizer.lr=1e-2")
     if late:
@@ -148,7 +148,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("caption", first(3, HOSTILE.values()), ids=HOSTILE)
+@pytest.mark.parametrize("caption", first(1, HOSTILE.values()), ids=HOSTILE)
 def test_captions_stay_texts(run, tiny, tmp_path, caption):
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 2)
     for text in root.glob("training_images/*.txt"):
@@ -210,7 +210,7 @@ def test_schedule_that_is_constant_needs_no_other_loader(run, tiny, pairs, tmp_p
     assert "full rank" not in read(tmp_path / "run/lora/last").text
 
 
-@pytest.mark.parametrize("adapter", ["lora", "tlora", "full"])
+@pytest.mark.parametrize("adapter", first(1, ["lora", "tlora", "full"]))
 def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_path, monkeypatch, adapter):
     monkeypatch.setattr(fit, "check_upload", lambda *_: None)
     own = [one for one in short(tiny, pairs, tmp_path / "run", 1, shown=True) if not one.startswith("adapter.rank")]
@@ -341,6 +341,7 @@ def test_weights_that_an_error_saved_have_a_card(run, tiny, pairs, tmp_path, mon
         assert f"after step {step} of 9" in read(tmp_path / "run/lora" / name).text
 
 
+@pytest.mark.slow
 def test_resumed_run_writes_the_cards_that_are_missing(run, tiny, pairs, tmp_path):
     common = short(tiny, pairs, tmp_path / "run", 2)
     run("train", *common, "save_every=1")

@@ -48,6 +48,7 @@ def assert_ended(processes, folder, rank, how):
     assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "how", "others"),
     first(

@@ -86,6 +86,7 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
     assert grid.width > grid.height
 
 
+@pytest.mark.slow
 def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_path, settings, monkeypatch):
     from callbacks.report.report import Report
 
@@ -130,6 +131,7 @@ def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, s
     assert np.abs(np.asarray(Image.open("edited.png")).astype(int) - np.asarray(Image.open(picture))).max() <= 1
 
 
+@pytest.mark.slow
 def test_sweep_is_one_page_with_the_best_first(run, tmp_path, settings):
     relative = [one for one in settings if not one.startswith("output_dir")]
     more = [f"output_dir={tmp_path / 'sweep'}", "monitor=psnr", "scheduler=constant"]
@@ -154,6 +156,7 @@ def test_sweep_is_one_page_with_the_best_first(run, tmp_path, settings):
         assert float(rows[int(job)]["best_loss"]) == min(losses[1:])
 
 
+@pytest.mark.slow
 def test_pictures_of_any_shape_and_name_and_damaged_ones_cost_no_run(run, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
     for number, size in enumerate([(20000, 16), (16, 20000)]):

@@ -56,6 +56,7 @@ def test_shared_pictures_and_figures_are_those_of_one_process_and_training_does_
     assert lora_bytes(tmp_path / "seen") == lora_bytes(tmp_path / "unseen")
 
 
+@pytest.mark.slow
 def test_run_that_lost_a_picture_and_a_row_gets_them_back_from_both_processes(in_two_processes, overrides, tmp_path):
     """As one that was killed behind its last saving."""
     settings = ["data.val_count=3", *DDP]
@@ -71,6 +72,7 @@ def test_run_that_lost_a_picture_and_a_row_gets_them_back_from_both_processes(in
     assert lora_bytes(tmp_path / "run") == weights
 
 
+@pytest.mark.slow
 def test_signal_to_one_process_in_the_middle_of_its_pictures_stops_both_behind_them(start, overrides, tmp_path):
     stop = "+callbacks.stop={_target_: tests.support.probes.StopWhileSampling, step: 2}"
     processes = start_two(start, [overrides("run", "data.val_count=3", stop, *DDP, steps=8)])

@@ -165,6 +165,7 @@ def test_best_weights_are_those_of_the_best_row_and_a_run_that_goes_on_knows_the
         assert lora_bytes(tmp_path / "run", "best") == lora_bytes(tmp_path / "run", "step-000006")
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without_validation(run, tiny, tmp_path, settings):
     run("train", *settings)
     without = [one for one in settings if not one.startswith("output_dir")]

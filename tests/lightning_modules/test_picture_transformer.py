@@ -14,6 +14,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.picture_transformer import PictureTransformer
 from lightning_modules.pretrained.transformer import TransformerSource
+from tests.support.combinations import first
 from tests.support.commands import compose, short, weights
 from tests.support.lora_files import layer_names, random_updates
 from tests.support.pictures import pixels, records
@@ -49,7 +50,9 @@ def result(folder, step):
     return np.asarray(read_strip(path).result).astype(int)
 
 
-@pytest.mark.parametrize("more", [["optimizer=adamw_schedule_free"], ["adapter=tlora"]], ids=["averaged", "tlora"])
+@pytest.mark.parametrize(
+    "more", first(1, [["optimizer=adamw_schedule_free"], ["adapter=tlora"]]), ids=["averaged", "tlora"]
+)
 def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_without(
     run, settings, distilled, pairs, tmp_path, more, monkeypatch
 ):
@@ -87,6 +90,7 @@ def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_wi
     assert record["transformer_name_or_path"] == str(distilled)
 
 
+@pytest.mark.slow
 def test_in_a_quantized_offloaded_and_averaged_run(run, settings, distilled, file, tmp_path):
     """Beside a training adapter, which it does not get."""
     more = ["model/quantization=fp8", "model.quantization.cache_dir=null", "model.offload.blocks=2"]

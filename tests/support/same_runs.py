@@ -10,7 +10,7 @@ from tests.support.commands import lora_bytes
 
 # Adam divides by a gradient's size: with an eps of 1e-8, where that is nearly nothing, rounding decides. With one of a
 # usual size what is learned shows gradients of a wrong scale as well, which Adam hides otherwise.
-SMOOTH_ADAM = "optimizer.eps=1e-3"
+SMOOTH_ADAM = "optimizer.eps=1e-4"
 
 
 def column(run_folder, name):

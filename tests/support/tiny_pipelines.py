@@ -359,9 +359,8 @@ MODELS = {
 
 
 def every_model(test: Callable[..., None]) -> Any:
-    """The test of each model: two of those that differ are in the suite, others in other tests; the rest are slow."""
+    """The test of each model: one of those that differ is in the suite, others in other tests; the rest are slow."""
     different = [name for name, model in MODELS.items() if not model.variant]
-    first = crc32(test.__name__.encode())
-    quick = {different[(first + number) % len(different)] for number in (0, 2)}
-    cases = [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in MODELS]
+    quick = different[crc32(test.__name__.encode()) % len(different)]
+    cases = [pytest.param(name, marks=[pytest.mark.slow] * (name != quick)) for name in MODELS]
     return pytest.mark.parametrize("model", cases)(test)

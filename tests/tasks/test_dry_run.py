@@ -81,7 +81,7 @@ def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
     assert sizes[0] > sizes[1] > sizes[2]
 
 
-@pytest.mark.parametrize("model", ["flux_kontext_fp8", "flux2_klein_4b"])
+@pytest.mark.parametrize("model", first(1, ["flux_kontext_fp8", "flux2_klein_4b"]))
 def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositories, pairs, tmp_path, monkeypatch, model):
     """With no file but the JSON ones, to the last line: quantized, and with statistics in the autoencoder's weights."""
     name = compose("train", f"model={model}").model.pretrained_model_name_or_path
@@ -144,6 +144,7 @@ def planned(run, tiny, tmp_path):
     return measure(module, data), module, data, overrides, cfg
 
 
+@pytest.mark.slow
 def test_cache_is_as_large_as_planned(run, planned, tmp_path):
     plan, _, _, overrides, _ = planned
     run("train", *overrides)

@@ -81,6 +81,7 @@ def test_processes_that_are_started_from_elsewhere_must_be_told_where(run, monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_processes_of_a_prediction_write_to_one_folder_and_stop_together(start, tmp_path):
     """Only the first one is told to stop."""
     two = [*PICTURES, "num_images_per_prompt=2000", "trainer.devices=2", "trainer.strategy=ddp"]

@@ -196,6 +196,7 @@ def test_what_is_broken_is_said(info, updates, tmp_path):
     assert not (out / "lora_info.png").exists(), "the chart of another time"
 
 
+@pytest.mark.slow
 def test_two_files_are_compared_as_by_dense_matrices(info, flux, updates, tmp_path):
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     changed = {**updates, "x_embedder": update(flux.sides["x_embedder"], 77, rank=3)}

@@ -8,6 +8,7 @@ from tests.support.quantized import MODEL
 from tests.support.tiny_pipelines import FLUX
 
 
+@pytest.mark.slow
 def test_precisions_are_compared(run, repositories, pairs, tmp_path, caplog):
     tiny = repositories["flux_kontext"]
     where = [

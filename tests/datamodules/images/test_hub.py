@@ -37,6 +37,7 @@ def ask(tmp_path):
     return ask
 
 
+@pytest.mark.slow
 def test_splits_revisions_and_configurations(folder, ask):
     roots = ["", "#test", "@main", f"@{REVISION}/default#test"]
     with hub(folder) as address:
@@ -45,6 +46,7 @@ def test_splits_revisions_and_configurations(folder, ask):
     assert lines == [f"{count} {found}" for count in (4, 1, 4, 1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["image folder", "tars"])
 def test_files_of_pictures_on_the_hub(form, tmp_path, ask):
     FORMS[form](tmp_path / "served")
@@ -58,6 +60,7 @@ def test_downloaded_once_it_is_read_without_a_network(folder, ask):
     assert ask(None, "hf://owner/name") == first
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_a_line(folder, ask):
     with hub(folder) as address:
         none, config, split = ask(address, "hf://owner/none", "hf://owner/name/other", "hf://owner/name#dev")

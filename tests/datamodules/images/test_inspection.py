@@ -30,6 +30,7 @@ def gray(image):
     return np.asarray(image.convert("L"), np.float32)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.sampled_from(("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "moon")),
@@ -45,6 +46,7 @@ def test_a_shift_is_found_whatever_else_an_edit_does(photo, edit, x, y):
     assert found.scale == pytest.approx(1, abs=0.003)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.sampled_from(("astronaut", "chelsea", "coffee", "camera", "moon")),

@@ -18,6 +18,7 @@ from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.targets import block_ranges, is_within
 from lightning_modules.adapters.trained import TrainedParts
+from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.tiny_adapters import build, export, learn, velocity
 
@@ -192,7 +193,7 @@ def test_learning_rates_by_pattern_follow_the_schedule(tiny):
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_schedule_free", "adafactor", "muon"],
+    first(2, ["adamw", "muon", "adamw_8bit", "paged_adamw_8bit", "adamw_schedule_free", "adafactor"]),
 )
 def test_each_optimizer_learns_by_its_groups_rates(tiny, optimizer):
     """A parameter of rate r moves as one alone by an optimizer of that rate."""

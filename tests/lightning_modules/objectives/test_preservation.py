@@ -179,7 +179,7 @@ EXECUTIONS = {
 @pytest.mark.parametrize(
     ("adapter", "base", "execution"),
     first(
-        5,
+        2,
         [
             ("tlora", "float32", "full"),
             ("lora", "fp8", "selective"),
@@ -199,6 +199,7 @@ def test_however_it_is_executed_a_step_is_bitwise_the_same(tiny, adapter, base, 
         assert_same(stepped(other, latents), stepped(plain, latents))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "base"), first(1, [("tlora", "float32"), ("lora", "fp8")]))
 def test_compiled_blocks_have_their_graphs_after_one_step(tiny, monkeypatch, adapter, base):
     monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="aot_eager"))

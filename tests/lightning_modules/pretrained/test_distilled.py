@@ -94,6 +94,7 @@ def test_the_real_name_counts_where_a_model_is_known_without_the_network():
         assert sign_of_distillation(module.base) == "turbo in its name"
 
 
+@pytest.mark.slow
 def test_it_is_said_once_in_training_without_a_training_adapter(run, copy, pairs, photo, trained, tmp_path):
     turbo = copy("tiny-turbo")
     text = run("train", *short(turbo, pairs, tmp_path / "run", 1)).text
