@@ -102,6 +102,7 @@ def test_samples_are_held_out_in_each_task(run, tiny, pairs, tmp_path):
     assert "data.val_count=8 of 8 pairs leaves none to train on: at most data.val_count=7" in nothing
 
 
+@pytest.mark.slow
 def test_name_of_any_bytes_is_cached_trained_on_held_out_and_shown(run, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
     for path in list(root.rglob("0[01].*")):

@@ -131,6 +131,7 @@ def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
     assert Image.open(pictures[0]).size == (96, 32)
 
 
+@pytest.mark.slow
 def test_run_streams_from_a_pipe(run, tiny, pairs, tmp_path):
     run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
     url = f"pipe:cat {only(tmp_path / 'cache').folder}/latents-00000-000000.tar"

@@ -180,6 +180,7 @@ def test_whole_models_are_averaged_and_go_on_bitwise(run, tiny, pairs, tmp_path)
         assert whole[file.replace("last/", "last-raw/")] == plain[file] != whole[file]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_step_that_is_not_finite_leaves_the_average_alone(run, tiny, pairs, tmp_path, optimizer):
     settings = [f"optimizer={optimizer}", "optimizer.lr=1e20", "scheduler=constant", "model.max_nonfinite_steps=3"]

@@ -171,6 +171,7 @@ def test_checkpoint_of_another_adapter(run, tiny, pairs, tmp_path):
     assert "the checkpoint's adapter is not this run's" in outcome.error
 
 
+@pytest.mark.slow
 def test_full_disk_leaves_the_previous_files(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 1))
     before = lora_bytes(tmp_path / "run")

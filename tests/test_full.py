@@ -112,6 +112,7 @@ def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock):
         assert any(gradient is not None and gradient.abs().max() > 0 for gradient in ours.values())
 
 
+@pytest.mark.slow
 def test_base_that_trains_is_planned_without_its_frozen_weights(run, tiny, pairs, tmp_path):
     text = run("train", *settings(tiny, pairs, tmp_path / "run", 2), "task=dry_run").text
     [count] = re.findall(r"full fine-tuning: ([\d,]+) parameters", text)

@@ -13,6 +13,7 @@ from tests.support.pictures import photograph
 from tests.support.tiny_pipelines import MODELS
 
 
+@pytest.mark.slow
 def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arguments, tmp_path):
     """Keyed by the prompt and every condition image: changing the second image encodes the prompt again."""
     model = "qwen_image_edit_plus"
@@ -40,6 +41,7 @@ def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arg
     assert not torch.equal(before.prompt["prompt_embeds"], after.prompt["prompt_embeds"])
 
 
+@pytest.mark.slow
 def test_own_size_of_condition_images_goes_with_the_weights(run, arguments, datasets, tmp_path):
     """vae_image_size=null in training holds in prediction; a model that is named with other settings is said."""
     model = "qwen_image_edit"

@@ -141,6 +141,7 @@ def test_only_what_changes_is_encoded_again(run, tiny, two_roots, tmp_path):
     assert ["sks, invert it", "sks, negative, please", "sks, make a negative of this picture"] in captions
 
 
+@pytest.mark.slow
 def test_weight_of_a_root_scales_its_losses(run, tiny, two_roots, tmp_path):
     common = [one for one in short(tiny, "unused", tmp_path, 1) if not one.startswith("data.root=")]
     losses = []
@@ -153,6 +154,7 @@ def test_weight_of_a_root_scales_its_losses(run, tiny, two_roots, tmp_path):
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_dry_run_counts_batches_and_crops(run, tiny, two_roots, tmp_path):
     command = [f"model.pretrained_model_name_or_path={tiny}", f"data.root={two_roots}/mine", "task=dry_run"]
     text = run("train", *command, "data.resolution=64", "data.max_tokens_per_batch=1500").text

@@ -125,6 +125,7 @@ def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp
     assert np.abs(strip[:, 32:64] - pixels(tmp_path / "out" / "02.png")).max() <= 1
 
 
+@pytest.mark.slow
 def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
     """Loaders cast the LoRA to the base's dtype; pictures made while training must not look better than that."""
     arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)

@@ -103,6 +103,7 @@ def test_another_precision_of_the_base_is_noted(run, tiny, pairs, tmp_path):
     assert "was trained on base_precision fp8, this is fp4" in outcome.text
 
 
+@pytest.mark.slow
 def test_any_model_is_quantized_by_one_word(run, pairs, tmp_path):
     """Prediction knows it from the LoRA."""
     settings = [*short(Path("embedded"), pairs, tmp_path / "run", 1), f"data.cache_dir={tmp_path / 'cache'}"]
@@ -240,6 +241,7 @@ def test_what_stays_in_high_precision_is_known_from_the_lora(run, tiny, pairs, t
     assert set(seen) == {("transformer_blocks.*", "proj_out")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", first(1, ["qwen_image_edit", "flux_kontext", "z_image"]))
 @pytest.mark.parametrize(("format", "backend"), WAYS)
 def test_quantized_encoders_stay_near(repositories, model, format, backend):

@@ -25,6 +25,7 @@ def test_trains_from(form, run, tiny, tmp_path):
     assert "Warning" not in text
 
 
+@pytest.mark.slow
 def test_trains_from_packed_pictures_without_a_cache(run, tiny, tmp_path):
     """Workers open the files themselves."""
     root = as_parquet(tmp_path / "mine")

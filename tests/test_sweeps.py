@@ -2,6 +2,8 @@
 
 import csv
 
+import pytest
+
 from tests.support.commands import metrics, short
 
 
@@ -36,6 +38,7 @@ def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, ti
     assert [bool(row["error"]) for row in rows] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_do_not_upload_to_one_repository(run, tiny, pairs, tmp_path):
     arguments = short(tiny, pairs, tmp_path / "sweep", 2)
     outcome = run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", "hub.push=me/snow", ok=False)

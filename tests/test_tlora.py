@@ -73,6 +73,7 @@ def test_resume_is_bitwise_where_masked_components_are_held(run, tiny, pairs, tm
     assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     first(1, [["optimizer=prodigy", "+optimizer.d0=0.01", "optimizer.weight_decay=0.1"], ["optimizer=adamw"]]),

@@ -52,6 +52,7 @@ def test_sampling_timesteps_are_the_pipelines(repositories, datasets, arguments,
     torch.testing.assert_close(ours, stock[0].scheduler.timesteps, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_t_lora_and_a_plain_one_are_mixed_each_with_its_own_ranks(run, tiny, stock, pairs, tmp_path):
     for adapter in ("lora", "tlora"):
         settings = [f"adapter={adapter}", "optimizer.lr=3e-2", "adapter.target_modules=all-linear"]

@@ -85,6 +85,7 @@ def test_run_folder_holds_what_is_promised(run, tiny, pairs, tmp_path):
     assert lora_bytes(tmp_path / "again") == lora_bytes(folder), "a run can be repeated from its config.yaml"
 
 
+@pytest.mark.slow
 def test_samples_in_the_middle_of_a_window_change_nothing(run, tiny, pairs, tmp_path):
     settings = ["trainer.accumulate_grad_batches=2"]
     plain = short(tiny, pairs, tmp_path / "plain", 4)

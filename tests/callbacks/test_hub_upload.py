@@ -96,6 +96,7 @@ def test_weights_and_cards_arrive_byte_for_byte_in_a_private_repository(hub, tin
     assert not any(TOKEN.encode() in content for content in on_disk(run).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "how"),
     first(
@@ -197,6 +198,7 @@ def test_weights_that_are_replaced_meanwhile_are_uploaded_as_they_were(here, run
     assert here.most_at_once == 1
 
 
+@pytest.mark.slow
 def test_resumed_run_uploads_again(here, run, tmp_path, settings):
     run("train", *settings)
     here.files.clear()

@@ -111,6 +111,7 @@ def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_
     assert (tmp_path / "run/grid.png").read_bytes() == grid
 
 
+@pytest.mark.slow
 def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, settings, monkeypatch):
     """Both blocks of the page, as they stand."""
     monkeypatch.chdir(tmp_path)

@@ -97,6 +97,7 @@ def test_other_tasks_stop_at_once(run, pairs, tmp_path, monkeypatch, task):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train", "predict"])
 def test_output_that_nobody_reads_is_dropped_quietly(script):
     process = subprocess.Popen(

@@ -78,6 +78,7 @@ def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arg
     assert (tmp_path / "run/grid.png").is_file()
 
 
+@pytest.mark.slow
 def test_run_goes_on_with_other_metrics(run, tmp_path, settings):
     run("train", *settings)
     more = [
@@ -239,6 +240,7 @@ def test_perceptual_metrics_are_a_choice(tmp_path):
     assert isinstance(instantiate(cfg.callbacks.validation), Validation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "message"),
     [("lpips", "metrics.lpips: its weights are not at hand"), ("dino", "cannot load facebook/dino")],

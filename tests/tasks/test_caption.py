@@ -276,6 +276,7 @@ def test_the_page_shows_pictures_and_text_as_text(run, arguments, bare, tmp_path
     assert [page.count(f"<figcaption>{name}<") for name in ("before", "before, 2", "after")] == [6, 1, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("format", ["nf4", "fp8"])
 def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):

@@ -48,6 +48,7 @@ def test_every_model_is_known_without_weights(model):
     assert parameters == PARAMETERS.get(model, parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", first(1, ["qwen_image_edit_plus", "embedded", "flux_dev", "z_image"]))
 def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
     """Of each kind of transformer; of those that are large two blocks of each kind."""

@@ -225,6 +225,7 @@ def test_training_starts_from_an_export_with_the_same_update(run, export, traine
     same(read(path, names), read(again, names))
 
 
+@pytest.mark.slow
 def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, made, names, repositories, run):
     """The tiny model is none that is known by its layers."""
     lora, updates = made("elsewhere", format="kohya", header=False)

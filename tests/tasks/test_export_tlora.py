@@ -30,6 +30,7 @@ def weights_of(run):
     return run / "lora" / "last" / "pytorch_lora_weights.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, names, tmp_path, adapter):
     """An orthogonal T-LoRA's component is two rows: its rank 2 is one of 4 to other programs."""

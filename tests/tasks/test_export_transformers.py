@@ -38,6 +38,7 @@ def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, 
     assert np.abs(with_lora - alone).max() > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8", "nf4"])
 def test_on_a_quantized_base_what_is_lost_is_said(run, tiny, trained, tmp_path, format):
     quantized = [f"model/quantization={'fp8' if format == 'fp8' else 'fp4'}", f"model.quantization.format={format}"]

@@ -56,12 +56,14 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert Image.open(output / "inspect.png").width > 1000
 
 
+@pytest.mark.slow
 def test_a_clean_set_of_many_edits_has_no_findings(inspect, tmp_path):
     text, output = inspect(save_edits(tmp_path / "data"))
     assert "nothing found in 16 pairs" in text
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_a_shared_instruction_and_several_edits_of_one_picture_are_no_faults(inspect, tmp_path):
     root = tmp_path / "data"
     save_edits(root)

@@ -70,6 +70,7 @@ def test_what_is_not_there_is_a_line(folder, ask):
     assert split == "data.root=hf://owner/name#dev: no split dev; its splits are train, test: name one behind a #"
 
 
+@pytest.mark.slow
 def test_code_of_a_repository_is_not_run(folder, ask, tmp_path):
     (folder / "name.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with hub(folder) as address:

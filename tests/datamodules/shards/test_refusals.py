@@ -86,6 +86,7 @@ def test_login_in_an_address_is_sent_to_its_host_alone(cache, server):
     assert [seen["Authorization"] for seen in Handler.headers_seen] == ["Basic dXNlcjpwQHNz", None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [None, 403, 404, 503, "broken", "html", "closed"])
 def test_no_message_holds_a_credential(cache, server, caplog, status):
     url = server.replace("://", "://user:hunter2@") + "/latents-00000-{000000..000001}.tar?token=hunter3&x=hunter4"

@@ -156,6 +156,7 @@ def test_bad_settings_are_named(settings, words):
         RankSchedule(*settings)
 
 
+@pytest.mark.slow
 def test_attaching_to_a_pipeline_needs_no_lightning():
     code = (
         "import sys, lightning_modules.adapters.rank_mask\n"

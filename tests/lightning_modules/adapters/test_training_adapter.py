@@ -228,6 +228,7 @@ def test_a_prediction_is_without_it_as_in_stock_diffusers(run, shown, file, stoc
     assert np.abs(np.asarray(expected, int) - np.asarray(Image.open(made), int)).max() <= 1
 
 
+@pytest.mark.slow
 def test_resuming_is_bitwise(run, shown, file, tmp_path):
     settings = [f"model.training_adapter={file}", "save_every=2", "sample_every=1"]
     run("train", *shown("whole", *settings, steps=4))
@@ -277,6 +278,7 @@ UNREACHABLE = (
 )
 
 
+@pytest.mark.slow
 def test_what_it_does_not_go_with_is_one_line(fails, learned, tiny, file, tmp_path):
     def refused(name, *more):
         return fails(f"model.training_adapter={name}", *more)

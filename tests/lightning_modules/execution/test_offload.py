@@ -77,6 +77,7 @@ def test_two_buffers_of_the_largest_block_take_turns(tiny, monkeypatch):
     assert copied == [2, 3, 0, 1, 2, 3, 0]
 
 
+@pytest.mark.slow
 def test_what_waits_is_what_the_dry_run_says(tiny):
     """But for what rounds a layer's place up."""
     for base in BASES.values():

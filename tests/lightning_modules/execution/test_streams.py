@@ -94,6 +94,7 @@ class NoUses(SideStream):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize(("blocks", "activations"), [(4, False), (0, True)])
 @pytest.mark.parametrize("without", [NoWait, NoOrder])

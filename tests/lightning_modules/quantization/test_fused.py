@@ -8,6 +8,7 @@ from tests.support.commands import ROOT, run_code
 triton = pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_results_are_pytorchs_to_the_bit():
     """Of all bytes, at sides that no tile divides; and a kernel that rounds otherwise is found out."""
     code = (
