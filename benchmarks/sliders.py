@@ -8,10 +8,12 @@ from random import Random
 import numpy as np
 from PIL import Image
 
-from benchmarks.shapes_runs import Rows, command, run, table, write_table
+from benchmarks.shapes_runs import Rows, command, run, save_grid, table, write_table
 from datamodules.images.scenes import COLORS, Scene, draw, random_scene
 
 SCALES = (-2, -1, 0, 1, 2)
+# How many held-out pictures of each are in the picture.
+SHOWN = 2
 
 
 def lit(random: Random) -> tuple[Image.Image, Image.Image, str]:
@@ -45,6 +47,7 @@ SLIDERS = {"more light": (lit, light), "a larger shape": (grown, area)}
 
 def slider(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None:
     """Whether more strength is more of the edit, from twice backwards to twice forwards, on held-out pictures."""
+    shown: list[list[np.ndarray]] = []
 
     def rows() -> Rows:
         for label, (draw_pair, strength) in SLIDERS.items():
@@ -61,14 +64,20 @@ def slider(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None
                 made = output.parent / "strips"
                 settings = [f"lora={output}", f"lora_scale={list(SCALES)}", f"seed={seed}", f"output_dir={made}"]
                 command(pairs, "predict.py", *settings, f"image={folder}/controls", f"prompt={label}")
-                values: dict[float, list[float]] = {scale: [] for scale in SCALES}
+                found: dict[float, list[np.ndarray]] = {scale: [] for scale in SCALES}
                 for line in (made / "predictions.jsonl").read_text().splitlines():
                     facts = json.loads(line)
-                    picture = np.asarray(Image.open(made / facts["file"]).convert("RGB"), dtype=np.float32)
-                    values[facts["lora_scale"]].append(strength(picture))
-                rising = np.diff(np.array([values[scale] for scale in SCALES]), axis=0) > 0
-                means = {f"{scale:+d}": float(np.mean(values[scale])) for scale in SCALES}
-                measured.append(means | {"rising": float(rising.mean()), "all rising": float(rising.all(0).mean())})
+                    with Image.open(made / facts["file"]) as picture:
+                        found[facts["lora_scale"]].append(np.asarray(picture.convert("RGB"), dtype=np.float32))
+                values = np.array([[strength(one) for one in found[scale]] for scale in SCALES])
+                rising = np.diff(values, axis=0) > 0
+                means = {f"{scale:+d}": float(mean) for scale, mean in zip(SCALES, values.mean(axis=1), strict=True)}
+                within_one = float(rising[1:-1].all(axis=0).mean())
+                measured.append(means | {"rises to 1": within_one, "rises to 2": float(rising.all(axis=0).mean())})
+                if seed == seeds[0]:
+                    shown.extend([found[scale][number] for scale in SCALES] for number in range(SHOWN))
             yield label, measured
 
     table("slider", rows())
+    if pictures is not None:
+        save_grid(shown, pictures / "slider.png")
