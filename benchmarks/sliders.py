@@ -75,7 +75,9 @@ def slider(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None
                 within_one = float(rising[1:-1].all(axis=0).mean())
                 measured.append(means | {"rises to 1": within_one, "rises to 2": float(rising.all(axis=0).mean())})
                 if seed == seeds[0]:
-                    shown.extend([found[scale][number] for scale in SCALES] for number in range(SHOWN))
+                    for number, path in enumerate(sorted((folder / "controls").iterdir())[:SHOWN]):
+                        with Image.open(path) as control:
+                            shown.append([np.asarray(control.convert("RGB")), *(found[one][number] for one in SCALES)])
             yield label, measured
 
     table("slider", rows())
