@@ -1,6 +1,6 @@
 """What updates that are no LoRA have in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
@@ -16,6 +16,9 @@ class Factors(Update):
     @property
     def unwritable(self) -> str:
         return ""
+
+    def like(self, tensors: Mapping[str, Tensor]) -> Self:
+        return self.of(tensors)
 
     def beside(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """What a layer gives with the update: (..., in) -> (..., out)."""

@@ -43,9 +43,6 @@ class Hadamard(Factors):
     def tensors(self) -> dict[str, Tensor]:
         return dict(zip(PARTS, (self.ups[0], self.downs[0], self.ups[1], self.downs[1]), strict=True))
 
-    def like(self, tensors: Mapping[str, Tensor]) -> Self:
-        return self.of(tensors)
-
     @property
     def sides(self) -> tuple[int, int]:
         return self.ups[0].shape[0], self.downs[0].shape[1]

@@ -62,11 +62,15 @@ def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict
 
 
 def adapted_layers(transformer: nn.Module, adapter_name: str) -> list[Any]:
-    """All layers that hold an adapter of any kind."""
+    """The layers that hold an adapter, of any kind."""
+    return [layer for layer in _tuner_layers(transformer) if adapter_name in layer._get_available_adapters()]
+
+
+def _tuner_layers(transformer: nn.Module) -> list[Any]:
+    """Those of peft and ours that stand around another layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-    return [layer for layer in layers if adapter_name in layer._get_available_adapters()]
+    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def update_of(layer: Any, adapter_name: str) -> Update:
@@ -79,28 +83,20 @@ def update_of(layer: Any, adapter_name: str) -> Update:
 
 def enable(transformer: nn.Module, on: bool) -> None:
     """Compute with adapters, those that are active, or without."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for layer in transformer.modules():
-        if isinstance(layer, BaseTunerLayer):
-            layer.enable_adapters(on)
+    for layer in _tuner_layers(transformer):
+        layer.enable_adapters(on)
 
 
 def activate(transformer: nn.Module, adapter_names: Sequence[str]) -> None:
     """Compute with these adapters alone, and leave as it is what of them trains."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for layer in transformer.modules():
-        if isinstance(layer, BaseTunerLayer):
-            layer._active_adapter = list(adapter_names)  # peft's set_adapter would let them all train, or none
+    for layer in _tuner_layers(transformer):
+        layer._active_adapter = list(adapter_names)  # peft's set_adapter would let them all train, or none
 
 
 @contextmanager
 def without_adapter(transformer: nn.Module) -> Iterator[None]:
     """Inside, compute without the adapter that trains; others that are beside it stay."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
+    layers = _tuner_layers(transformer)
     active = [layer._active_adapter for layer in layers]
     for layer in layers:
         layer._active_adapter = [name for name in layer.active_adapters if name != ADAPTER]

@@ -38,9 +38,6 @@ class Rotation(Factors):
     def tensors(self) -> dict[str, Tensor]:
         return {"oft_R": self.skew}
 
-    def like(self, tensors: Mapping[str, Tensor]) -> Self:
-        return self.of(tensors)
-
     @property
     def sides(self) -> tuple[None, int]:
         return None, len(self.skew) * _side(self.skew)
