@@ -11,9 +11,10 @@ from callbacks.run_folder import shorten
 from callbacks.signals import stop
 from tasks.chosen import chosen_task
 from tasks.folders import in_use
+from tasks.mirror import mirrored
 from tasks.resolvers import CONF
 from tasks.settings import TRAINING, check_settings
-from tasks.terminal import command_line, end_workers, one_line_errors, quote_values
+from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors, quote_values
 
 # By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
 TASKS = {"fit": "tasks.fit.fit", "dry_run": "tasks.dry_run.dry_run"}
@@ -21,19 +22,35 @@ TASKS = {"fit": "tasks.fit.fit", "dry_run": "tasks.dry_run.dry_run"}
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def run(cfg: DictConfig) -> float | None:
+    # A launcher may send a copy of this function to another machine; what the modules hold must be theirs there.
+    import train
+
+    return train.job(cfg)
+
+
+def job(cfg: DictConfig) -> float | None:
+    """One run; several in a sweep."""
+    configure_logging()
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from hydra.utils import get_method
 
-    output_dir = shorten(HydraConfig.get().runtime.output_dir)
+    hydra_cfg = HydraConfig.get()
+    in_sweep = hydra_cfg.mode is RunMode.MULTIRUN
+    output_dir = shorten(hydra_cfg.runtime.output_dir)
+    url = cfg.output_dir if "://" in cfg.output_dir else None
+    if url is not None and in_sweep:
+        url = f"{url.rstrip('/')}/{hydra_cfg.sweep.subdir}"
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
-    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    resumes = cfg.resume is not None or cfg.ckpt_path is not None
     try:
         with one_line_errors(in_sweep), stop.listening():
             check_settings(cfg, TRAINING)
             task = chosen_task(cfg, TASKS)
-            with in_use(output_dir) if cfg.task == "fit" else contextlib.nullcontext():
+            if cfg.task != "fit":
+                return get_method(task)(cfg, output_dir)
+            with in_use(output_dir), mirrored(url, output_dir, resumes):
                 return get_method(task)(cfg, output_dir)
     finally:
         with contextlib.suppress(OSError):  # not there, or not empty

@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -10,7 +12,7 @@ import torch
 
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
-from datamodules.files import replacing
+from datamodules.files import link_or_copy, replacing
 from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
 from lightning_modules.optimization import averaged_weights
@@ -51,11 +53,14 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 class LoRACheckpoint(L.Callback):
     """Every `save_every` steps, at the end, and when told to stop: lora/step-N, lora/last and checkpoints/last.ckpt.
 
+    The former last.ckpt is kept as step-N.ckpt. As in every zip, each part of a checkpoint has its checksum.
+
     With an EMA, lora/step-N-raw and lora/last-raw beside them; or -ema, where pictures are made with the raw weights.
 
     Args:
         output_dir: the run's folder.
         save_every: optimizer steps between two savings; 0 saves at the end only.
+        keep_checkpoints: how many checkpoints are kept, with the last one.
         model_name: the name of the model's YAML, and
         model: its composed settings, for the header of the LoRA files: predict.py needs no more.
         dtype: of the LoRA files, a name of `adapters.formats.written.DTYPES`.
@@ -63,7 +68,14 @@ class LoRACheckpoint(L.Callback):
     """
 
     def __init__(
-        self, output_dir: str, save_every: int, model_name: str, model: Mapping[str, Any], dtype: str, check: str
+        self,
+        output_dir: str,
+        save_every: int,
+        keep_checkpoints: int,
+        model_name: str,
+        model: Mapping[str, Any],
+        dtype: str,
+        check: str,
     ) -> None:
         if check not in CHECKS:
             raise UserError(f"export.check={check}: choose {', '.join(CHECKS)}")
@@ -71,11 +83,17 @@ class LoRACheckpoint(L.Callback):
         self.dtype = export_dtype(dtype)
         self.check = check
         self.save_every = save_every
+        self.keep_checkpoints = keep_checkpoints
         self.model = model_header(model_name, model)
         self.saved_step = -1
+        self._last_is_good = False  # else the run was resumed from one before, or from elsewhere
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_step = trainer.global_step
+        resumed_from = trainer.ckpt_path
+        self._last_is_good = resumed_from is not None and self.run.checkpoint.resolve() == Path(resumed_from).resolve()
+        if trainer.is_global_zero:
+            self.run.remove_unfinished()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
@@ -125,18 +143,52 @@ class LoRACheckpoint(L.Callback):
         assert module.transformer is not None
         step = trainer.global_step
         names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
-        self.write(trainer, module, *names)
-        if (ema := module.optimization.ema) is not None:
-            self.write(trainer, module, *(f"{name}-{ema.other}" for name in names), other=True)
-        if trainer.is_global_zero:
-            with replacing(self.run.checkpoint) as temporary:
-                trainer.save_checkpoint(temporary)
-        else:
-            trainer.save_checkpoint(self.run.checkpoint)  # all processes take part; the first one writes
+        # All processes take part; the first one writes. Its temporary file is there before any weights are: where it is
+        # found without a checkpoint, the first saving of the run was not finished.
+        writes = trainer.is_global_zero
+        with (
+            self._noting_failure() if writes else nullcontext(),
+            replacing(self.run.checkpoint) if writes else nullcontext(self.run.checkpoint) as path,
+        ):
+            if writes:
+                path.touch()
+            self.write(trainer, module, *names)
+            if (ema := module.optimization.ema) is not None:
+                self.write(trainer, module, *(f"{name}-{ema.other}" for name in names), other=True)
+            trainer.save_checkpoint(path)
+            if writes:
+                self._keep_last()
         trainer.strategy.barrier()  # no process leaves before the files are in place
-        self.saved_step = step
+        self.saved_step, self._last_is_good = step, True
+        if trainer.is_global_zero:
+            self._remove_checkpoints(step)
         if self.check != "never" and trainer.is_global_zero:
             weights = self.run.weights(module.adapter.folder, "last")
             if words := module.adapter.check_exported(weights, module.base):
                 log.info(f"{weights} was read back: {words}")
             self.check = "never" if self.check == "once" else self.check
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Where a first saving fails, leave what a killed one leaves: its weights are not all of a run."""
+        try:
+            yield
+        except Exception:
+            if not self.run.checkpoint.exists():
+                with contextlib.suppress(OSError):  # an empty file needs no room, mostly
+                    self.run.unfinished_checkpoint.touch()
+            raise
+
+    def _keep_last(self) -> None:
+        """Give the checkpoint that is about to be replaced a second name."""
+        kept = self.run.checkpoint_of(self.saved_step)
+        if self.keep_checkpoints > 1 and self._last_is_good and not kept.exists():
+            link_or_copy(self.run.checkpoint, kept)
+
+    def _remove_checkpoints(self, step: int) -> None:
+        """All but the newest; and those of later steps, which were passed over when the run was resumed."""
+        for later, path in self.run.kept_checkpoints().items():
+            if later >= step:
+                path.unlink()
+        for path in self.run.checkpoints()[self.keep_checkpoints :]:
+            path.unlink()

@@ -81,7 +81,10 @@ class Peers:
             self._relay = threading.Thread(target=_pass_on, args=(self._all,), daemon=True, name="peers")
             self._relay.start()
         else:
-            port, token = store.get(key).decode().split()
+            try:
+                port, token = store.get(key).decode().split()
+            except distributed.DistNetworkError as error:
+                raise UserError("the first process of this run has ended: its own line says why") from error
             self._mine = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), SECONDS_TO_MEET)
             self._mine.sendall(bytes.fromhex(token) + RANK.pack(self._rank))
             _keep_alive(self._mine)

@@ -1,5 +1,7 @@
 """Where a run keeps what: every path below its output_dir."""
 
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ class RunFolder:
     Attributes:
         config: its settings; this file marks a folder as a run's.
         checkpoint: what a run is resumed from.
+        finished: how the run ended: its last step, and what a sweep compares.
         samples: a folder for each step at which sample pictures were made.
         metrics: a row for each optimizer step.
         validation: a row for each set of sample pictures.
@@ -30,6 +33,7 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.checkpoint = self.path / "checkpoints" / "last.ckpt"
+        self.finished = self.path / "finished.json"
         self.samples = self.path / "samples"
         self.metrics = self.path / "metrics.csv"
         self.validation = self.path / "validation.csv"
@@ -44,6 +48,38 @@ class RunFolder:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    def checkpoint_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is kept once there is a newer one."""
+        return self.checkpoint.with_name(f"step-{step:06d}.ckpt")
+
+    def kept_checkpoints(self) -> dict[int, Path]:
+        """Those of `checkpoint_of`, by step."""
+        return _by_step(self.checkpoint.parent.glob("step-*.ckpt"))
+
+    def checkpoints(self) -> list[Path]:
+        """All that there are, the newest first."""
+        last = [self.checkpoint] if self.checkpoint.is_file() else []
+        return [*last, *reversed(self.kept_checkpoints().values())]
+
+    def unfinished_checkpoints(self) -> list[Path]:
+        """What a run leaves that is killed while it saves."""
+        return list(self.checkpoint.parent.glob(f".{self.checkpoint.name}.*.tmp"))
+
+    @property
+    def unfinished_checkpoint(self) -> Path:
+        """One of them, for a saving that was not killed but has failed."""
+        return self.checkpoint.with_name(f".{self.checkpoint.name}.failed.tmp")
+
+    def remove_unfinished(self) -> None:
+        """Remove the temporary files and folders that a killed run leaves; not those of this process."""
+        for path in [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]:
+            if path.name.endswith(f".{os.getpid()}.tmp"):  # another thread writes it
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def weights(self, kind: str, name: str) -> Path:
         """A folder of weights: step-000100, last or best, below the adapter's `folder`."""
@@ -71,16 +107,16 @@ class RunFolder:
     def leftovers(self) -> list[Path]:
         """What a run may leave that saved nothing: all but weights and checkpoints. config.yaml comes last."""
         logs = [self.path / name for name in ("tensorboard", "csv", "wandb", "fit-profile.txt")]
-        tables = [self.metrics, self.validation]
+        tables = [self.metrics, self.validation, self.finished]
         pictures = [self.samples, self.active_ranks, self.grid, self.report]
         return [*logs, *tables, *pictures, self.config]
 
 
-def _by_step(folders: Iterable[Path]) -> dict[int, Path]:
+def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
     """Those that are named by a step and nothing else, in their order."""
-    return {step: folder for folder in sorted(folders) if (step := _step(folder)) is not None}
+    return dict(sorted((step, path) for path in paths if (step := _step(path)) is not None))
 
 
-def _step(folder: Path) -> int | None:
-    step = folder.name.removeprefix("step-")
+def _step(path: Path) -> int | None:
+    step = path.stem.removeprefix("step-")
     return int(step) if step.isdecimal() else None

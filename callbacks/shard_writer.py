@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from rich.filesize import decimal
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from datamodules.batch import LatentBatch
 from datamodules.encoding import EncodeRequest, EncodingDataModule
 from datamodules.shards.cache import Cache
+from datamodules.shards.leases import Leases, unit_name
 from datamodules.shards.tar import OpenShard, prompt_id
 from lightning_modules.edit_module import EditModule
 
@@ -22,20 +22,32 @@ log = logging.getLogger("retouch")
 
 
 class ShardWriter(BasePredictionWriter):
-    """Appends each sample to this process's tar as soon as it is encoded; at the end the first process merges.
+    """Appends each sample to a tar of its unit as soon as it is encoded.
 
     Args:
         cache: where to.
         shard_size: bytes at which a tar is full.
+        leases: where a unit is noted as done.
+        share: of all that is to be encoded, that of the data at hand.
+        before: what this process has already encoded for this build, as in `encoded` and `added`.
+
+    Attributes:
+        encoded: samples, by this process.
+        added: likewise prompts of samples that were there already.
     """
 
-    def __init__(self, cache: Cache, shard_size: int) -> None:
+    def __init__(
+        self, cache: Cache, shard_size: int, leases: Leases, share: float, before: tuple[int, int] = (0, 0)
+    ) -> None:
         super().__init__(write_interval="batch")
         self.cache = cache
         self.shard_size = shard_size
-        self.encoded = 0  # samples, by this process; in the end by all
-        self.added = 0  # likewise: prompts of samples that were there already
+        self.leases = leases
+        self.share = share
+        self.encoded, self.added = before
         self._shard: OpenShard | None = None
+        self._unit: int | None = None
+        self._is_first = True
 
     def write_on_batch_end(
         self,
@@ -48,21 +60,24 @@ class ShardWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         assert isinstance(pl_module, EditModule)
-        is_first = self._shard is None
-        self._write(trainer.global_rank, pl_module, batch, *prediction)
+        self.leases.require_mine()
+        if batch.unit != self._unit:
+            self._end_unit()
+            self._unit = batch.unit
+        self._write(pl_module, batch, *prediction)
         self.encoded += batch.is_new
         self.added += 0 if batch.is_new else len(batch.texts)
-        if is_first and trainer.is_global_zero:
+        is_first, self._is_first = self._is_first, False
+        if is_first:
             data = EncodingDataModule.of(trainer)
             items = data.requests.items
             new = sum(one.is_new for one in items)
             own = sum(len(one.preserved) + (1 + len(one.view.sample.prompts) if one.is_new else 0) for one in items)
             prompts = own if pl_module.condition_images.text_sees_them else len(data.all_prompts())
-            self._compare_with_free_space(new * trainer.world_size, prompts * trainer.world_size)
+            self._compare_with_free_space(round(new / self.share), round(prompts / self.share))
 
     def _write(
         self,
-        rank: int,
         module: EditModule,
         request: EncodeRequest,
         latents: LatentBatch | None,
@@ -70,8 +85,8 @@ class ShardWriter(BasePredictionWriter):
     ) -> None:
         if self._shard is None or self._shard.size >= self.shard_size:
             if self._shard is not None:
-                self._shard.seal()
-            self._shard = self.cache.open_shard(rank, self.shard_size)
+                self.cache.seal(self._shard)
+            self._shard = self.cache.open_shard(request.unit, self.shard_size)
         shard = self._shard
         images = request.images if module.condition_images.text_sees_them else []
         raw = request.raw
@@ -106,22 +121,25 @@ class ShardWriter(BasePredictionWriter):
         assert self._shard is not None
         prompt, sample = self._shard.rows[0]["bytes"], self._shard.rows[-1]["bytes"]
         needed, free = samples * sample + prompts * prompt, shutil.disk_usage(self.cache.folder).free
-        if needed > free:
+        if self.cache.on_disk and needed > free:
             log.warning(
                 f"note: {samples} samples and {prompts} prompts like the first need {decimal(needed)}, "
                 f"{self.cache.folder} has "
                 f"{decimal(free)} free"
             )
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """After the last sample, in every process, whether it had any or not."""
+    def _end_unit(self) -> None:
+        """Seal the tar of the unit at hand, and note that it is done, and by whom."""
         if self._shard is not None:
-            self._shard.seal()
-        counts = torch.tensor([self.encoded, self.added], device=trainer.strategy.root_device)
-        self.encoded, self.added = map(int, trainer.strategy.reduce(counts, reduce_op="sum"))
-        if trainer.is_global_zero:
-            self.cache.merge()
-        trainer.strategy.barrier()
+            self.cache.seal(self._shard)
+            self._shard = None
+        if self._unit is not None:
+            self.leases.write(f"encoded-{self.leases.me}.json", [self.encoded, self.added])
+            self.leases.finish(unit_name(self._unit))
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._end_unit()
+        self._unit = None
 
 
 def _tensors(latents: LatentBatch, with_std: bool) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""How SIGINT (Ctrl-C) and SIGTERM end every command."""
+"""How SIGINT (Ctrl-C), SIGTERM and what Slurm sends before a job's time is over end every command."""
 
 import contextlib
 import logging
@@ -13,6 +13,9 @@ from types import FrameType
 
 log = logging.getLogger("retouch")
 
+# Sent before the end by `sbatch --signal=USR1@180`, and USR2 by submitit: the job is queued again (`tasks.slurm`).
+BEFORE_THE_END = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *BEFORE_THE_END)
 # Seconds within which a further signal counts as the same one: a launcher passes on what the terminal or the cluster
 # has already sent to every process.
 DEBOUNCE = 1.0
@@ -71,7 +74,7 @@ class Stop:
     def listening(self) -> Iterator[None]:
         """Handle the signals during a whole command; afterwards the previous handlers are back."""
         self._reset()
-        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {number: signal.getsignal(number) for number in SIGNALS}
         self.install_handlers()
         reader, writer = os.pipe()
         for end in (reader, writer):

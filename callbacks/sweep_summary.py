@@ -2,8 +2,10 @@
 
 import csv
 import io
+import json
 import logging
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,19 +23,32 @@ from datamodules.files import replacing
 
 log = logging.getLogger("retouch")
 
+# A file for each job's row.
+ROWS = ".jobs"
+
 
 class SweepSummary(Callback):
-    """A Hydra callback: one row and one loss curve for each job of a multirun."""
+    """A Hydra callback: one row and one loss curve for each job of a multirun.
+
+    Jobs may run on several machines at once: each writes its row to a file, and then the summary of all rows.
+    """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.jobs: list[list[str]] = []
         self.folder: Path | None = None
         self.monitor = ""
         self.sign = 1.0  # -1 where more is better
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir)
+        shutil.rmtree(self.folder / ROWS, ignore_errors=True)
+        logs = OmegaConf.select(config, "hydra.launcher.submitit_folder")
+        if logs is not None:
+            log.info(f"jobs are queued; what they print goes to {shorten(logs).parent}")
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        if self.folder is not None and not self.rows and any((self.folder / ROWS).glob("[!.]*.json")):
+            self._summarize(self.folder, config)  # the jobs ran elsewhere, and what they printed is there
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         if self.folder is None:
@@ -42,30 +57,26 @@ class SweepSummary(Callback):
         curve = read_metrics(run.metrics)
         weights = run.saved_weights()
         failed = job_return.status is not JobStatus.COMPLETED
-        self.jobs.append(list(job_return.overrides or []))
-        self.rows.append(
-            {
-                "job": run.path.name,
-                "overrides": "",
-                "final_loss": curve[-1]["loss_avg"] if curve else "",
-                "best_loss": _best_loss(run, curve, config),
-                "value": "" if failed or job_return._return_value is None else job_return._return_value,
-                "seconds": curve[-1]["seconds"] if curve else "",
-                "lora": "" if weights is None else str(weights),
-                "error": str(job_return._return_value) if failed else "",
-            }
-        )
-        # Only what tells the jobs apart, which is known from the second job on.
-        common = set.intersection(*map(set, self.jobs))
-        for row, overrides in zip(self.rows, self.jobs, strict=True):
-            row["overrides"] = " ".join(override for override in overrides if override not in common) or row["job"]
+        row = {
+            "job": run.path.name,
+            "overrides": "",
+            "final_loss": curve[-1]["loss_avg"] if curve else "",
+            "best_loss": _best_loss(run, curve, config),
+            "value": "" if failed or job_return._return_value is None else job_return._return_value,
+            "seconds": curve[-1]["seconds"] if curve else "",
+            "lora": "" if weights is None else str(weights),
+            "error": str(job_return._return_value) if failed else "",
+        }
+        with replacing(self.folder / ROWS / f"{row['job']}.json") as temporary:
+            temporary.write_text(json.dumps([list(job_return.overrides or []), row]), encoding="utf-8")
+        self._summarize(self.folder, config)
+
+    def _summarize(self, folder: Path, config: DictConfig) -> None:
+        self.rows = _read_rows(folder)
         for name, write in {"sweep.csv": self._table, "sweep.png": self._plot, "report.html": self._report}.items():
             with best_effort(name):
-                write(self.folder, config)
-        self._say_best(self.folder)
-
-    def _say_best(self, folder: Path) -> None:
-        """Log the best job after each one: after the last one a sweep with a failed job shows Hydra's error only."""
+                write(folder, config)
+        # After each job: after the last one a sweep with a failed job shows Hydra's error only.
         if len(self.rows) < 2:
             return
         best, here = min(self.rows, key=self._order), shorten(folder)
@@ -122,6 +133,16 @@ class SweepSummary(Callback):
         axes.legend()
         write_figure(figure, folder / "sweep.png", dpi=120)
         pyplot.close(figure)
+
+
+def _read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of all jobs so far; their overrides are what tells the jobs apart, which is known from the second on."""
+    paths = sorted((folder / ROWS).glob("[!.]*.json"), key=lambda path: (len(path.stem), path.stem))
+    jobs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    common = set.intersection(*(set(overrides) for overrides, _ in jobs))
+    for overrides, row in jobs:
+        row["overrides"] = " ".join(override for override in overrides if override not in common) or row["job"]
+    return [row for _, row in jobs]
 
 
 def _known(row: Mapping[str, Any]) -> bool:

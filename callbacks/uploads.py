@@ -1,7 +1,6 @@
 """Uploads to huggingface.co beside the work of a run: one at a time, tried again, never an error."""
 
 import logging
-import os
 import shlex
 import shutil
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 from callbacks.report.page import without_secrets
 from callbacks.signals import stop
 from datamodules.errors import without_credentials
-from datamodules.files import reason
+from datamodules.files import link_or_copy, reason
 from lightning_modules.adapters.formats.written import forget_folders
 
 log = logging.getLogger("retouch")
@@ -138,17 +137,10 @@ def held_for_upload(folder: Path, held: Path) -> Path:
 
     A LoRA whose header names folders of this machine is a copy that does not.
     """
-    links = Path(shutil.copytree(folder, held / str(time.time_ns()), copy_function=_link))
+    links = Path(shutil.copytree(folder, held / str(time.time_ns()), copy_function=link_or_copy))
     for path in links.glob("*.safetensors"):
         forget_folders(path, without_secrets)
     return links
-
-
-def _link(source: str, place: str) -> None:
-    try:
-        os.link(source, place)
-    except OSError:  # some file systems have no links
-        shutil.copy2(source, place)
 
 
 def remove_links(folders: Folders | None) -> None:

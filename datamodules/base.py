@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol, Self
 import lightning.pytorch as L
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, PromptRequest, RawBatch, Size
+from datamodules.batch import LatentBatch, PromptRequest, RawBatch
 from datamodules.errors import UserError
 from datamodules.prefetch import Prefetcher
+from datamodules.sizes import Sizes
 
 
 class Example(NamedTuple):
@@ -55,7 +56,13 @@ class DataModule(L.LightningDataModule):
 
 
 class PromptData(DataModule, ABC):
-    """Data of trainer.predict, whose prompts are encoded before anything else."""
+    """Data of trainer.predict, whose prompts are encoded before anything else.
+
+    Attributes:
+        local_processes: how many share this machine's memory, beside those of the trainer.
+    """
+
+    local_processes: int = 1
 
     @abstractmethod
     def all_prompts(self) -> list[PromptRequest]:
@@ -84,7 +91,7 @@ class TrainingData(DataModule, ABC):
     preserve_prompts: tuple[str, ...] = ()
     notes: list[str]
     validation: "TrainingData | None"
-    sizes: list[Size]
+    sizes: Sizes = Sizes([], [])
 
     def serve(self, objective: Asking | None) -> None:
         """Let batches have what an objective asks for; None asks for nothing."""

@@ -1,11 +1,14 @@
 """Cached latents: training without running the encoders."""
 
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from datamodules.base import Example, PromptShapes
 from datamodules.batch import LatentBatch, Size
@@ -14,15 +17,16 @@ from datamodules.errors import UserError, listing
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
-from datamodules.images.held_out import choose_held_out
 from datamodules.images.window import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
+from datamodules.shards.bucket_cache import cache_of
 from datamodules.shards.cache import Cache
-from datamodules.shards.copied import check_preserved, open_copied
+from datamodules.shards.copied import check_preserved, hold_out, open_copied
 from datamodules.shards.failures import shown
-from datamodules.shards.fingerprint import fingerprint, fingerprint_parts
+from datamodules.shards.fingerprint import fingerprint, fingerprint_parts, memo
 from datamodules.shards.index import ShardIndex
+from datamodules.shards.opened import LocalTars, Tars
 from datamodules.shards.reader import LatentReader, ThreadedLoader
 
 if TYPE_CHECKING:
@@ -60,7 +64,7 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDa
     if settings["cache_dir"] is None:
         if shards is not None or settings["max_tokens_per_batch"] is not None:
             raise UserError("data.shards and data.max_tokens_per_batch need cached latents: set data.cache_dir too")
-        for name in ("cache_dir", "shard_size", "max_tokens_per_batch"):
+        for name in ("cache_dir", "cache_limit", "shard_size", "max_tokens_per_batch"):
             del settings[name]
         return PairsDataModule(**settings)
     if shards is None or Path(shards).expanduser().is_dir():
@@ -81,20 +85,16 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDa
     )
 
 
-def memo(cache_dir: str) -> Path:
-    """Where the checksums of a local model's files are remembered."""
-    return Path(cache_dir).expanduser() / "models.jsonl"
-
-
 class CachedDataModule(PairsDataModule):
     """Encoded samples in shards on this machine: those of data.root, or all that a folder holds.
 
     Args:
-        cache_dir: holds a folder for each fingerprint.
+        cache_dir: holds a folder for each fingerprint; may be in a bucket.
         shards: the folder of a cache, instead of data.root.
         max_tokens_per_batch: instead of batch_size, the most tokens that the transformer sees at once: large pictures
             come in small batches, small ones in large.
         shard_size: bytes at which a new tar is begun.
+        cache_limit: bytes that this machine keeps of a cache_dir in a bucket.
         settings: of `PairsDataModule`.
     """
 
@@ -106,6 +106,7 @@ class CachedDataModule(PairsDataModule):
         shards: str | None,
         max_tokens_per_batch: int | None,
         shard_size: int,
+        cache_limit: int,
         **settings: Any,
     ) -> None:
         super().__init__(max_tokens_per_batch=max_tokens_per_batch, **settings)
@@ -113,15 +114,17 @@ class CachedDataModule(PairsDataModule):
         self.shards = shards
         self.shard_size = shard_size
         self.index = ShardIndex([])
-        self.numbers: list[int] = []
+        self.numbers: Sequence[int] = []
         self._number_of: dict[tuple[str, tuple[Window, ...]], int] = {}
         self._preserved: dict[int, tuple[int, ...]] = {}
-        self.folder = Path()
+        self.cache_limit = cache_limit
+        self.encoded: Cache | None = None
+        self.tars: Tars = LocalTars(Path())
 
     def cache(self, model: Model) -> Cache:
         """The cache of what this model encodes."""
         parts = fingerprint_parts(model, memo(self.cache_dir))
-        return Cache(Path(self.cache_dir).expanduser() / fingerprint(parts), parts)
+        return cache_of(self.cache_dir, fingerprint(parts), parts)
 
     def configure_for(self, model: Model) -> None:
         super().configure_for(model)
@@ -135,8 +138,10 @@ class CachedDataModule(PairsDataModule):
 
     def open(self, cache: Cache) -> None:
         """Find the samples in the cache; of data.root it must have all."""
+        self.encoded = cache if self.shards is None else Cache(Path(self.shards).expanduser(), {})
+        self.tars = self.encoded.readable_tars(self.cache_limit)
         if self.shards is not None:
-            self._take_folder(Path(self.shards).expanduser(), cache)
+            self._take_folder(self.encoded.folder, cache)
         else:
             try:
                 self._take_root(cache)
@@ -154,12 +159,13 @@ class CachedDataModule(PairsDataModule):
     def _take_root(self, cache: Cache) -> None:
         """Use the samples of data.root."""
         samples = self.sample_set.find()
-        self.folder, hashes = cache.folder, cache.hashes()
+        cache.refresh()
+        hashes = cache.checksums.known()
         found = look_up(self.sample_set, samples, cache, hashes, self.preserve_prompts)
         self.index, self._number_of, self._preserved = found.index, found.numbers, found.preserved
         if changed := self.sample_set.check(found.missing):
             absent = listing([one.sample.key for one in changed])
-            raise UserError(f"{absent} not in the cache {cache.folder}: did files change just now? Start again")
+            raise UserError(f"{absent} not in the cache {cache}: did files change just now? Start again")
         self.sample_set.require_some(found.usable)
         self.take(found.usable, hashes.get)
 
@@ -167,27 +173,23 @@ class CachedDataModule(PairsDataModule):
         """Use all samples of a cache."""
         if self.sample_set.val_roots:
             raise UserError("data.val_root needs data.root; to hold out samples of data.shards, set data.val_count")
-        self.folder, self.index = folder, open_copied(folder, wanted.parts)
+        self.index = open_copied(folder, wanted.parts)
         check_preserved(self.preserve_prompts, f"data.shards={folder}")
-        numbers, keys = list(self.index.ids.values()), self.index.keys
+        held, numbers = hold_out(self.index, self.val_count)
         if self.preserve_prompts:
-            self._preserved = {number: (self.index.empty_prompt_of(number),) for number in numbers}
-        first = [number for number in numbers if self.index.is_first[number]]
-        names = [keys[number] for number in first]
-        held = choose_held_out(names, names, set(), [], self.val_count, "samples")
-        held_keys = {names[index] for index in held}
+            self._preserved = {number: (self.index.empty_prompt_of(number),) for number in self.index.numbers}
         self.validation = None
         if held:
             self.validation = copy(self)
-            self.validation.use_numbers([first[index] for index in sorted(held)])
-        self.use_numbers([number for number in numbers if keys[number] not in held_keys])
+            self.validation.use_numbers(held)
+        self.use_numbers(numbers)
 
     def use_numbers(self, numbers: Sequence[int]) -> None:
         """Train on these samples of the index, of which only the shards are known."""
-        self.numbers = list(numbers)
-        self.keys = [self.index.keys[number] for number in numbers]
-        self.sizes = [self.index.sizes[number] for number in numbers]
-        self.leading = [place for place, number in enumerate(numbers) if self.index.is_first[number]]
+        self.numbers = array("i", numbers)
+        self.keys = self.index.keys.take(self.numbers)
+        self.sizes = self.index.sizes.take(self.numbers)
+        self.leading = array("i", (place for place, number in enumerate(numbers) if self.index.is_first[number]))
 
     def keep_first(self) -> None:
         if self.views:
@@ -202,11 +204,10 @@ class CachedDataModule(PairsDataModule):
         self.numbers = [known[view.sample.key, view.windows] for view in self.views] if known else []
 
     def batch_limits(self) -> dict[Size, int]:
-        tokens: dict[Size, int] = {}
-        for size, number in zip(self.sizes, self.numbers, strict=True):
-            tokens[size] = max(tokens.get(size, 1), self.index.tokens[number])
+        tokens = np.ones(len(self.sizes.kinds), dtype=np.int64)
+        np.maximum.at(tokens, self.sizes.codes, np.array(self.index.tokens)[np.array(self.numbers, np.intp)])
         of_batch = partial(samples_per_batch, self.batch_size, self.max_tokens_per_batch)
-        return {size: of_batch(count) for size, count in tokens.items()}
+        return {size: of_batch(count) for size, count in zip(self.sizes.kinds, tokens.tolist(), strict=True)}
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         shapes = set(map(self.index.shapes, self.numbers))
@@ -224,7 +225,7 @@ class CachedDataModule(PairsDataModule):
         weights = [view.weight for view in self.views]
         if all(weight == 1 for weight in weights):
             weights = []
-        where = self.folder, self.index, self.numbers, self.keys
+        where = self.tars, self.index, self.numbers, self.keys
         return LatentReader(*where, empty_prompt, captions, weights, seed, self._preserved)
 
     def train_batches(self) -> ThreadedLoader:
@@ -243,7 +244,7 @@ class CachedDataModule(PairsDataModule):
 
     def describe(self) -> str:
         if self.shards is None:
-            return super().describe() + (f", encoded in {self.folder}" if self.numbers else "")
+            return super().describe() + (f", encoded in {self.encoded}" if self.numbers else "")
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
         views = "" if len(self.numbers) == self.sample_count else f" in {len(self.numbers):,} views"
-        return f"{self.sample_count:,} samples{views} of {self.folder}{held_out}"
+        return f"{self.sample_count:,} samples{views} of {self.encoded}{held_out}"

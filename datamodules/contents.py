@@ -98,7 +98,7 @@ def entries_by_id(
 def is_complete(sample_set: SampleSet, cache: Cache, preserve_prompts: Sequence[str]) -> bool:
     """Whether a cache has all that is to be seen of all samples."""
     ids = cache.sample_ids(prompts=bool(preserve_prompts))
-    found = entries_by_id(sample_set, sample_set.find(), cache.hashes(), preserve_prompts)
+    found = entries_by_id(sample_set, sample_set.find(), cache.checksums.known(), preserve_prompts)
     return all(
         entries and all({id, *entry.preserved.values()} <= ids for id, entry in entries.items())
         for *_, entries in found
@@ -132,7 +132,7 @@ def look_up(
         UserError: its index is damaged.
     """
     try:
-        index = ShardIndex(cache.rows(), named=bool(preserve_prompts))
+        index = ShardIndex(cache.rows())
     except DAMAGED as error:
         where = cache.folder / INDEX
         raise UserError(f"{where} is damaged ({error}); delete it and start again: it is rebuilt") from error
@@ -151,5 +151,5 @@ def look_up(
                 empty = index.empty_prompt_of(number)
                 mine = (rows[preserved[prompt]] if prompt else empty for prompt in preserve_prompts)
                 found.preserved[number] = tuple(mine)
-    index.named_prompts = {}
+    index.forget_ids()
     return found

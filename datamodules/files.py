@@ -177,6 +177,14 @@ def _let_others_read(folder: Path) -> None:
             path.chmod(mode)
 
 
+def link_or_copy(source: str | Path, place: str | Path) -> None:
+    """Give a file a second name; where the file system has no links, copy it."""
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copy2(source, place)
+
+
 def sha256(path: Path) -> str:
     """The checksum of a file's bytes."""
     with path.open("rb") as file:

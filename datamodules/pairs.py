@@ -20,6 +20,7 @@ from datamodules.images.roots import RootSetting
 from datamodules.images.sample import Picture, Sample, Source
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.sampler import SizeBatchSampler
+from datamodules.sizes import Sizes
 
 
 class PairsDataModule(TrainingData):
@@ -104,9 +105,8 @@ class PairsDataModule(TrainingData):
         self.validation = None
         self.samples: list[Sample] = []
         self.views: list[View] = []
-        self.keys: list[str] = []
-        self.sizes = []
-        self.leading: list[int] = []
+        self.keys: Sequence[str] = []
+        self.leading: Sequence[int] = []
 
     def configure_for(self, model: Model) -> None:
         """Check and load pictures as this model takes them."""
@@ -154,7 +154,7 @@ class PairsDataModule(TrainingData):
         self.samples = [one[0].sample for one in views]
         self.views = [view for one in views for view in one]
         self.keys = [view.sample.key for view in self.views]
-        self.sizes = [view.size for view in self.views]
+        self.sizes = Sizes.of(view.size for view in self.views)
         self.leading = [0, *accumulate(map(len, views))][:-1]
 
     def keep_first(self) -> None:

@@ -1,15 +1,20 @@
 """Batches of samples of one size, without end; any position of the order can be computed directly."""
 
-import itertools
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import chain, count
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from datamodules.sizes import Numbers, Sizes
+
 # Keep the randomness of captions, and of what must stay, apart from that of the order.
 CAPTIONS, PRESERVED = 0x63617074, 0x6B656570
+# Draws that are collected into batches at once.
+BLOCK = 2**16
 
 
 def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
@@ -44,6 +49,10 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     a size that few samples have. One process with batch size N * B sees what N processes with batch size B see; and if
     all samples have one size, the order does not depend on the batch size.
 
+    To start later costs about as much as an epoch's order: how many samples of each size were drawn before, and so how
+    many of them wait, follows from counts. Which ones wait is read from the last orders: of a size with fewer samples
+    than a batch, from as many as its batch spans.
+
     Args:
         sizes: for each sample, what the samples of a batch must have in common.
         batch_size: samples per batch and rank; or one number for each size.
@@ -61,39 +70,122 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         start: int = 0,
         repeats: Sequence[int] | None = None,
     ) -> None:
-        self.sizes = sizes
+        known = Sizes.of(sizes)
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
         self.start = start
-        limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
-        self._full = {size: limit * world_size for size, limit in limits.items()}
-        self._indices = np.repeat(np.arange(len(sizes)), 1 if repeats is None else repeats)
+        self._codes = known.codes
+        self._repeats = None if repeats is None else np.asarray(repeats, dtype=np.int32)
+        self._counts = np.zeros(len(known.kinds), dtype=np.int64)
+        for block in _blocks(self._once()):
+            self._counts += self._count(block)
+        limits = dict.fromkeys(known.kinds, batch_size) if isinstance(batch_size, int) else batch_size
+        drawn = zip(known.kinds, self._counts.tolist(), strict=True)
+        # Some of the kinds may be of other samples alone.
+        self._full = np.array([limits[size] * world_size if n else 1 for size, n in drawn], dtype=np.int64)
 
-    def epoch(self, number: int) -> list[int]:
+    def _once(self) -> Numbers:
+        """The samples of an epoch, not shuffled."""
+        # Half the memory of Python's own integers' type; the order is the same.
+        indices: Numbers = np.arange(len(self._codes), dtype=np.int32 if len(self._codes) < 2**31 else np.int64)
+        return indices if self._repeats is None else np.repeat(indices, self._repeats)
+
+    def epoch(self, number: int) -> Numbers:
         """The order in which an epoch draws its samples."""
-        return np.random.default_rng((self.seed, number)).permutation(self._indices).tolist()
+        order = self._once()
+        np.random.default_rng((self.seed, number)).shuffle(order)
+        return order
 
     def batches_per_epoch(self) -> float:
         """Of each rank, on average."""
-        counts = Counter(self.sizes[index] for index in self._indices.tolist())
-        return sum(count / self._full[size] for size, count in counts.items())
+        return sum(n / full for n, full in zip(self._counts.tolist(), self._full.tolist(), strict=True))
 
     def batches(self) -> Iterator[list[int]]:
         """The batches of all ranks together, without end."""
-        waiting: dict[Hashable, list[int]] = {}
-        for number in itertools.count():
-            for index in self.epoch(number):
-                group = waiting.setdefault(self.sizes[index], [])
-                group.append(index)
-                if len(group) == self._full[self.sizes[index]]:
-                    yield waiting.pop(self.sizes[index])
+        return (batch for _, batch in self._batches_from(0))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        draw = 0
-        for position, batch in enumerate(self.batches()):
-            if position >= self.start:
-                share = len(batch) // self.world_size
-                mine = range(self.rank * share, (self.rank + 1) * share)
-                yield [(batch[i], draw + i) for i in mine]
-            draw += len(batch)
+        for draw, batch in self._batches_from(self.start):
+            share = len(batch) // self.world_size
+            mine = range(self.rank * share, (self.rank + 1) * share)
+            yield [(batch[i], draw + i) for i in mine]
+
+    def _batches_from(self, start: int) -> Iterator[tuple[int, list[int]]]:
+        """The batches of all ranks from this position on, each with the number of its first draw."""
+        if not self._counts.any():
+            return
+        number = self._epoch_of(start)
+        drawn, passed, blocks = number * self._counts, 0, _blocks(self.epoch(number))
+        while self._complete(after := drawn + self._count(blocks[passed])) <= start:
+            drawn, passed = after, passed + 1
+        waiting = self._waiting(drawn, chain(reversed(blocks[:passed]), self._blocks_before(number)))
+        position, draw = self._complete(drawn), int((drawn // self._full * self._full).sum())
+        ahead = chain(blocks[passed:], self._blocks_after(number))
+        del blocks  # else this epoch's order would stay in memory
+        for block in ahead:
+            for batch in self._collect(block, waiting):
+                if position >= start:
+                    yield draw, batch.tolist()
+                position += 1
+                draw += len(batch)
+
+    def _epoch_of(self, position: int) -> int:
+        """The epoch whose draws complete the batch at a position."""
+        most = int((position + len(self._full)) / self.batches_per_epoch()) + 2
+        return bisect_right(range(1, most), position, key=lambda epochs: self._complete(epochs * self._counts))
+
+    def _complete(self, drawn: Numbers) -> int:
+        """How many batches so many draws of each size make."""
+        return int((drawn // self._full).sum())
+
+    def _count(self, block: Numbers) -> Numbers:
+        """How many of these draws are of each size."""
+        return np.bincount(self._codes[block], minlength=len(self._counts))
+
+    def _blocks_after(self, number: int) -> Iterator[Numbers]:
+        return chain.from_iterable(_blocks(self.epoch(later)) for later in count(number + 1))
+
+    def _blocks_before(self, number: int) -> Iterator[Numbers]:
+        """From the last one back."""
+        return chain.from_iterable(reversed(_blocks(self.epoch(earlier))) for earlier in reversed(range(number)))
+
+    def _by_size(self, block: Numbers) -> Iterator[tuple[int, Numbers]]:
+        """The sizes that some draws have, each with their places among these, in order."""
+        codes = self._codes[block]
+        places = np.argsort(codes, kind="stable")
+        present, first = np.unique(codes[places], return_index=True)
+        return zip(present.tolist(), np.split(places, first[1:]), strict=True)
+
+    def _waiting(self, drawn: Numbers, backwards: Iterator[Numbers]) -> dict[int, Numbers]:
+        """By size the last draws of which there is no batch yet.
+
+        Args:
+            drawn: how many there were of each size.
+            backwards: these in blocks, the last one first.
+        """
+        missing = drawn % self._full
+        parts: dict[int, list[Numbers]] = {}
+        while missing.any():
+            block = next(backwards)
+            for size, places in self._by_size(block):
+                if missing[size]:
+                    parts.setdefault(size, []).append(block[places[-missing[size] :]])
+                    missing[size] -= len(parts[size][-1])
+        return {size: np.concatenate(found[::-1]) for size, found in parts.items()}
+
+    def _collect(self, block: Numbers, waiting: dict[int, Numbers]) -> list[Numbers]:
+        """The batches that some draws complete, in the order in which they do; the rest joins those that wait."""
+        found: list[tuple[int, Numbers]] = []
+        for size, places in self._by_size(block):
+            mine, full = block[places], int(self._full[size])
+            before = waiting.get(size, mine[:0])
+            last = places[full - 1 - len(before) :: full].tolist()
+            mine = np.concatenate([before, mine])
+            found += [(place, mine[n * full : (n + 1) * full]) for n, place in enumerate(last)]
+            waiting[size] = mine[len(last) * full :]
+        return [batch for _, batch in sorted(found, key=itemgetter(0))]
+
+
+def _blocks(order: Numbers) -> list[Numbers]:
+    return [order[first : first + BLOCK] for first in range(0, len(order), BLOCK)]

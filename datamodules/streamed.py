@@ -43,7 +43,6 @@ class StreamedDataModule(TrainingData):
     ) -> None:
         super().__init__()
         self.validation = None  # a stream has no samples to hold out
-        self.sizes = []
         self.pattern = shards
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch

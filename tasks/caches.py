@@ -11,8 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
-from datamodules.errors import UserError, listing
-from datamodules.shards.cache import Cache
+from datamodules.errors import UserError, listing, without_credentials
+from datamodules.shards.cache import USED, Cache
 from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
@@ -27,12 +27,13 @@ DEVICES = ("cpu", "cuda", "mps")
 def cache(cfg: DictConfig, _: Path) -> None:
     """Encode data.root, as train.py does before it trains."""
     place_trainer(cfg)
-    folder = build_cache(cfg, data := cached_data(cfg))
-    manifest = Cache(folder, {}).manifest()
+    filled = build_cache(cfg, data := cached_data(cfg))
+    filled.refresh()
+    manifest = filled.manifest()
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
     holds = f"{manifest['samples']} samples, {decimal(manifest['bytes'])}"
-    log.info(f"done: {folder} holds {holds}; encoded for data.buckets={data.sample_set.framing.buckets}")
+    log.info(f"done: {filled} holds {holds}; encoded for data.buckets={data.sample_set.framing.buckets}")
     log.info(f"train on it: {' '.join(['python train.py', *_same_data_and_model()])}")
 
 
@@ -59,16 +60,18 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
 def clean(cfg: DictConfig, _: Path) -> None:
     """Name what the present settings do not use, caches and quantized transformers; with delete=true, delete it."""
     data, module = cached_data(cfg), frozen_model(cfg)
+    if "://" in data.cache_dir:
+        log.info(f"note: only what this machine keeps of {without_credentials(data.cache_dir)} is looked at")
     used = data.cache(module).folder
     places = (module.base.source.kept(torch.device(kind)) for kind in DEVICES)
     kept = [place.folder for place in places if place is not None]
     found: list[tuple[Path, str, float]] = []
-    for lock in used.parent.glob(f"{'?' * len(used.name)}/.lock"):
-        cache = Cache(lock.parent, {})
-        if cache.folder != used and not cache.lock_is_free():
+    for note in used.parent.glob(f"{'?' * len(used.name)}/{USED}"):
+        cache = Cache(note.parent, {})
+        if cache.folder != used and cache.leases().others():
             log.info(f"{cache.folder} is being filled: it stays")
         elif cache.folder != used:
-            found.append((cache.folder, cache.describe(), lock.stat().st_mtime))
+            found.append((cache.folder, _described(cache), note.stat().st_mtime))
     for transformer in quantized_transformers(used.parent):
         if transformer.folder not in kept:
             found.append((transformer.folder, transformer.describe(), transformer.folder.stat().st_mtime))
@@ -86,3 +89,13 @@ def clean(cfg: DictConfig, _: Path) -> None:
         log.info(f"freed {decimal(total)}; kept {used.name}, which these settings use")
     else:
         log.info(f"delete=true frees {decimal(total)}; {used.name}, which these settings use, stays")
+
+
+def _described(cache: Cache) -> str:
+    """What the cache holds, in a few words."""
+    manifest = cache.manifest()
+    if "parts" not in manifest:
+        return "never finished"
+    parts = manifest["parts"]
+    model = parts.get("model", {}).get("repository", "a local model")
+    return f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"

@@ -20,16 +20,20 @@ from callbacks.metrics import Metrics
 from callbacks.peers import peers
 from callbacks.report.commands import predict_command
 from callbacks.run_folder import RunFolder
+from callbacks.shares import of_first
 from callbacks.signals import Stopped, stop
 from callbacks.validation import Validation
+from callbacks.watchdog import Watchdog
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.files import replacing
+from datamodules.shards.stores import local_folder
 from tasks.encode import build_cache
 from tasks.folders import LOCK
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
-from tasks.resuming import check_resumable, find_checkpoint, start_anew
+from tasks.resuming import check_resumable, find_checkpoint, read_end, start_anew, write_end
+from tasks.slurm import queued_again
 from tasks.terminal import is_first_process, log, silence_libraries
 
 
@@ -45,6 +49,11 @@ class StartOfTraining(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop.install_handlers()  # Lightning has just put its own signal handlers, which would leave without saving
+        if (step := of_first(trainer, trainer.global_step)) != trainer.global_step:
+            raise UserError(
+                f"process {trainer.global_rank} starts after step {trainer.global_step}, the first one after step "
+                f"{step}: output_dir must be a folder that all machines see"
+            )
         trainer.fit_loop.epoch_loop.max_steps = self.max_steps
 
 
@@ -76,16 +85,22 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
                     "for each, hub.push='owner/name-${hydra:job.num}'"
                 )
             check_upload(repository, OmegaConf.select(cfg, "hub.every", default="end"))
-        trainer = train(cfg, run)
-        upload = find_callback(trainer, HubUpload)
-        if upload is not None:  # behind the run, for which other processes would wait
-            upload.finish()
-        return report(trainer, run, cfg.monitor, cfg.model_name)
+        if cfg.resume and (value := read_end(run, cfg.trainer.max_steps)) is not None:
+            return value
+        with queued_again(cfg.resume):
+            trainer = train(cfg, run)
+            upload = find_callback(trainer, HubUpload)
+            if upload is not None:  # behind the run, for which other processes would wait
+                upload.finish()
+            value = report(trainer, run, cfg)
+        if trainer.is_global_zero:
+            write_end(run, trainer.global_step, value)
+        return value
 
 
 def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     """The trainer, after its last step."""
-    checkpoint, step = find_checkpoint(cfg.ckpt_path, run) or (None, 0)
+    checkpoint, step = find_checkpoint(cfg.ckpt_path, cfg.resume, run) or (None, 0)
     settings = run_settings(cfg)  # before Hydra's instantiate, which resolves interpolations in place
     if checkpoint is not None:
         check_resumable(settings, checkpoint)
@@ -105,7 +120,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
         module.objective.check_samples(learned)
         build_cache(cfg, data)
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
-    callbacks = [StartOfTraining(cfg.trainer.max_steps), *configured, SaveConfig(run, settings), GracefulStop()]
+    first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
+    callbacks = [*first, *configured, SaveConfig(run, settings), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=run.path)
     peers.follow(trainer)
     # A run that was killed after its last step was saved still lacks its last pictures and report. Lightning skips
@@ -117,7 +133,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     except Stopped as stopped:  # by a second signal, which does not wait for saving
         saved = run.checkpoint.is_file()
-        stopped.add_note("resume from the last saved step with ckpt_path=last" if saved else "nothing to save")
+        how = "by the same command" if cfg.resume else "with ckpt_path=last"
+        stopped.add_note(f"resume from the last saved step {how}" if saved else "nothing to save")
         raise
     return trainer
 
@@ -132,15 +149,17 @@ def run_settings(cfg: DictConfig) -> dict[str, Any]:
     hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
     settings: Any = OmegaConf.to_container(cfg)
     hydra_settings = OmegaConf.to_container(primary.hydra)
-    settings["ckpt_path"] = None
+    settings["ckpt_path"] = settings["resume"] = None
     return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": hydra_settings}
 
 
-def report(trainer: L.Trainer, run: RunFolder, monitor: str | None, model_name: str) -> float:
+def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> float:
     """Say how good the model is and where things are; returns the monitored figure, which a sweep compares."""
+    monitor = cfg.monitor
     if run.checkpoint.is_file():
+        more = "" if cfg.resume else f" and output_dir={shlex.quote(str(run))} ckpt_path=last"
         where = f"after step {trainer.global_step}, saved in {run}"
-        stop.check(f"{where}; resume with the same command and output_dir={shlex.quote(str(run))} ckpt_path=last")
+        stop.check(f"{where}; resume with the same command{more}")
     stop.check("before the first step: nothing to save")
     metrics = find_callback(trainer, Metrics)
     if metrics is not None and not metrics.latest:
@@ -152,7 +171,7 @@ def report(trainer: L.Trainer, run: RunFolder, monitor: str | None, model_name: 
         log.info(f"look at it: {run.report}")
     module: Any = trainer.lightning_module
     log.info(f"done: {run.weights(module.adapter.folder, 'last')}")
-    weights = module.adapter.predict_arguments(str(run), model_name)
+    weights = module.adapter.predict_arguments(str(run), cfg.model_name)
     log.info(f'try it: {predict_command(module, weights, {})} prompt="..."')
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
     if not trainer.is_global_zero:  # only the first process measures
@@ -172,7 +191,7 @@ def no_traces_unless_started(run: RunFolder, cache_dir: str | None) -> Iterator[
         cache_dir: what is encoded stays; a folder that contains it is not removed.
     """
     fresh = is_first_process() and all(path.name == LOCK for path in run.path.iterdir())
-    if cache_dir is not None and Path(cache_dir).expanduser().resolve().is_relative_to(run.path.resolve()):
+    if cache_dir is not None and local_folder(cache_dir).resolve().is_relative_to(run.path.resolve()):
         fresh = False
     try:
         yield

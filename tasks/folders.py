@@ -16,7 +16,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks.run_folder import RunFolder
-from datamodules.errors import UserError
+from datamodules.errors import UserError, without_credentials
+from tasks.resuming import check_resume
 from tasks.terminal import is_first_process, log, one_line_errors
 
 # How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
@@ -126,6 +127,10 @@ class MakeFolder(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         self._sweep.close()
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """What is sent to a job on another machine holds no lock."""
+        return MakeFolder, ()
+
 
 def make_folder(config: DictConfig, key: str) -> Path:
     """Make the folder that this setting names.
@@ -136,11 +141,15 @@ def make_folder(config: DictConfig, key: str) -> Path:
     alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
     if OmegaConf.is_interpolation(config, "output_dir") and not alone and INHERITED not in os.environ:
         raise UserError("several processes that the command has not started itself need output_dir=FOLDER")
+    if "resume" in config:
+        check_resume(config)
     BEGINS.set(True)
     name = config.output_dir
     BEGINS.set(False)
     if not isinstance(name, str):
         raise UserError(f"output_dir={name}: name a folder, or leave it out")
+    if "://" in name and "resume" not in config:
+        raise UserError(f"output_dir={without_credentials(name)}: pictures are written to a folder of this machine")
     folder = Path(OmegaConf.select(config, key))
     try:
         folder.mkdir(parents=True, exist_ok=True)

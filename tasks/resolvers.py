@@ -4,12 +4,23 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from datamodules.shards import stores
 from tasks.folders import prediction_folder, run_folder
 
 CONF = Path(__file__).parent.parent / "conf"
 PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 # Of `quantization.formats.FORMATS`, whose import takes seconds.
 FOUR_BIT = ("fp4", "nf4")
+
+
+def local_folder(output_dir: str) -> str:
+    """Where a run works: its output_dir, or a folder under outputs/ for one in a bucket."""
+    return str(stores.local_folder(output_dir, "outputs"))
+
+
+def local_cache(cache_dir: str | None) -> str | None:
+    """The folder of this machine that belongs to data.cache_dir."""
+    return cache_dir and str(stores.local_folder(cache_dir))
 
 
 def precision_for(dtype: str) -> str:
@@ -29,7 +40,7 @@ def warmup_steps(most: int, max_steps: int) -> int:
     return min(most, max_steps // 10)
 
 
-for _resolver in (precision_for, unless_4_bit, warmup_steps):
+for _resolver in (local_folder, local_cache, precision_for, unless_4_bit, warmup_steps):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
 # Computed once in a command: a sweep's jobs share the folder.
 for _folder in (run_folder, prediction_folder):

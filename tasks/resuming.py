@@ -1,16 +1,17 @@
 """Resuming a run: from which checkpoint, and whether its settings fit."""
 
+import json
 import pickle
 import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
-from datamodules.files import reading
+from datamodules.files import reading, replacing
 from tasks.terminal import is_first_process, log
 
 # Restored from the checkpoint, which would hide a changed setting, or what it holds is of.
@@ -22,12 +23,18 @@ SHAPES = (
 )
 
 
-def find_checkpoint(ckpt_path: str | None, run: RunFolder) -> tuple[Path, int] | None:
+def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -> tuple[Path, int] | None:
     """The checkpoint to resume from, and its step; None for a new run.
+
+    Args:
+        ckpt_path: a path; or `last` for the last good one of the run.
+        resume: auto for `last` where the run has saved something.
 
     Raises:
         UserError: it is not there or damaged, or the folder holds another run, which this one would overwrite.
     """
+    if resume == "auto" and run.checkpoints():
+        ckpt_path = "last"
     last = run.checkpoint
     path = None if ckpt_path is None else last if ckpt_path == "last" else Path(ckpt_path).expanduser()
     # Other processes of a run may come here after the first has saved.
@@ -36,13 +43,50 @@ def find_checkpoint(ckpt_path: str | None, run: RunFolder) -> tuple[Path, int] |
     if path is None:
         return None
     weights = RunFolder.of_checkpoint(path).saved_weights()
-    if not path.is_file():
+    candidates = run.checkpoints() if path == last else [path] if path.is_file() else []
+    if not candidates:
         nothing = path == last and run.config.is_file()
         hint = "the run has saved nothing: leave ckpt_path out to start it anew" if nothing else "name another"
         raise UserError(
             f"ckpt_path={ckpt_path}: there is no checkpoint {path}; {_from_weights(weights) if weights else hint}"
         )
-    return path, _step(path, f"name another ckpt_path, or {_from_weights(weights)}")
+    for path, before in zip(candidates, [*candidates[1:], None], strict=True):
+        remedy = f"name another ckpt_path, or {_from_weights(weights)}" if before is None else f"{before} is tried"
+        try:
+            return path, _step(path, remedy)
+        except UserError as error:
+            if before is None:
+                raise
+            log.info(f"note: {error}")
+    raise AssertionError
+
+
+def check_resume(cfg: DictConfig) -> None:
+    """Raise a UserError for a `resume` that cannot be."""
+    if cfg.resume not in (None, "auto"):
+        raise UserError(f"resume={cfg.resume}: choose auto, or leave it out; to name a checkpoint there is ckpt_path")
+    if cfg.resume and cfg.ckpt_path is not None:
+        raise UserError(f"resume={cfg.resume} chooses the checkpoint itself: leave ckpt_path={cfg.ckpt_path} out")
+    if cfg.resume and OmegaConf.is_interpolation(cfg, "output_dir"):
+        raise UserError(f"resume={cfg.resume} needs output_dir=FOLDER, the same each time")
+
+
+def write_end(run: RunFolder, step: int, value: float) -> None:
+    """Note that the run has ended, with what a sweep compares."""
+    with replacing(run.finished) as temporary:
+        temporary.write_text(json.dumps({"step": step, "value": value}) + "\n")
+
+
+def read_end(run: RunFolder, max_steps: int) -> float | None:
+    """What a sweep compares, if the run has ended at this step or behind it; None if there is something left to do."""
+    if not run.finished.is_file():
+        return None
+    with reading(run.finished, "delete it"):
+        end = json.loads(run.finished.read_text())
+        if end["step"] < max_steps:
+            return None
+        log.info(f"nothing to do: {run} is finished, at step {end['step']} of trainer.max_steps={max_steps}")
+        return float(end["value"])
 
 
 def check_unused(run: RunFolder) -> None:
@@ -50,7 +94,8 @@ def check_unused(run: RunFolder) -> None:
     here = f"output_dir={run} already contains a run"
     if run.checkpoint.is_file():
         raise UserError(f"{here}: resume it with ckpt_path=last, or choose another folder")
-    if weights := run.saved_weights():
+    # Where the first saving was not finished, the same weights will come again.
+    if not run.unfinished_checkpoints() and (weights := run.saved_weights()):
         raise UserError(f"{here} without a checkpoint: choose another folder, and {_from_weights(weights)}")
 
 
@@ -69,6 +114,9 @@ def _step(path: Path, remedy: str) -> int:
     with reading(path, remedy):
         if not zipfile.is_zipfile(path):
             raise ValueError("its end is missing, or it is no checkpoint")
+        with zipfile.ZipFile(path) as parts:
+            if damaged := parts.testzip():
+                raise ValueError(f"checksum of {damaged}")
         try:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:  # PyTorch's own message explains how to run its code all the same

@@ -1,10 +1,12 @@
 """What the terminal shows: Retouch's own lines, a person's mistakes in one line, and nothing from the libraries."""
 
+import ctypes
 import errno
 import io
 import logging
 import multiprocessing
 import os
+import signal
 import stat
 import sys
 import warnings
@@ -31,6 +33,8 @@ DISK_ERRORS = {
     errno.ENOTDIR,
     errno.EEXIST,
 }
+# Of prctl(2): the signal that a process gets when its parent ends.
+PARENT_DEATH_SIGNAL = 1
 # The variables by which Lightning, torchrun and SLURM tell a process its rank.
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
@@ -40,11 +44,19 @@ def is_first_process() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in RANKS)
 
 
+def launched_from_outside() -> bool:
+    """Whether torchrun or srun started this process: a process that Lightning starts has no RANK."""
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+
+
 @contextmanager
 def command_line() -> Iterator[None]:
     """Around a whole command: set up logging, survive a closed or broken output pipe, answer Ctrl-C in one line."""
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # A killed torchrun leaves its processes running, beside those that are started in their place.
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
     try:
         yield
         sys.stdout.flush()
@@ -149,9 +161,9 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         yield
         return
     except Stopped as stopped:
-        if not stopped.immediate and not is_first_process():
-            raise SystemExit(0) from None  # all stop alike: a launcher takes another status for a failure
-        if not stopped.immediate or peers.fail(stopped):
+        if not stopped.immediate and not is_first_process() and not launched_from_outside():
+            raise SystemExit(0) from None  # all stop alike: Lightning takes another status for a failure
+        if peers.fail(stopped) if stopped.immediate else is_first_process():
             print(_with_notes(str(stopped), stopped), file=sys.stderr)
         raise SystemExit(128 + stopped.signal) from None
     except (Exception, Abandoned) as error:

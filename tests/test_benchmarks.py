@@ -1,16 +1,25 @@
-"""What can only be measured on a GPU runs, at a tiny size."""
+"""What takes a GPU, or many samples, runs at a tiny size."""
 
 import json
+import shutil
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import full_size
+from benchmarks import faults, full_size, scale
+from benchmarks.fault_kinds import judging
+from benchmarks.fault_kinds.workshop import Reference
 from benchmarks.gpu import speed
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import PARTS
+from benchmarks.object_storage import Reading, Storage, simulate
+from benchmarks.shards_start import measure
+from datamodules.shards.cache import Cache
 from tests.support.commands import ROOT, run_code
+from tests.support.latents import fill
 
 GPU_CHECK = "import sys; from benchmarks import gpu_check; sys.argv[0] = 'gpu_check.py'; "
 
@@ -57,6 +66,7 @@ def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_pa
 SABOTAGE = """
 import os, signal, time
 from benchmarks.gpu.parts import PARTS
+from benchmarks.object_storage import Reading, Storage, simulate
 
 def raises(bench, facts): facts["known"] = 1; raise RuntimeError("CUDA error: an illegal memory access\\nmore")
 def dies(bench, facts): os.kill(os.getpid(), signal.SIGSEGV)
@@ -121,3 +131,164 @@ def test_gpu_check_names_the_parts_where_none_is_chosen(only, monkeypatch, capsy
     with pytest.raises(SystemExit):
         gpu_check.main()
     assert "choose offload_blocks, scaled_mm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_scale_measures_simulates_and_calculates(tmp_path, monkeypatch, capsys, apart):
+    """In this process, or in processes of their own, which import everything again."""
+    if not apart:
+        monkeypatch.setattr(scale, "start", measure)
+    output = tmp_path / "scale.json"
+    small = ["--samples", "600", "--shards", "3", "--cached", "200", "--seconds", "2", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["scale.py", *small, "--output", str(output)])
+    scale.main()
+    starting, streaming, costs, assumed = list(json.loads(output.read_text()).values())[3:]
+    assert [(row["samples"], row["read"]) for row in starting] == [
+        (200, "index.npz"),
+        (200, "index.jsonl"),
+        (600, "index.npz"),
+    ]
+    assert all(0 <= row["seconds"] < 60 and row["MB at the peak"] > 100 for row in starting)
+    assert [row["seconds a step"] for row in streaming] == [row["seconds a step"] for row in costs] == [1, 0.1, 0.03]
+    assert costs[0]["GPU hours"] == round(600 / 3600, 1)
+    assert {row["option"] for row in assumed} >= {*scale.ASSUMED, "step_seconds"}
+    assert capsys.readouterr().out.count("\n| ---") == 4
+
+
+def test_simulated_storage_gives_what_arithmetic_says():
+    """Where latency does not count: what is wanted, or what the storage or the connections give."""
+    reading = Reading(clients=8, threads=2, batch=4, sample=1e6, shard=1e8, shuffle_buffer=10)
+    for total, connection, step, expected in [(1e9, 1e8, 0.1, 320), (2e8, 1e8, 0.1, 200), (1e9, 1e7, 0.1, 160)]:
+        outcome = simulate(Storage(1e-6, connection, total), reading, step, seconds=20)
+        assert outcome.rate == pytest.approx(expected, rel=0.05)
+        assert outcome.waiting == pytest.approx(1 - expected / 320, abs=0.05)
+        assert outcome.first == pytest.approx(8 * 2 * 14e6 / min(total, 16 * connection), rel=0.05)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """What a run leaves, and what a judge reads of it."""
+    run = tmp_path / "whole" / "run"
+    for name in ("lora/last", "checkpoints"):
+        (run / name).mkdir(parents=True)
+    (run / "lora/last" / judging.WEIGHTS).write_bytes(b"weights")
+    (run / "metrics.csv").write_text("step,loss,grad_norm,lr,seconds\n1,0.5,1.0,0.1,3\n2,0.25,1.0,0.1,4\n")
+    (run / "validation.csv").write_text("step,val_loss\n2,0.5\n")
+    (run / "finished.json").write_text('{"step": 2}')
+    loops = {"fit_loop": {"epoch_loop.state_dict": {"_batches_that_stepped": 1}}}
+    content = {"state_dict": {"a": torch.ones(3)}, "global_step": 2, "loops": loops}
+    torch.save(content, run / "checkpoints" / "last.ckpt")
+    return run
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def change_tensor(path):
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["a"][1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    torch.save(content, path)
+
+
+def drop_row(path):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+CHANGES = {
+    f"lora/last/{judging.WEIGHTS}": flip,
+    "validation.csv": flip,
+    "checkpoints/last.ckpt": change_tensor,
+    "metrics.csv": drop_row,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_bit_of_a_run_is_bad_and_its_folder_is_kept(whole, tmp_path, monkeypatch, name):
+    shop = SimpleNamespace(folder=tmp_path, reference=lambda kind: Reference(whole.parent, 1.0, []))
+
+    def fault(round, change=lambda path: None):
+        shutil.copytree(whole, round.folder / "run")
+        change(round.folder / "run" / name)
+        round.same_run("train")
+
+    monkeypatch.setitem(faults.FAULTS, "nothing", fault)
+    monkeypatch.setitem(faults.FAULTS, "changed", lambda round: fault(round, CHANGES[name]))
+    good, bad = (faults.play(kind, 1, shop) for kind in ("nothing", "changed"))
+    assert (good.outcome, good.why) == (faults.SAME, "")
+    assert bad.outcome == faults.BAD
+    assert name.rpartition("/")[2] in bad.why
+    assert [path.name for path in (tmp_path / "rounds").iterdir()] == ["changed-1"]
+
+
+def test_a_step_that_was_saved_and_is_made_again_is_bad(whole, tmp_path):
+    shop = SimpleNamespace(folder=tmp_path, reference=lambda kind: Reference(whole.parent, 1.0, []))
+    round = faults.Round("again", 1, tmp_path / "again", shop)
+    saved = round.saved(whole)
+    assert len(saved) == 2
+    round.kept(saved, whole)
+    table = whole / "metrics.csv"
+    table.write_text(table.read_text().replace(",4\n", ",5\n"))
+    with pytest.raises(judging.BadError, match="the 2 steps that were saved were made again"):
+        round.kept(saved, whole)
+
+
+@pytest.mark.parametrize("sample", [0, 5])
+def test_a_cache_that_lacks_a_sample_or_has_another_is_found(tmp_path, sample):
+    def build(name, *first):
+        cache = Cache(tmp_path / name / "fingerprint", {"dtype": "bfloat16"})
+        for rank, number in enumerate(first):
+            fill(cache, 3, rank=rank, first=number).seal()
+        cache.merge()
+        return tmp_path / name
+
+    one = build("one", 0, 3)
+    assert judging.cache_differences(one, build("otherwise divided", 3, 0)) == []
+    assert judging.cache_differences(one, build("lacks", 0)) != []
+    [tar] = [path for path in (one / "fingerprint").glob("*.tar") if path.name.startswith("latents-00001")]
+    content = bytearray(tar.read_bytes())
+    content[2000 + sample] ^= 1
+    tar.write_bytes(content)
+    with pytest.raises(judging.BadError, match=r"is not what"):
+        judging.cache_content(one / "fingerprint")
+
+
+def test_a_command_may_end_in_one_line_and_in_nothing_else(tmp_path):
+    def ended(text, status, allowed=(0, 1)):
+        round = faults.Round("ends", 1, tmp_path / f"ends-{len(list(tmp_path.iterdir()))}", SimpleNamespace())
+        command = SimpleNamespace(wait=lambda seconds: status, text=text, log=tmp_path / "log-0.txt")
+        round.ended(command, allowed)
+        return round.lines
+
+    assert ended("done\n", 0) == []
+    assert ended("note\nerror: cannot read a/b.tar: delete it\n", 1) == ["error: cannot read a/b.tar: delete it"]
+    for text, status in (
+        ("Traceback (most recent call last):\n", 1),
+        ("error: a\nerror: b\n", 1),
+        ("stopped\n", 1),
+        ("done\n", None),
+        ("", -9),
+    ):
+        with pytest.raises(judging.BadError):
+            ended(text, status)
+    with pytest.raises(judging.BadError, match="status 1"):
+        ended("error: a\n", 1, (0,))
+
+
+def test_the_table_of_faults_is_that_of_the_results():
+    results = [faults.Result(**one) for one in json.loads(faults.RESULTS.read_text())["results"]]
+    assert faults.table(results) in (ROOT / "docs" / "reliability.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_round_of_each_fault_ends_as_it_should(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--rounds", str(len(faults.FAULTS))]
+    output = tmp_path / "faults.json"
+    more = ["--seed", "2000", "--folder", str(tmp_path / "campaign"), "--write", str(output)]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    results = json.loads(output.read_text())["results"]
+    assert {one["fault"] for one in results} == faults.FAULTS.keys()
+    assert {one["outcome"] for one in results} <= {faults.SAME, faults.LINE}

@@ -10,7 +10,7 @@ from datamodules.shards.tar import scan
 from tests.datamodules.images.test_transforms import unreadable
 from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.commands import kill_when, wait_until
-from tests.support.hold import hold_build
+from tests.support.hold import divide_and_hold, divide_finely, hold_build
 from tests.support.latents import content
 from tests.support.pictures import make_pairs, photograph
 
@@ -54,15 +54,41 @@ def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_pa
 def test_two_processes_build_the_cache_that_one_builds(run, start, tiny, mixed, tmp_path):
     run("predict", *cache_overrides(tiny, mixed, tmp_path / "one"))
     two = [*cache_overrides(tiny, mixed, tmp_path / "two"), "trainer.devices=2", "trainer.strategy=ddp"]
-    process = start("predict", *two)
+    process = start("predict", *two, before=partial(divide_finely, 2))
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
+    assert "encoded 8 samples" in text
     assert content(only(tmp_path / "one")) == content(only(tmp_path / "two"))
     shards = only(tmp_path / "two").manifest()["shards"]
-    assert {name: facts["samples"] for name, facts in shards.items()} == {
-        "latents-00000-000000.tar": 4,
-        "latents-00001-000000.tar": 4,
-    }
+    names = [f"latents-{unit:05d}-000000.tar" for unit in range(4)]
+    assert {name: facts["samples"] for name, facts in shards.items()} == dict.fromkeys(names, 2)
+    assert {path.name for path in only(tmp_path / "two").folder.iterdir()} >= {"index.jsonl", "manifest.json"}
+    assert [path.name for path in (only(tmp_path / "two").folder / "building").glob("*/*")] == ["closed"]
+
+
+def test_the_work_of_a_killed_builder_is_taken_up_by_one_that_runs(run, start, tiny, tmp_path):
+    """At once on this machine; what it had encoded stays. Another takes its place, and helps."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 15)
+    run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    held = {name: tmp_path / name for name in ("killed", "other")}
+
+    def begin(name, samples):
+        overrides = [*command, f"output_dir={tmp_path / name}_out"]
+        return start("predict", *overrides, before=partial(divide_and_hold, 4, samples, tmp_path / name))
+
+    killed = begin("killed", 7)
+    wait_until(held["killed"].exists, killed)
+    other = begin("other", 1)
+    wait_until(held["other"].exists, other)
+    kill_when(lambda: True, killed)
+    (tmp_path / "other.go").touch()
+    third = begin("third", -1)
+    texts = [process.communicate(timeout=120)[0] for process in (other, third)]
+    assert [other.returncode, third.returncode] == [0, 0], texts
+    assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
+    encodings = sum(path.stat().st_size for path in tmp_path.glob("*.encoded"))
+    assert encodings == 30, "none twice"
 
 
 def test_damaged_shard_is_named_and_only_its_samples_are_encoded_again(run, tiny, tmp_path):
@@ -145,3 +171,23 @@ def test_builds_of_one_cache_wait_for_each_other(run, start, tiny, tmp_path):
     assert [process.returncode for process in processes] == [0, 0], texts
     assert sorted("encoded 12 samples" in text for text in texts) == [False, True]
     assert len(only(tmp_path / "cache").sample_ids()) == 12
+
+
+@pytest.mark.parametrize("damaged", ["rows", "tar", "plan"])
+def test_what_is_damaged_while_a_build_is_interrupted_is_found(run, start, tiny, tmp_path, damaged):
+    """Rows of a unit that is done are read from its tar again, and samples of the tar are encoded again."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
+    run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    process = start("predict", *command, before=partial(divide_and_hold, 2, 3, tmp_path / "held"))
+    kill_when((tmp_path / "held").exists, process)
+    [rows] = tmp_path.glob("cache/*/latents-00000-*.jsonl")
+    path = {"rows": rows, "tar": rows.with_suffix(".tar"), "plan": rows.parent / "building" / "plan.json"}[damaged]
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2 if damaged != "plan" else 0] ^= 1
+    path.write_bytes(changed)
+    if damaged != "rows":
+        words = "samples are lost: start again" if damaged == "tar" else "plan.json is damaged: start again"
+        assert words in run("predict", *command, ok=False).error
+    run("predict", *command)
+    assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))

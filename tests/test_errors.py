@@ -124,7 +124,7 @@ def test_file_that_is_no_checkpoint(tmp_path, write, words):
     path.parent.mkdir(parents=True)
     write(path)
     with pytest.raises(UserError) as raised:
-        find_checkpoint(str(path), RunFolder(tmp_path / "new"))
+        find_checkpoint(str(path), None, RunFolder(tmp_path / "new"))
     assert words in str(raised.value)
     assert str(raised.value).endswith("name another ckpt_path, or start anew")
     assert "\n" not in str(raised.value)

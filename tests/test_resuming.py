@@ -1,6 +1,7 @@
 """Runs that were stopped, killed or ended, and go on."""
 
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -9,8 +10,12 @@ import time
 import pytest
 import torch
 
+from callbacks.run_folder import RunFolder
+from datamodules.errors import UserError
+from tasks.resuming import find_checkpoint
 from tests.support.combinations import first
 from tests.support.commands import kill_when, lora_bytes, metrics, short, wait_until
+from tests.support.hold import kill_before_the_first_checkpoint
 from tests.support.pictures import make_pairs
 
 
@@ -183,3 +188,154 @@ def test_newest_run_goes_on_without_naming_it(run, tiny, pairs, tmp_path, monkey
     run("train", "-m", *arguments, "trainer.max_steps=1,2")
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {folder.name, f"{folder.name}-2"}
     assert {path.name for path in (tmp_path / "outputs" / f"{folder.name}-2").iterdir()} >= {"0", "1", "sweep.csv"}
+
+
+def test_the_same_command_starts_a_run_resumes_it_and_says_that_it_is_finished(run, start, tiny, pairs, tmp_path):
+    settings = ["save_every=2", "scheduler=constant"]
+    run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings)
+    folder = tmp_path / "run"
+    command = [*short(tiny, pairs, folder, 6), *settings, "resume=auto"]
+    process = start("train", *command, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 5}")
+    kill_when((folder / "checkpoints" / "step-000002.ckpt").exists, process)
+    assert "nothing to do" not in run("train", *command).text
+    assert lora_bytes(folder) == lora_bytes(tmp_path / "whole")
+
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    finished = run("train", *command)
+    assert f"nothing to do: {folder} is finished, at step 6 of trainer.max_steps=6" in finished.text
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+    run("train", *command, "trainer.max_steps=8")
+    assert [row["step"] for row in metrics(folder)] == [str(n) for n in range(1, 9)]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"last.ckpt", "step-000006.ckpt"}
+
+
+@pytest.mark.parametrize("setting", ["ckpt_path=last", "resume=always"])
+def test_resume_that_cannot_be_is_refused(fails, setting):
+    line = fails("resume=auto", setting)
+    assert ("leave ckpt_path=last out" if setting == "ckpt_path=last" else "choose auto") in line
+
+
+def test_resume_needs_the_name_of_the_folder(run, tiny, pairs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [one for one in short(tiny, pairs, tmp_path, 2) if "output_dir" not in one]
+    assert "resume=auto needs output_dir=FOLDER" in run("train", *arguments, "resume=auto", ok=False).error
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tiny, pairs, tmp_path):
+    """And it does not take the good one's place when the run saves next."""
+    settings = ["save_every=2", "scheduler=constant"]
+    run("train", *short(tiny, pairs, tmp_path / "whole", 8), *settings)
+    folder = tmp_path / "run"
+    command = [*short(tiny, pairs, folder, 6), *settings, "keep_checkpoints=3", "resume=auto"]
+    run("train", *command)
+    checkpoints = folder / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"last.ckpt", "step-000002.ckpt", "step-000004.ckpt"}
+    content = bytearray((checkpoints / "last.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoints / "last.ckpt").write_bytes(content)
+    os.truncate(checkpoints / "step-000004.ckpt", 1000)
+    text = run("train", *command, "trainer.max_steps=8").text
+    assert "last.ckpt is damaged (checksum of" in text
+    assert "step-000004.ckpt is damaged (its end is missing, or it is no checkpoint); " in text
+    assert "step-000002.ckpt is tried" in text
+    assert lora_bytes(folder) == lora_bytes(tmp_path / "whole")
+    kept = {path.name: torch.load(path, weights_only=True)["global_step"] for path in checkpoints.iterdir()}
+    assert kept == {"last.ckpt": 8, "step-000006.ckpt": 6, "step-000004.ckpt": 4}
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(run, tiny, pairs, tmp_path):
+    run("train", *short(tiny, pairs, tmp_path / "run", 1))
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    whole, content = torch.load(path, weights_only=True), path.read_bytes()
+    found = 0
+    for place in range(0, len(content), len(content) // 400):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            find_checkpoint("last", None, RunFolder(tmp_path / "run"))
+        except UserError:
+            found += 1
+        else:
+            assert str(torch.load(path, weights_only=True)) == str(whole)
+    assert found > 200
+
+
+def test_a_run_that_was_killed_in_its_first_saving_starts_anew(run, start, tiny, pairs, tmp_path):
+    """Its weights are there, its checkpoint is not."""
+    command = [*short(tiny, pairs, tmp_path / "run", 4), "save_every=2", "resume=auto"]
+    process = start("train", *command, before=kill_before_the_first_checkpoint)
+    process.wait(60)
+    assert process.returncode == -signal.SIGKILL
+    weights, checkpoints = tmp_path / "run" / "lora" / "last", tmp_path / "run" / "checkpoints"
+    assert weights.is_dir()
+    assert not (checkpoints / "last.ckpt").exists()
+    assert "it is started anew" in run("train", *command).text
+    assert {path.name for path in checkpoints.iterdir()} == {"last.ckpt", "step-000002.ckpt"}
+    # Without that trace the weights may be all that is left of a run.
+    shutil.rmtree(checkpoints)
+    (tmp_path / "run" / "finished.json").unlink()
+    assert "without a checkpoint: choose another folder" in run("train", *command, ok=False).error
+
+
+def test_a_run_whose_first_saving_fails_starts_anew(run, tiny, pairs, tmp_path):
+    """The disk has room for its weights and none for its checkpoint."""
+    command = [*short(tiny, pairs, tmp_path / "run", 4), "save_every=2", "resume=auto"]
+    run("train", *short(tiny, pairs, tmp_path / "whole", 4), "save_every=2")
+    room = (tmp_path / "whole" / "checkpoints" / "last.ckpt").stat().st_size - 1000
+    assert room > len(lora_bytes(tmp_path / "whole"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        error = run("train", *command, ok=False).error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot write" in error
+    assert (tmp_path / "run" / "lora" / "last").is_dir()
+    assert "it is started anew" in run("train", *command).text
+    assert lora_bytes(tmp_path / "run") == lora_bytes(tmp_path / "whole")
+
+
+def test_what_a_killed_saving_leaves_is_removed(run, tiny, pairs, tmp_path):
+    folder = tmp_path / "run"
+    run("train", *short(tiny, pairs, folder, 2))
+    left = [
+        folder / ".config.yaml.1.tmp",
+        folder / "lora" / "last" / ".weights.safetensors.1.tmp",
+        folder / "model" / ".last.1.tmp" / "weights",
+    ]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    run("train", *short(tiny, pairs, folder, 3), "ckpt_path=last")
+    assert not list(folder.rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("number", "resume"), first(1, [(signal.SIGUSR1, True), (signal.SIGUSR2, True), (signal.SIGUSR1, False)])
+)
+def test_slurm_queues_a_job_again_that_it_tells_to_end(run, start, tiny, pairs, tmp_path, monkeypatch, number, resume):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    folder = tmp_path / "run"
+    settings = ["save_every=0", "scheduler=constant", *(["resume=auto"] if resume else [])]
+    process = start("train", *short(tiny, pairs, folder, 10_000), *settings)
+    wait_until(lambda: (folder / "metrics.csv").is_file() and (folder / "metrics.csv").stat().st_size > 200, process)
+    os.killpg(process.pid, number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, text
+    assert "Traceback" not in text
+    if not resume:
+        assert not (tmp_path / "asked").exists()
+        assert "job 17 is not queued again: that takes resume=auto" in text
+        return
+    assert "saved in" in text
+    assert "resume with the same command; job 17 is queued again" in text
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    step = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    run("train", *short(tiny, pairs, folder, step + 2), *settings)
+    run("train", *short(tiny, pairs, tmp_path / "whole", step + 2), *settings)
+    assert lora_bytes(folder) == lora_bytes(tmp_path / "whole")

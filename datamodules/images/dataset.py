@@ -88,11 +88,11 @@ def collate(samples: list[RawBatch]) -> RawBatch:
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
-    """Make a data worker ignore Ctrl-C and SIGTERM, which reach every process of a job: only the trainer acts on them.
+    """Make a data worker ignore the signals that reach every process of a job: only the trainer acts on them.
 
     A worker that died of one would end the run at once.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _unless_the_trainer_has_left
 

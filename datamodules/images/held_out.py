@@ -30,20 +30,22 @@ def held_out_of(
 
 def shown_pictures(
     samples: Sequence[Sample], count: int, checksum: Callable[[Picture], str | None] = lambda picture: None
-) -> list[Hashable]:
+) -> Sequence[Hashable]:
     """For each sample what its pictures are known by, as `choose_held_out` groups them.
 
     Files are known by their places. What stands inside of a larger file is known by its bytes: tables have a picture
     once for each of its instructions.
 
     Args:
-        count: data.val_count; without it nothing is read.
+        count: data.val_count; without it nothing is read, and each sample is a group of its own.
         checksum: as for `held_out_of`.
     """
+    if count == 0:
+        return range(len(samples))
 
     @cache
     def known_by(picture: Picture) -> Hashable:
-        if not isinstance(picture, Packed) or count == 0:
+        if not isinstance(picture, Packed):
             return place(picture)
         return checksum(picture) or hashlib.sha256(picture.read()).hexdigest()
 
@@ -68,19 +70,23 @@ def choose_held_out(
         UserError: none is left to train on.
     """
     held = set(named)
-    groups: dict[Hashable, list[int]] = {}
-    for index, one in enumerate(pictures):
-        groups.setdefault(one, []).append(index)
-    order = sorted(groups.values(), key=lambda group: hashlib.sha256(keys[group[0]].encode()).digest())
-    for group in order:
-        if len(held) < count:
-            held.update(group)
-    if held and len(held) == len(keys) and val_roots:
+    if held and len(held) == len(keys):
         raise UserError(
             f"data.val_root={listing(val_roots)} has all {len(keys)} {noun} of data.root: none is left to train on"
         )
+    if count == 0:
+        return held
+    first: dict[Hashable, int] = {}
+    more: dict[Hashable, list[int]] = {}  # few: a list for each of a million samples would take seconds
+    for index, one in enumerate(pictures):
+        if first.setdefault(one, index) != index:
+            more.setdefault(one, []).append(index)
+    order = sorted(first, key=lambda one: hashlib.sha256(keys[first[one]].encode()).digest())
+    for one in order:
+        if len(held) < count:
+            held.update([first[one], *more.get(one, [])])
     if held and len(held) == len(keys):
-        most = len(keys) - len(order[-1])
+        most = len(keys) - 1 - len(more.get(order[-1], []))
         remedy = f"at most data.val_count={most}" if most else "leave it out: all of them share the same pictures"
         raise UserError(f"data.val_count={count} of {len(keys)} {noun} leaves none to train on: {remedy}")
     return held

@@ -28,12 +28,9 @@ def pairs_of_folders(
     Raises:
         UserError: two pictures have one name.
     """
-    targets, all_controls, controls = (
-        primary_images(target_folder),
-        folder_images(control_folder),
-        primary_images(control_folder),
-    )
-    masks = {**folder_images(target_folder), **all_controls}
+    all_targets, all_controls = folder_images(target_folder), folder_images(control_folder)
+    targets, controls = primary_images(all_targets), primary_images(all_controls)
+    masks = {**all_targets, **all_controls}
     numbered: dict[str, dict[str, Path]] = {}
     for name, path in all_controls.items():
         if match := FURTHER_CONTROL.match(name):
@@ -61,8 +58,9 @@ def pairs_of_folders(
     for stem, path in unread.items():  # else a pair in such a format would be left out silently
         if stem not in targets and (stem in controls or has_prompts(path)):
             incomplete.append(f"target {none_of_the_formats(path)}")
-    incomplete += [f"{controls[stem]} has no target image" for stem in controls if stem not in {*targets, *unread}]
-    incomplete += [f"{path} has no target image" for stem, path in rejected.items() if stem not in {*targets, *unread}]
+    known = {*targets, *unread}
+    for others in (controls, rejected):
+        incomplete += [f"{path} has no target image" for stem, path in others.items() if stem not in known]
     folders = {target_folder, control_folder, *([] if rejected_folder is None else [rejected_folder])}
     if rejected_folder is not None:
         incomplete += [none_of_the_formats(path) for path in unread_files(rejected_folder).values()]

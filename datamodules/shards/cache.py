@@ -1,26 +1,41 @@
 """A cache: the shards of one fingerprint, their index and their manifest.
 
-While it is built, each process appends to a tar of its own. The index rows of a full tar are written to a file beside
-it (`NAME.jsonl`); at the end the first process merges these files into index.jsonl and manifest.json. Samples in the
-tars of a build that was killed are recovered by the next one.
+While it is built, each unit of work has tars of its own. The index rows of a full tar are written to a file beside it
+(`NAME.jsonl`); at the end one process merges these files into index.jsonl and manifest.json. Samples in the tars of a
+process that was killed are recovered by the one that takes its work over.
 """
 
 import errno
-import fcntl
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datamodules.files import DAMAGED, FileHashes, Hashed, reading, replacing, sha256
-from datamodules.shards.manifest import INDEX, MANIFEST, index_matches, read_manifest, write_index_and_manifest
-from datamodules.shards.tar import OpenShard, Row, read_rows, rows_path, scan, write_rows
+from datamodules.files import DAMAGED, sha256
+from datamodules.shards.checksums import Checksums
+from datamodules.shards.leases import Leases
+from datamodules.shards.manifest import INDEX, index_matches, read_manifest, write_index_and_manifest
+from datamodules.shards.opened import LocalTars, Tars
+from datamodules.shards.places import Folder
+from datamodules.shards.tar import (
+    OpenShard,
+    Row,
+    count_rows,
+    facts_beside,
+    read_rows,
+    rows_of,
+    rows_path,
+    scan,
+    write_rows,
+    written_checksum,
+)
 
 log = logging.getLogger("retouch")
+
+# Its time is when the cache was last used.
+USED = ".used"
 
 
 class Cache:
@@ -29,11 +44,36 @@ class Cache:
     Args:
         folder: whose name is the fingerprint.
         parts: what the fingerprint is computed from.
+
+    Attributes:
+        checksums: of the samples' files that were read before.
+        on_disk: whether all of it is on a disk.
     """
+
+    on_disk = True
 
     def __init__(self, folder: Path, parts: Mapping[str, Any]) -> None:
         self.folder = folder
         self.parts = dict(parts)
+        self.checksums = Checksums(folder)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def refresh(self) -> None:
+        """Bring here what others have added, where that does not happen by itself."""
+
+    def tars(self) -> dict[str, int]:
+        """The tars that there are, with their sizes in bytes."""
+        return {path.name: path.stat().st_size for path in self.folder.glob("latents-*.tar")}
+
+    def readable_tars(self, limit: int) -> Tars:
+        """What is read of the tars.
+
+        Args:
+            limit: bytes that may be kept of tars that are elsewhere.
+        """
+        return LocalTars(self.folder)
 
     def manifest(self) -> dict[str, Any]:
         """The manifest; one without shards if it is missing or damaged."""
@@ -41,35 +81,6 @@ class Cache:
             return read_manifest(self.folder)
         except (FileNotFoundError, *DAMAGED):
             return {"shards": {}}
-
-    def verified_manifest(self) -> dict[str, Any]:
-        """The manifest of a cache that was copied here; raises UserError if it or the index is missing or damaged."""
-        with reading(self.folder / MANIFEST, "copy it again"):
-            manifest = read_manifest(self.folder)
-        with reading(self.folder / INDEX, "copy it again"):
-            if not index_matches(self.folder, manifest):
-                raise ValueError("it does not match manifest.json")
-        return manifest
-
-    def describe(self) -> str:
-        """What the cache holds, in a few words."""
-        manifest = self.manifest()
-        if "parts" not in manifest:
-            return "never finished"
-        parts = manifest["parts"]
-        model = parts.get("model", {}).get("repository", "a local model")
-        return f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
-
-    def hashes(self) -> FileHashes:
-        """The checksums of the samples' files that were read before."""
-        return FileHashes(sorted(self.folder.glob("files*.jsonl"), key=lambda path: path.name != "files.jsonl"))
-
-    def remember(self, rank: int, hashed: Iterable[Hashed]) -> None:
-        """Add checksums of files to the list of this process; `merge` joins the lists."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"files-{rank:05d}.jsonl").open("a", encoding="utf-8") as file:
-            for one in hashed:
-                file.write(FileHashes.line(one))
 
     def sample_ids(self, prompts: bool = False) -> set[str]:
         """The ids of all encoded samples, and of all prompts if these are asked for, too."""
@@ -87,42 +98,51 @@ class Cache:
         if merged:
             yield from (row for row in self._index() if row["shard"] in merged)
         for tar in tars:
-            lines = read_rows(rows_path(tar))
-            next(lines)
-            yield from lines
+            yield from rows_of(tar)
 
-    def open_shard(self, rank: int, full: int) -> OpenShard:
-        """The unfinished tar that this process wrote before its build was stopped, or a new one; `full` in bytes."""
-        tars = sorted(self.folder.glob(f"latents-{rank:05d}-*.tar"))
+    def recover_unit(self, unit: int, seal: bool) -> None:
+        """Write the rows of the tars that an earlier holder of a unit has not finished.
+
+        Args:
+            seal: whether it may still write to them, so that nothing is to be appended.
+        """
+        known = self.manifest()["shards"].keys()
+        for tar in sorted(self.folder.glob(f"latents-{unit:05d}-*.tar")):
+            if tar.name not in known and not self._unmerged_intact(tar):
+                if seal:
+                    self.seal(OpenShard(tar))
+                else:
+                    write_rows(tar, scan(tar)[0], None)
+
+    def open_shard(self, unit: int, full: int) -> OpenShard:
+        """The unfinished tar of a unit whose holder has ended, or a new one; `full` in bytes."""
+        tars = sorted(self.folder.glob(f"latents-{unit:05d}-*.tar"))
         number = int(tars[-1].stem.rpartition("-")[2]) + 1 if tars else 0
-        if tars and rows_path(tars[-1]).exists() and self._checksum(tars[-1]) is None:
+        if tars and rows_path(tars[-1]).exists() and written_checksum(tars[-1]) is None:
             shard = OpenShard(tars[-1])
             if shard.size < full:
                 return shard
-            shard.seal()
-        return OpenShard(self.folder / f"latents-{rank:05d}-{number:06d}.tar")
+            self.seal(shard)
+        return OpenShard(self.folder / f"latents-{unit:05d}-{number:06d}.tar")
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Let one build at a time write here; the system releases the lock when the process ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def seal(self, shard: OpenShard) -> None:
+        """Finish a tar, and let others read it."""
+        shard.seal()
+
+    def leases(self) -> Leases:
+        """Who does what of a build."""
+        return Leases(Folder(self.folder / "building"))
+
+    def touch(self) -> bool:
+        """Note that the cache is used now; whether anything can be written here."""
         try:
-            file = (self.folder / ".lock").open("w")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / USED).touch()
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            yield  # read-only: writing would raise later
-            return
-        with file:
-            os.utime(file.fileno())  # the time when the cache was last used
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log.info(f"another process is filling {self.folder}: waiting for it")
-                fcntl.lockf(file, fcntl.LOCK_EX)
-            except OSError as error:
-                log.warning(f"note: no locks in {self.folder} ({error.strerror}): run one build at a time")
-            yield
+            return False
+        return True
 
     def recover(self) -> None:
         """Make the index agree with the tars; only one process may do this.
@@ -132,14 +152,16 @@ class Cache:
         """
         for path in self.folder.glob(".*.tmp"):
             path.unlink()
+        self.refresh()
+        tars = self.tars()
         for tar in self.unmerged():
-            if not (tar.is_file() and self._checked_rows(rows_path(tar))):
-                rows_path(tar).unlink()
+            if not self._unmerged_intact(tar):
+                self._drop_rows([tar])
         manifest = self.manifest()
         shards: dict[str, Any] = manifest["shards"]
         before = json.dumps(shards)
         for name, facts in list(shards.items()):
-            if not self._intact(self.folder / name, facts):
+            if not self._intact(name, facts, tars):
                 log.warning(
                     f"the shard {self.folder / name} is damaged or missing: the lost ones of its {facts['samples']} "
                     "samples are encoded again"
@@ -151,22 +173,22 @@ class Cache:
                 log.warning(f"the index of {self.folder} does not match {name}: its rows are read from the shard again")
                 del shards[name]
         if json.dumps(shards) != before:
-            write_index_and_manifest(
-                self.folder, self.parts, (row for row in self._index() if row["shard"] in shards), shards
-            )
-        known = shards.keys() | {path.name for path in self.unmerged()}
-        for path in sorted(self.folder.glob("latents-*.tar")):
-            if path.name not in known:
-                write_rows(path, scan(path)[0], None)
+            self._write_index((row for row in self._index() if row["shard"] in shards), shards)
+        for name in sorted(tars.keys() - shards.keys() - {path.name for path in self.unmerged()}):
+            self._read_rows_again(self.folder / name)
 
-    def lock_is_free(self) -> bool:
-        """Whether no build is running here."""
-        try:
-            with (self.folder / ".lock").open("a") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def _read_rows_again(self, tar: Path) -> None:
+        """Write the rows of a tar beside it, up to its last intact sample."""
+        write_rows(tar, scan(tar)[0], None)
+
+    def _unmerged_intact(self, tar: Path) -> bool:
+        """Whether a tar that is not in the index yet has its rows beside it, and both are as they were written."""
+        facts = facts_beside(tar)
+        return (
+            facts is not None
+            and tar.is_file()
+            and (facts["sha256"] is None or self._intact(tar.name, facts, self.tars()))
+        )
 
     def _index(self) -> Iterator[Row]:
         if (self.folder / INDEX).is_file():
@@ -177,58 +199,50 @@ class Cache:
         index = self.folder / INDEX
         if not index.is_file():
             return Counter()
-        rows = self._checked_rows(index) if index_matches(self.folder, manifest) else None
+        rows = count_rows(index) if index_matches(self.folder, manifest) else None
         if rows is None:
             index.unlink()
         return rows or Counter()
 
-    @staticmethod
-    def _checked_rows(path: Path) -> Counter[str] | None:
-        """How many rows of each shard a file of rows has; None if it is damaged."""
-        try:
-            return Counter(row["shard"] for row in read_rows(path) if "sha256" in row or row["offset"] + row["bytes"])
-        except DAMAGED:
-            return None
+    def _intact(self, name: str, facts: dict[str, Any], tars: Mapping[str, int]) -> bool:
+        """Whether a shard is as it was written; its checksum is computed only if its modification time has changed.
 
-    @staticmethod
-    def _intact(path: Path, facts: dict[str, Any]) -> bool:
-        """Whether a shard is as it was written; its checksum is computed only if its modification time has changed."""
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
+        Args:
+            tars: those that there are.
+        """
+        if tars.get(name) != facts["bytes"]:
             return False
-        if stat.st_size != facts["bytes"]:
+        path = self.folder / name
+        modified = self._modified(path)
+        if modified != facts["mtime_ns"] and sha256(path) != facts["sha256"]:
             return False
-        if stat.st_mtime_ns != facts["mtime_ns"] and sha256(path) != facts["sha256"]:
-            return False
-        facts["mtime_ns"] = stat.st_mtime_ns
+        facts["mtime_ns"] = modified
         return True
+
+    def _modified(self, tar: Path) -> int:
+        """When a tar was changed, in ns."""
+        return tar.stat().st_mtime_ns
 
     def merge(self) -> None:
         """Merge the rows of unmerged tars into index.jsonl and manifest.json; only one process may do this."""
-        lists = list(self.folder.glob("files-*.jsonl"))
-        if lists:
-            with replacing(self.folder / "files.jsonl") as temporary:
-                temporary.write_text(self.hashes().lines(), encoding="utf-8")
-            for path in lists:
-                path.unlink()
-        tars = self.unmerged()
-        if not tars:
+        self.checksums.merge()
+        unmerged = self.unmerged()
+        if not unmerged:
             return
         shards = self.manifest()["shards"]
-        for tar in tars:
-            if self._checksum(tar) is None:  # of a build that was killed: not sealed yet
-                OpenShard(tar).seal()
-            stat = tar.stat()
-            shards[tar.name] = {
-                "bytes": stat.st_size,
-                "sha256": self._checksum(tar),
-                "mtime_ns": stat.st_mtime_ns,
-            }
-        write_index_and_manifest(self.folder, self.parts, self.rows(), shards)
+        for tar in unmerged:
+            if written_checksum(tar) is None:  # of a build that was killed: not sealed yet
+                self.seal(OpenShard(tar))
+        sizes = self.tars()
+        for tar in unmerged:
+            facts = {"sha256": written_checksum(tar), "mtime_ns": self._modified(tar)}
+            shards[tar.name] = {"bytes": sizes[tar.name], **facts}
+        self._write_index(self.rows(), shards)
+        self._drop_rows(unmerged)
+
+    def _drop_rows(self, tars: Iterable[Path]) -> None:
         for tar in tars:
             rows_path(tar).unlink()
 
-    @staticmethod
-    def _checksum(tar: Path) -> str | None:
-        return next(read_rows(rows_path(tar)))["sha256"]
+    def _write_index(self, rows: Iterable[Row], shards: dict[str, Any]) -> None:
+        write_index_and_manifest(self.folder, self.parts, rows, shards)

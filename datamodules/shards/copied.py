@@ -1,15 +1,18 @@
 """A cache that was copied here from elsewhere."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
+from datamodules.images.held_out import choose_held_out
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.manifest import INDEX, MANIFEST
+from datamodules.shards.index_arrays import read_arrays
+from datamodules.shards.manifest import INDEX, MANIFEST, index_matches, read_manifest
 
 
 def check_preserved(prompts: Sequence[str], where: str) -> None:
@@ -19,6 +22,16 @@ def check_preserved(prompts: Sequence[str], where: str) -> None:
             f"objective.preserve.prompts: {where} holds no conditioning of {listing(others)}: train on data.root, "
             'which is encoded with it, or preserve [""] alone'
         )
+
+
+def verified_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a cache that was copied here; raises UserError if it or the index is missing or damaged."""
+    with reading(folder / MANIFEST, "copy it again"):
+        manifest = read_manifest(folder)
+    with reading(folder / INDEX, "copy it again"):
+        if not index_matches(folder, manifest):
+            raise ValueError("it does not match manifest.json")
+    return manifest
 
 
 def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:
@@ -33,13 +46,29 @@ def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:
     given = Cache(folder, {})
     if not (folder / MANIFEST).exists():
         raise UserError(f"data.shards={folder}: no {MANIFEST}")
-    manifest = given.verified_manifest()
+    manifest = verified_manifest(folder)
     check_fit(manifest["parts"], wanted, f"data.shards={folder}")
     for name, facts in manifest["shards"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != facts["bytes"]:
             raise UserError(f"data.shards={folder}: {name} is incomplete: copy it again")
-    with reading(folder / INDEX, "copy it again"):
-        index = ShardIndex(given.rows())
-    if not index.ids:
+    checksum = manifest.get("index_sha256")
+    index = None if checksum is None or given.unmerged() else read_arrays(folder / INDEX, checksum)
+    if index is None:
+        with reading(folder / INDEX, "copy it again"):
+            index = ShardIndex(given.rows())
+        index.forget_ids()
+    if not index.numbers:
         raise UserError(f"data.shards={folder}: no samples")
     return index
+
+
+def hold_out(index: ShardIndex, count: int) -> tuple[Sequence[int], Sequence[int]]:
+    """The numbers of so many samples to hold out, and of those to train on."""
+    if count == 0:
+        return [], index.numbers
+    first = [number for number in index.numbers if index.is_first[number]]
+    names = [index.keys[number] for number in first]
+    held = sorted(choose_held_out(names, names, set(), [], count, "samples"))
+    held_names = {names[place] for place in held}
+    learned = array("i", (number for number in index.numbers if index.keys[number] not in held_names))
+    return [first[place] for place in held], learned

@@ -9,6 +9,7 @@ from typing import Any
 
 from datamodules.errors import UserError
 from datamodules.images.conditions import Model
+from datamodules.shards.stores import local_folder
 
 log = logging.getLogger("retouch")
 
@@ -52,3 +53,8 @@ def check_fit(built: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -
 def _show(value: Any) -> str:
     text = json.dumps(value).translate(str.maketrans("", "", '{}"'))
     return text if len(text) < 100 else f"{text[:97]}..."
+
+
+def memo(cache_dir: str) -> Path:
+    """Where the checksums of a local model's files are remembered."""
+    return local_folder(cache_dir) / "models.jsonl"

@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from datamodules.batch import Size
+from datamodules.shards.names import Names
 from datamodules.shards.tar import Row, size_of
+from datamodules.sizes import Sizes
 
 
 class ShardIndex:
@@ -13,31 +15,35 @@ class ShardIndex:
 
     Args:
         rows: of an index; the prompts of a shard come before the samples that use them.
-        named: whether to keep `named_prompts`.
 
     Attributes:
         shards: their file names.
         spans: for each row three numbers: shard, offset, bytes.
+        checksums: of each row's bytes, by zlib.crc32.
         samples: for each sample four numbers: its own row, the empty prompt's, the first in `prompts`, how many.
         prompts: the rows of the samples' prompts.
-        named_prompts: the rows of all prompts by their ids; empty unless they are asked for.
-        ids: the samples' numbers by their ids.
+        named_prompts: the rows of all prompts by their ids, until `forget_ids`.
+        ids: the samples' numbers by their ids, until `forget_ids`.
+        numbers: the samples' numbers; of those with the same id, the last one's alone.
         keys, sizes, tokens: of each sample; tokens with its longest prompt.
         is_first: of each, whether it is the first view of what it shows, or the only one.
     """
 
-    def __init__(self, rows: Iterable[Row], named: bool = False) -> None:
-        self.spans, self.samples, self.prompts, self.tokens = array("q"), array("q"), array("q"), array("q")
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.spans = spans = array("q")
+        self.checksums = checksums = array("I")
+        self.samples, self.prompts, self.tokens = array("i"), array("i"), array("i")
         self.ids: dict[str, int] = {}
-        self.keys: list[str] = []
-        self.is_first: list[bool] = []
-        self.sizes: list[Size] = []
+        self.named_prompts: dict[str, int] = {}
+        self.keys = Names()
+        self.is_first = bytearray()
+        codes = array("i")
         shards: dict[str, int] = {}
-        sizes: dict[Size, Size] = {}
-        prompts: dict[str, int] = {}
+        sizes: dict[Size, int] = {}
+        prompts = self.named_prompts
         for number, row in enumerate(rows):
-            shard = shards.setdefault(row["shard"], len(shards))
-            self.spans.extend((shard, row["offset"], row["bytes"]))
+            spans.extend((shards.setdefault(row["shard"], len(shards)), row["offset"], row["bytes"]))
+            checksums.append(row["crc32"])
             if "key" not in row:
                 prompts.setdefault(row["id"], number)
                 continue
@@ -48,10 +54,14 @@ class ShardIndex:
             self.samples.extend((number, prompts[row["empty_prompt"]], len(self.prompts), len(mine)))
             self.prompts.extend(mine)
             self.tokens.append(row["tokens"])
-            size = size_of(row)
-            self.sizes.append(sizes.setdefault(size, size))
+            codes.append(sizes.setdefault(size_of(row), len(sizes)))
         self.shards = list(shards)
-        self.named_prompts = prompts if named else {}
+        self.numbers = array("i", self.ids.values())
+        self.sizes = Sizes(list(sizes), codes)
+
+    def forget_ids(self) -> None:
+        """Free the memory of what only finding samples needs: more than all the rest takes."""
+        self.ids, self.named_prompts = {}, {}
 
     def prompts_of(self, number: int) -> "array[int]":
         """The rows of a sample's prompts."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.files import replacing, sha256
+from datamodules.shards.index_arrays import write_arrays
 from datamodules.shards.tar import Row
 
 INDEX, MANIFEST = "index.jsonl", "manifest.json"
@@ -39,7 +40,7 @@ def index_matches(folder: Path, manifest: Mapping[str, Any]) -> bool:
 def write_index_and_manifest(
     folder: Path, parts: Mapping[str, Any], rows: Iterable[Row], shards: dict[str, dict[str, Any]]
 ) -> None:
-    """Write both files, and count the rows of each shard.
+    """Write both files, and what speeds up reading them; and count the rows of each shard.
 
     Args:
         parts: what the fingerprint is computed from.
@@ -64,7 +65,7 @@ def write_index_and_manifest(
                 prompts[row["shard"]] += 1
     for name, facts in shards.items():
         facts.update(samples=samples[name], prompts=prompts[name])
-    manifest = {
+    manifest: dict[str, Any] = {
         "fingerprint": folder.name,
         "parts": dict(parts),
         "samples": samples.total(),
@@ -76,3 +77,4 @@ def write_index_and_manifest(
     }
     with replacing(folder / MANIFEST) as temporary:
         temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    write_arrays(folder / INDEX, manifest["index_sha256"])

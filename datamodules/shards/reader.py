@@ -1,14 +1,12 @@
 """Batches read directly from the tars of local shards."""
 
 import json
-import os
+import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
-from io import FileIO
-from pathlib import Path
+from functools import lru_cache, reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +17,7 @@ from datamodules.batch import LatentBatch
 from datamodules.files import reading
 from datamodules.sampler import drawn_caption, drawn_preserved
 from datamodules.shards.index import ShardIndex
+from datamodules.shards.opened import OpenRow, Tars
 
 # By safetensors' names: those that a cache may hold.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
@@ -33,7 +32,7 @@ class LatentReader:
     """Batches by random access into the tars; the bytes are read from the file straight into the batch.
 
     Args:
-        folder: of the tars.
+        tars: opens the rows of the index.
         numbers: the samples' numbers in the index.
         keys: the samples' names.
         empty_prompt: whether batches include the empty prompt's conditioning.
@@ -45,7 +44,7 @@ class LatentReader:
 
     def __init__(
         self,
-        folder: Path,
+        tars: Tars,
         index: ShardIndex,
         numbers: Sequence[int],
         keys: Sequence[str],
@@ -55,7 +54,7 @@ class LatentReader:
         seed: int | None = None,
         preserved: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        self.folder = folder
+        self.tars = tars
         self.index = index
         self.numbers = array("q", numbers)
         self.keys = keys
@@ -64,8 +63,7 @@ class LatentReader:
         self.seed = seed
         self.preserved = preserved
         self.empty_prompt = empty_prompt
-        # A file that is evicted is closed once no thread reads from it.
-        self._open = lru_cache(maxsize=128)(self._open_shard)
+        self._intact = bytearray(len(index.checksums))  # of each row, whether it was compared with its checksum
         self.shapes = lru_cache(maxsize=1024)(self._shapes)
         self._read_empty = lru_cache(maxsize=8)(self._read)
 
@@ -119,58 +117,61 @@ class LatentReader:
 
     def _shapes(self, row: int) -> dict[str, list[int]]:
         """Of the tensors of a row, by name."""
-        shard, offset, length = self.index.spans[3 * row : 3 * row + 3]
-        with reading(self.folder / self.index.shards[shard], REMEDY):
-            layout, _ = _header(self._open(shard), offset, length)
+        with reading(self.tars.name(self.index, row), REMEDY):
+            layout, _ = _header(self.tars.open(self.index, row), self.index.spans[3 * row + 2])
         return {name: shape for name, (_, shape) in layout.items()}
 
     def _read(self, rows: tuple[int, ...]) -> dict[str, Tensor]:
         """The tensors of some rows by name, each (B, longest, ...), padded with zeros."""
-        spans = [self.index.spans[3 * row : 3 * row + 3] for row in rows]
-        files, found = [], []
-        for shard, offset, length in spans:
-            with reading(self.folder / self.index.shards[shard], REMEDY):
-                files.append(self._open(shard))
-                found.append(_header(files[-1], offset, length))
+        opened, found = [], []
+        for row in rows:
+            with reading(self.tars.name(self.index, row), REMEDY):
+                opened.append(self.tars.open(self.index, row))
+                found.append(_header(opened[-1], self.index.spans[3 * row + 2]))
         layouts, starts = zip(*found, strict=True)
         kinds = [{name: (dtype, shape[1:]) for name, (dtype, shape) in layout.items()} for layout in layouts]
         if any(kind != kinds[0] for kind in kinds):
-            raise ValueError(f"{files[0].name!s}: samples of one batch differ in their tensors")
+            name = self.tars.name(self.index, rows[0])
+            raise ValueError(f"{name}: samples of one batch differ in their tensors")
         batch = {}
         for name, (dtype, shape) in layouts[0].items():
             lengths = [layout[name][1][0] for layout in layouts]
             make = torch.empty if len(set(lengths)) == 1 else torch.zeros
             batch[name] = make(len(rows), max(lengths), *shape[1:], dtype=dtype)
-        for place, (file, layout, start) in enumerate(zip(files, layouts, starts, strict=True)):
+        for place, (row, file, layout, start) in enumerate(zip(rows, opened, layouts, starts, strict=True)):
             parts = [batch[name][place, : shape[0]] for name, (_, shape) in layout.items()]
             buffers: list[Any] = [part.reshape(-1).view(torch.uint8).numpy() for part in parts]
-            with reading(str(file.name), REMEDY):
-                if os.preadv(file.fileno(), buffers, start) != sum(buffer.nbytes for buffer in buffers):
+            with reading(self.tars.name(self.index, row), REMEDY):
+                if file.read_into(buffers, start) != sum(buffer.nbytes for buffer in buffers):
                     raise EOFError("it ends too early")
+                if not self._intact[row]:
+                    checksum = reduce(
+                        lambda sum, buffer: zlib.crc32(buffer, sum), buffers, zlib.crc32(file.read(start, 0))
+                    )
+                    if checksum != self.index.checksums[row]:
+                        raise ValueError("its bytes are not those that were written")
+                    self._intact[row] = True
         return batch
 
-    def _open_shard(self, shard: int) -> FileIO:
-        return FileIO(self.folder / self.index.shards[shard])
 
-
-def _header(file: FileIO, offset: int, length: int) -> tuple[dict[str, tuple[torch.dtype, list[int]]], int]:
-    """The dtype and shape of each tensor of a safetensors file in a shard, in order, and where their bytes begin.
+def _header(file: OpenRow, length: int) -> tuple[dict[str, tuple[torch.dtype, list[int]]], int]:
+    """The dtype and shape of each tensor of a safetensors file, in order, and where their bytes begin.
 
     Raises:
-        ValueError, KeyError, TypeError: there is no such file of `length` bytes at `offset`.
+        ValueError, KeyError, TypeError: it is no such file of `length` bytes.
     """
-    first = os.pread(file.fileno(), HEADER, offset)
+    first = file.read(HEADER, 0)
     text_length = int.from_bytes(first[:8], "little")
     if text_length > length - 8:
-        raise ValueError(f"no tensors at {offset}")
+        raise ValueError("no tensors where the index says")
     within = text_length <= HEADER - 8
-    text = first[8 : 8 + text_length] if within else os.pread(file.fileno(), text_length, offset + 8)
+    text = first[8 : 8 + text_length] if within else file.read(text_length, 8)
     if len(text) < max(text_length, 2):
         raise EOFError("it ends too early")
     facts = sorted(json.loads(text).items(), key=lambda item: item[1]["data_offsets"])
-    start = offset + 8 + text_length
-    if not facts or facts[-1][1]["data_offsets"][1] != offset + length - start:
-        raise ValueError(f"no tensors of {length} bytes at {offset}")
+    start = 8 + text_length
+    if not facts or facts[-1][1]["data_offsets"][1] != length - start:
+        raise ValueError(f"no tensors of {length} bytes where the index says")
     # The empty prompt's tensors have names of their own in a shard.
     return {name.removeprefix("empty_"): (DTYPES[one["dtype"]], one["shape"]) for name, one in facts}, start
 

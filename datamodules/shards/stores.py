@@ -33,8 +33,19 @@ def kind_of(url: str) -> str | None:
     return KINDS.get(url.partition("://")[0].lower())
 
 
-def locate(url: str) -> "tuple[ObjectStore, str]":
+def local_folder(place: str, under: str = "cache") -> Path:
+    """A folder of this machine: `place` itself, or for one in a bucket UNDER/BUCKET/PATH."""
+    if "://" not in place:
+        return Path(place).expanduser()
+    url = urlsplit(place)
+    return Path(under, url.netloc.rpartition("@")[2], url.path.strip("/"))
+
+
+def locate(url: str, setting: str = "data.shards") -> "tuple[ObjectStore, str]":
     """The store of a URL, and the object's path in it.
+
+    Args:
+        setting: that names it, for messages.
 
     Raises:
         UserError: no such protocol, no bucket, or credentials that cannot be read.
@@ -42,13 +53,13 @@ def locate(url: str) -> "tuple[ObjectStore, str]":
     kind = kind_of(url)
     if kind is None:
         known = "s3://, gs://, az://, https://, file:// and pipe:"
-        raise UserError(f"data.shards: cannot open {without_credentials(url)}: no such protocol; there are {known}")
+        raise UserError(f"{setting}: cannot open {without_credentials(url)}: no such protocol; there are {known}")
     if kind == "http":
         return _server(url), ""
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     if not bucket:
-        raise UserError(f"data.shards: {url} names no bucket")
+        raise UserError(f"{setting}: {url} names no bucket")
     return _bucket(kind, f"{scheme}://{bucket}"), path
 
 

@@ -44,10 +44,12 @@ class Attempts:
         url: what is read.
         known: whether its host was reached before: then a failed name lookup is retried.
         stopped: set when the bytes are no longer needed.
+        setting: that names the URL.
     """
 
-    def __init__(self, url: str, known: bool, stopped: threading.Event) -> None:
+    def __init__(self, url: str, known: bool, stopped: threading.Event, setting: str = "data.shards") -> None:
         self.url = url
+        self.setting = setting
         self.known = known
         self.stopped = stopped
         self.count = 0
@@ -63,9 +65,10 @@ class Attempts:
         what, lasts = command_failure(stream) or failure(error, self.url, self.known)
         # `from None`: the cause may quote the URL with its credentials.
         if lasts:
-            raise UserError(f"data.shards: {shown(self.url)} {what}") from None
+            raise UserError(f"{self.setting}: {shown(self.url)} {what}") from None
         if self.count == ATTEMPTS:
-            raise UserError(f"data.shards: {shown(self.url)} cannot be read: {what} ({self.count} attempts)") from None
+            what = f"cannot be read: {what} ({self.count} attempts)"
+            raise UserError(f"{self.setting}: {shown(self.url)} {what}") from None
         pause = PAUSE * 2 ** (self.count - 1)
         log.warning(f"note: {shown(self.url)}: {what}; attempt {self.count + 1} of {ATTEMPTS} in {pause:g} s")
         if self.stopped.wait(pause):

@@ -17,6 +17,7 @@ from rich.filesize import decimal
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from datamodules.shards.fingerprint import fingerprint
+from datamodules.shards.stores import local_folder
 from lightning_modules.pretrained.assembly import save_quantized
 from lightning_modules.quantization.quantization import Quantization, nbytes
 
@@ -47,7 +48,7 @@ class QuantizedTransformer:
         """The one that depends on these."""
         versions = {"retouch": VERSION, **{name: version(name) for name in ("torch", "diffusers")}}
         parts = {**parts, "versions": versions}
-        return cls(Path(cache_dir).expanduser() / FOLDER / fingerprint(parts), parts)
+        return cls(local_folder(cache_dir) / FOLDER / fingerprint(parts), parts)
 
     def is_whole(self) -> bool:
         """Whether it is there as it was written."""

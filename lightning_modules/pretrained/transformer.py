@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from datamodules.cached import memo
 from datamodules.errors import UserError
+from datamodules.shards.fingerprint import memo
 from lightning_modules.execution.block_offload import streamed_blocks
 from lightning_modules.pretrained.assembly import assemble
 from lightning_modules.pretrained.component_files import read_json

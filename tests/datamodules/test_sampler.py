@@ -1,10 +1,14 @@
 """The order of the data."""
 
 from collections import Counter
-from itertools import islice
+from itertools import count, islice
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from datamodules import sampler as sampler_module
 from datamodules.sampler import SizeBatchSampler, drawn_caption
 
 MIXED = ["s"] * 7 + ["m"] * 4 + ["l"]
@@ -51,10 +55,64 @@ def test_caption_is_a_function_of_the_seed_and_the_draw():
 
 def test_order_changes_with_epoch_and_seed_and_with_nothing_else():
     sampler = SizeBatchSampler(MIXED, 2, seed=1)
-    assert sampler.epoch(3) == SizeBatchSampler(MIXED, 2, seed=1).epoch(3)
-    assert sorted(sampler.epoch(3)) == list(range(12))
-    assert sampler.epoch(3) != sampler.epoch(4)
-    assert sampler.epoch(3) != SizeBatchSampler(MIXED, 2, seed=2).epoch(3)
+    order = sampler.epoch(3).tolist()
+    assert order == SizeBatchSampler(MIXED, 2, seed=1).epoch(3).tolist()
+    assert sorted(order) == list(range(12))
+    assert order != sampler.epoch(4).tolist()
+    assert order != SizeBatchSampler(MIXED, 2, seed=2).epoch(3).tolist()
+
+
+def plain(sizes, batch_size, seed, rank, world_size, start, repeats):
+    """The definition: draw by draw from the first epoch on."""
+    waiting, position, draw = {}, 0, 0
+    for number in count():
+        for index in np.random.default_rng((seed, number)).permutation(np.repeat(np.arange(len(sizes)), repeats)):
+            group = waiting.setdefault(sizes[index], [])
+            group.append(int(index))
+            if len(group) == batch_size[sizes[index]] * world_size:
+                share = batch_size[sizes[index]]
+                if position >= start:
+                    mine = range(rank * share, (rank + 1) * share)
+                    yield [(group[i], draw + i) for i in mine]
+                position, draw = position + 1, draw + len(waiting.pop(sizes[index]))
+
+
+@st.composite
+def orders(draw):
+    """Rare sizes, batches that span several epochs, samples that are never drawn, ranks and late starts among them."""
+    sizes = draw(st.lists(st.sampled_from("aaaabbc"), min_size=1, max_size=30))
+    repeats = draw(st.lists(st.sampled_from([0, 1, 1, 1, 3]), min_size=len(sizes), max_size=len(sizes)))
+    repeats[0] = max(1, repeats[0])
+    limits = {size: draw(st.integers(1, 9)) for size in "abc"}
+    world_size = draw(st.integers(1, 3))
+    place = {"rank": draw(st.integers(0, world_size - 1)), "world_size": world_size}
+    return {
+        **{"sizes": sizes, "batch_size": limits, "repeats": repeats, **place},
+        **{"seed": draw(st.integers(0, 5)), "start": draw(st.integers(0, 80))},
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(orders(), st.sampled_from([1, 3, 7, 2**16]))
+def test_any_start_gives_what_drawing_from_the_first_epoch_on_gives(order, block):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "BLOCK", block)
+        assert batches(12, **order) == list(islice(plain(**order), 12))
+
+
+def test_order_is_that_of_larger_integers():
+    """Ones of half the size are shuffled: runs that were started before go on in the same order."""
+    expected = np.random.default_rng((7, 2)).permutation(np.arange(5000))
+    assert np.array_equal(SizeBatchSampler(["s"] * 5000, 1, seed=7).epoch(2), expected)
+
+
+def test_late_start_computes_few_orders(monkeypatch):
+    """Its own epoch's, and those in which what waits was drawn."""
+    sampler = SizeBatchSampler(["s"] * 100 + ["l"] * 3, {"s": 8, "l": 7}, seed=1, start=10**9)
+    computed, epoch = [], sampler.epoch
+    monkeypatch.setattr(sampler, "epoch", lambda number: computed.append(number) or epoch(number))
+    next(iter(sampler))
+    assert len(computed) <= 4
 
 
 @pytest.mark.parametrize("start", [1, 5, 9, 40])

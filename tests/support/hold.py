@@ -1,5 +1,7 @@
 """Points at which a command waits, to be killed or told to stop just there."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import lightning.pytorch as L
 
 from callbacks.shard_writer import ShardWriter
 from callbacks.signals import stop
+from tasks import encode
 
 
 def until_told() -> None:
@@ -36,3 +39,51 @@ def hold_build(samples: int, marker: Path) -> None:
             until_told()
 
     ShardWriter.write_on_batch_end = write_and_hold
+
+
+def divide_finely(samples: int) -> None:
+    """Let a unit of work have so few samples."""
+    encode.LEAST = encode.MOST = samples
+
+
+def divide_and_hold(unit: int, samples: int, marker: Path) -> None:
+    """Let a build wait until it is told to continue, and count what it encodes by the bytes of a file."""
+    divide_finely(unit)
+    write = ShardWriter.write_on_batch_end
+
+    def write_and_hold(writer, *args):
+        write(writer, *args)
+        with marker.with_suffix(".encoded").open("a") as file:
+            file.write("x")
+        if writer.encoded == samples:
+            marker.touch()
+            while not marker.with_suffix(".go").exists():
+                time.sleep(0.01)
+
+    ShardWriter.write_on_batch_end = write_and_hold
+
+
+def kill_before_the_first_checkpoint() -> None:
+    """kill -9, when the weights are saved and the checkpoint is not."""
+
+    def save_checkpoint(trainer, path, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    L.Trainer.save_checkpoint = save_checkpoint
+
+
+class HoldOnce(L.Callback):
+    """Waits after an optimizer step, in the first of several processes that come there.
+
+    Args:
+        marker: a file that says which process does, or did.
+    """
+
+    def __init__(self, step: int, marker: str) -> None:
+        self.step = step
+        self.marker = Path(marker)
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == self.step and trainer.is_global_zero and not self.marker.exists():
+            self.marker.write_text(str(os.getpid()))
+            until_told()

@@ -1,14 +1,17 @@
 """A cache after kills and damage: what was finished is found again."""
 
 import json
+import os
 import shutil
 
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.files import FileHashes, hash_file
+from datamodules.files import FileHashes, hash_file, sha256
 from datamodules.shards.cache import Cache
+from datamodules.shards.copied import verified_manifest
 from datamodules.shards.index import ShardIndex
+from datamodules.shards.opened import LocalTars
 from datamodules.shards.reader import LatentReader
 from datamodules.shards.tar import OpenShard, scan
 from tests.support.latents import content, fill
@@ -123,11 +126,11 @@ def test_manifest_of_another_kind_is_rebuilt_from_the_tars_and_refused_where_it_
     if text == "no parts":
         path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"manifest.json is damaged \(.*\); copy it again"):
-        cache.verified_manifest()
+        verified_manifest(cache.folder)
     cache.recover()
     cache.merge()
     assert content(cache) == before
-    assert cache.verified_manifest()["samples"] == 10
+    assert verified_manifest(cache.folder)["samples"] == 10
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_index_that_was_changed_is_rebuilt_from_the_tars_and_refused_where_it_is
     lines[-1] = json.dumps({**json.loads(lines[-1]), **change})
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(UserError, match=r"index.jsonl is damaged \(it does not match manifest.json\); copy"):
-        cache.verified_manifest()
+        verified_manifest(cache.folder)
     cache.recover()
     cache.merge()
     assert content(cache) == before
@@ -153,7 +156,25 @@ def test_wrong_offset_never_gives_other_tensors(cache, offset):
     shard = cache.folder / index.shards[index.spans[3 * row]]
     index.spans[3 * row + 1] = offset
     with pytest.raises(UserError, match=f"{shard} is damaged .*; delete it and start again"):
-        LatentReader(cache.folder, index, range(10), index.keys, False)([(0, 0)])
+        LatentReader(LocalTars(cache.folder), index, range(10), index.keys, False)([(0, 0)])
+
+
+@pytest.mark.parametrize("part", ["header", "first tensor", "last tensor"])
+def test_a_bit_that_flips_while_size_and_time_stay_is_found_when_it_is_read(cache, part):
+    index = ShardIndex(cache.rows())
+    row = index.samples[0]
+    shard, offset, length = index.spans[3 * row : 3 * row + 3]
+    path = cache.folder / index.shards[shard]
+    place = {"header": 9, "first tensor": length // 2, "last tensor": length - 1}[part]
+    time = path.stat().st_mtime_ns
+    with path.open("r+b") as file:
+        file.seek(offset + place)
+        byte = file.read(1)[0]
+        file.seek(offset + place)
+        file.write(bytes([byte ^ 4]))
+    os.utime(path, ns=(time, time))
+    with pytest.raises(UserError, match=f"{path} is damaged .*; delete it and start again"):
+        LatentReader(LocalTars(cache.folder), index, range(10), index.keys, False)([(0, 0)])
 
 
 def test_rows_beside_a_tar_that_cannot_be_read_are_found_in_the_tar(tmp_path):
@@ -236,3 +257,15 @@ def test_full_disk_is_one_line_and_what_was_written_stays(tmp_path):
     assert 1 <= kept < 10
     shard = OpenShard(cache.folder / "latents-00000-000000.tar")
     assert sum("key" in row for row in shard.rows) == kept
+
+
+def test_of_several_lists_of_checksums_the_last_one_counts(tmp_path):
+    """Whatever they are called: each process has its own, until they are merged."""
+    cache, file = Cache(tmp_path / "cache", {}), tmp_path / "a.png"
+    for number, process in enumerate(("b", "a", "d", "c")):
+        file.write_text(f"{number}" * (number + 1))
+        cache.checksums.add(process, [hash_file(file)])
+        assert cache.checksums.known().get(file) == sha256(file)
+    cache.merge()
+    assert [path.name for path in cache.folder.iterdir()] == ["files.jsonl"]
+    assert cache.checksums.known().get(file) == sha256(file)

@@ -14,6 +14,7 @@ from datamodules.images.window import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit, fingerprint
 from datamodules.shards.index import ShardIndex
+from datamodules.shards.opened import LocalTars
 from datamodules.shards.reader import LatentReader, ThreadedLoader
 from datamodules.shards.tar import prompt_id, sample_id
 from tests.support.latents import fill, tensors
@@ -33,7 +34,7 @@ def test_stock_webdataset_finds_the_members(cache):
 
 def test_random_access_reads_what_was_written(cache):
     index = ShardIndex(cache.rows())
-    read = LatentReader(cache.folder, index, range(10), index.keys, empty_prompt=True)
+    read = LatentReader(LocalTars(cache.folder), index, range(10), index.keys, empty_prompt=True)
     batch = read([(1, 40), (3, 41)])
     assert batch.keys == ["sample 1", "sample 3"]
     assert batch.draws == [40, 41]
@@ -48,7 +49,7 @@ def test_random_access_reads_what_was_written(cache):
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_threads_keep_the_order_and_end_with_the_loop(cache, num_workers):
     index = ShardIndex(cache.rows())
-    read = LatentReader(cache.folder, index, range(10), index.keys, empty_prompt=False)
+    read = LatentReader(LocalTars(cache.folder), index, range(10), index.keys, empty_prompt=False)
     entries = [[(number % 10, number)] for number in range(50)]
     assert [batch.draws[0] for batch in ThreadedLoader(read, entries, num_workers)] == list(range(50))
     for _ in ThreadedLoader(read, entries, num_workers):
@@ -59,12 +60,17 @@ def test_threads_keep_the_order_and_end_with_the_loop(cache, num_workers):
 def test_shard_that_vanishes_or_shrinks_while_it_is_read_is_one_line(cache):
     index = ShardIndex(cache.rows())
     last = cache.folder / index.shards[-1]
+    entries = [[(n, 0)] for n in range(10)]
+
+    def reader():
+        return LatentReader(LocalTars(cache.folder), index, range(10), index.keys, False)
+
     last.write_bytes(last.read_bytes()[:-12_000])
     with pytest.raises(UserError, match="ends too early"):
-        list(map(LatentReader(cache.folder, index, range(10), index.keys, False), [[(n, 0)] for n in range(10)]))
+        list(map(reader(), entries))
     last.unlink()
     with pytest.raises(UserError, match=f"cannot read {last}: No such file.*; delete it and start again"):
-        list(map(LatentReader(cache.folder, index, range(10), index.keys, False), [[(n, 0)] for n in range(10)]))
+        list(map(reader(), entries))
 
 
 def test_prompt_is_stored_once_a_shard_and_each_shard_is_whole_in_itself(cache):

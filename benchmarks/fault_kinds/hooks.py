@@ -1,0 +1,116 @@
+"""What is done within the process of a command before it begins; with functools.partial they are a `Hook`."""
+
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate")
+
+
+def on_changes(pattern: str, act: Callable[[str], None]) -> None:
+    """Call `act` before each change of a file below the present folder: it is opened to write, renamed, removed.
+
+    Args:
+        pattern: of the paths, relative to the present folder.
+    """
+    found, here = re.compile(pattern), os.getcwd() + os.sep
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            if not isinstance(arguments[2], int) or not arguments[2] & WRITING:
+                return
+        elif event not in CHANGES:
+            return
+        if not isinstance(arguments[0], str | os.PathLike):
+            return
+        path = os.path.abspath(os.fspath(arguments[0]))
+        if path.startswith(here) and found.search(path.removeprefix(here)):
+            act(path.removeprefix(here))
+
+    sys.addaudithook(hook)
+
+
+def note_changes(pattern: str, file: str) -> None:
+    """Write the path of each change to a file, a line each."""
+    place = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    on_changes(pattern, lambda path: void(os.write(place, f"{path}\n".encode())))
+
+
+def void(result: object) -> None:
+    """Drops what a call returns."""
+
+
+def signal_at(pattern: str, count: int, number: int) -> None:
+    """Send this process a signal before its change number `count`, counted from one."""
+    seen = 0
+
+    def act(path: str) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), number)
+
+    on_changes(pattern, act)
+
+
+def jump_clock(seed: int, hours: float) -> None:
+    """Let the machine's clock, as this process sees it, jump to and fro by up to so many hours, about twice a second.
+
+    What follows from the clock jumps with it: psutil's time of a process's start is counted from the time at which the
+    machine started, which the system works out from the clock.
+    """
+    import psutil
+
+    clock, nanoseconds, boot = time.time, time.time_ns, psutil._pslinux.boot_time
+
+    def offset() -> float:
+        return Random(f"{seed} {int(2 * time.monotonic())}").uniform(-3600, 3600) * hours
+
+    time.time = lambda: clock() + offset()
+    time.time_ns = lambda: nanoseconds() + int(1e9 * offset())
+    psutil._pslinux.boot_time = lambda: boot() + offset()  # type: ignore[attr-defined,unused-ignore]
+
+
+def limit_files(size: int) -> None:
+    """No file of this process may have more bytes: a disk that is full, where none can be mounted."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def divide_finely(samples: int) -> None:
+    """Let a unit of a cache's building have so few samples."""
+    from tasks import encode
+
+    encode.LEAST = encode.MOST = samples
+
+
+def count_encodings(file: str) -> None:
+    """Add a byte to a file for each sample that is encoded."""
+    from callbacks.shard_writer import ShardWriter
+
+    write = ShardWriter._write
+
+    def write_and_count(writer: Any, *arguments: Any) -> None:
+        write(writer, *arguments)
+        with Path(file).open("a") as counted:
+            counted.write("x")
+
+    ShardWriter._write = write_and_count  # type: ignore[assignment,method-assign]
+
+
+def be_quick() -> None:
+    """Shorter pauses: of retries, of signs of life and of uploads."""
+    from datamodules.shards import leases, transfer
+    from tasks import mirror
+
+    leases.BEAT, leases.STALE = 0.5, 10.0
+    transfer.PAUSE = 0.1
+    mirror.LOOK = 0.2

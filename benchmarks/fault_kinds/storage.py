@@ -1,0 +1,115 @@
+"""An object store that is slow, fails, lies, or is away for a while: shards are read from it, runs are copied to it.
+
+A cache that is built in a bucket (data.cache_dir=s3://...) belongs here too: a `built_in_bucket(round)` beside
+`mirrored`, by `round.shop.build(cache_dir=URL)`, and named in FAULTS of faults.py.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+
+from benchmarks.fault_kinds.judging import BadError
+from benchmarks.fault_kinds.proxy import FAILS, LIES, Weather, proxy
+from benchmarks.fault_kinds.rounds import OR_A_LINE, Round
+from benchmarks.fault_kinds.store import BUCKET, environment, objects, store
+from benchmarks.fault_kinds.workshop import RUN_FILES
+
+
+def bad_weather(round: Round, kinds: tuple[str, ...]) -> Weather:
+    """One or two of these faults, in a tenth to a half of all requests."""
+    chosen = tuple(round.random.sample(kinds, round.random.randint(1, 2)))
+    share = round.random.uniform(0.1, 0.5)
+    round.words.append(f"{' and '.join(chosen)} in {share:.2f} of requests")
+    return Weather(store(), round.random, share, chosen)
+
+
+def streamed(round: Round) -> None:
+    """Shards are read from a store that is slow, fails or lies. A run that has ended in a line begins anew."""
+    weather = bad_weather(round, FAILS + LIES)
+    with proxy(weather) as address:
+        round.environment = environment(address)
+        round.run("train", *round.shop.stream(), allowed=OR_A_LINE)
+        weather.share = 0.0
+        end_anew(round, round.shop.stream())
+    round.hit = bool(weather.done)
+    round.words.append(str(dict(weather.done)))
+    round.same_run("streamed")
+
+
+def end_anew(round: Round, command: list[str]) -> None:
+    """After a line, the run once more: what is streamed goes on in another order, so from its beginning."""
+    if round.lines:
+        if "s3://" not in round.lines[-1]:
+            raise BadError(f"the store is not named: {round.lines[-1]}")
+        shutil.rmtree(round.folder / "run", ignore_errors=True)
+        round.run("train", *command)
+
+
+def mirrored(round: Round) -> None:
+    """A run is copied to a store that is slow, fails or lies, is killed, and goes on on a machine that has nothing."""
+    weather = bad_weather(round, FAILS + LIES)
+    round.take_cache()
+    name = f"{round.name}-{round.seed}"
+    command = round.shop.train(output_dir=f"s3://{BUCKET}/{name}")
+    with proxy(weather) as address:
+        round.environment = environment(address)
+        for _ in range(round.random.randint(1, 2)):
+            round.kill(round.moment("train", RUN_FILES), "train", *command)
+            shutil.rmtree(round.folder / "outputs", ignore_errors=True)
+        round.run("train", *command, allowed=OR_A_LINE)
+        if round.lines:
+            weather.share = 0.0
+            round.run("train", *command)
+    round.words.append(str(dict(weather.done)))
+    same_in_bucket(round, name)
+
+
+def same_in_bucket(round: Round, name: str) -> None:
+    """Raise a BadError unless the run is that of the reference, and the bucket has all of it."""
+    folder = round.folder / "outputs" / BUCKET / name
+    round.same_run("train", folder)
+    there = objects(name)
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    here = {name: path.read_bytes() for name, path in paths.items() if "/." not in f"/{name}"}
+    if wrong := sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key)):
+        raise BadError(f"the bucket has otherwise: {wrong}")
+
+
+def store_away(round: Round) -> None:
+    """The store is away for a while: while shards are read, or while a run is copied to it, which goes on meanwhile."""
+    mirrors = round.random.random() < 0.5
+    weather = Weather(store(), round.random, 0.0, FAILS)
+    name = f"{round.name}-{round.seed}"
+    command = round.shop.train(output_dir=f"s3://{BUCKET}/{name}") if mirrors else round.shop.stream()
+    seconds, begins = round.random.uniform(0.3, 4), round.random.uniform(0, 2.5)
+    round.words.append(f"{'mirrored' if mirrors else 'streamed'}, away after {begins:.1f} s for {seconds:.1f} s")
+    if mirrors:
+        round.take_cache()
+    with proxy(weather) as address:
+        round.environment = environment(address)
+        timers = [
+            threading.Timer(at, partial_set(weather, away)) for at, away in ((begins, True), (begins + seconds, False))
+        ]
+        for timer in timers:
+            timer.start()
+        round.run("train", *command, allowed=OR_A_LINE)
+        for timer in timers:
+            timer.join()
+        if mirrors and round.lines:
+            round.run("train", *command)
+        elif not mirrors:
+            end_anew(round, command)
+    round.hit = bool(weather.done)
+    if mirrors:
+        same_in_bucket(round, name)
+    else:
+        round.same_run("streamed")
+
+
+def partial_set(weather: Weather, away: bool) -> Callable[[], None]:
+    """Lets the store be away, or come back."""
+
+    def set_away() -> None:
+        weather.away = away
+
+    return set_away

@@ -1,0 +1,152 @@
+"""What all rounds share: pairs, the settings of commands, and undisturbed references."""
+
+import re
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from random import Random
+from threading import RLock
+from typing import NamedTuple
+
+from benchmarks.fault_kinds import hooks
+from benchmarks.fault_kinds.commands import Command, Hook
+from benchmarks.fault_kinds.judging import cache_folder
+from benchmarks.fault_kinds.store import BUCKET, environment, store, upload
+from datamodules.images.scenes import SIDE, draw, random_scene
+from datamodules.images.shapes import segment
+
+# Of references, in the order in which they need each other.
+KINDS = ("build", "train", "shown", "copy", "streamed", "export", "edit")
+PAIRS = 24
+SHARDS = "shards"  # their place in the bucket
+UNIT = 4  # samples of a unit of a build
+# Of what a command changes, relative to where it runs: not what libraries write elsewhere, nor signs of life.
+FILES = r"^(run|cache|out|outputs)/(?!.*[.]alive)"
+RUN_FILES = r"^(run|outputs)/"
+QUICK = ["data.num_workers=0", "trainer.accelerator=cpu"]
+# A run of 1 to 3 seconds: mixed sizes, dropped captions, four savings.
+TRAIN = [
+    *("experiment=embedded", "data.batch_size=2", "trainer.max_steps=8", "save_every=2", "keep_checkpoints=2"),
+    *("data.caption_dropout_rate=0.3", "scheduler.num_warmup_steps=2", "adapter.rank=4", "logger=none"),
+]
+QUIET = ["callbacks.sample_images=null", "callbacks.report=null"]
+SHOWN = [
+    *("data.val_count=2", "sample_every=4", "callbacks.sample_images.count=2"),
+    "callbacks.sample_images.num_inference_steps=1",
+]
+
+
+class Reference(NamedTuple):
+    """A command that nothing has disturbed.
+
+    Attributes:
+        folder: where it ran.
+        seconds: what it took.
+        changes: the paths of its changes of files, in order.
+    """
+
+    folder: Path
+    seconds: float
+    changes: list[str]
+
+    def count(self, pattern: str) -> int:
+        """Changes of such paths."""
+        return sum(re.search(pattern, path) is not None for path in self.changes)
+
+
+class Workshop:
+    """A folder with all of a campaign.
+
+    Args:
+        folder: made, and filled as it is needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pairs = folder / "pairs"
+        self._references: dict[str, Reference] = {}
+        self._lock = RLock()
+        if not self.pairs.is_dir():
+            draw_pairs(self.pairs)
+
+    def build(self, cache_dir: str = "cache") -> list[str]:
+        """Overrides of predict.py that build a cache of several shards."""
+        where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}", "data.shard_size=60000"]
+        return ["task=cache", "model=embedded", *where, *QUICK]
+
+    def train(self, shown: bool = False, output_dir: str = "run", cache_dir: str = "cache") -> list[str]:
+        """Overrides of train.py: a short run that resumes by the same command."""
+        where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}", f"output_dir={output_dir}", "resume=auto"]
+        return [*TRAIN, *QUICK, *where, *(SHOWN if shown else QUIET)]
+
+    def on_copy(self, folder: Path) -> list[str]:
+        """Overrides of train.py: a run on a cache that was copied here."""
+        return [*TRAIN, *QUICK, *QUIET, f"data.shards={folder}", "output_dir=run", "resume=auto"]
+
+    def stream(self) -> list[str]:
+        """Overrides of train.py: a run on shards in the bucket. One thread reads them, so always in one order."""
+        quick = [one for one in QUICK if "num_workers" not in one]
+        return [*TRAIN, *quick, *QUIET, "data.num_workers=1", f"data.shards=s3://{BUCKET}/{SHARDS}", "output_dir=run"]
+
+    def export(self, run: Path, output_dir: str = "out") -> list[str]:
+        """Overrides of predict.py that write a run's LoRA for another program."""
+        return ["task=export", f"lora={run}", "format=kohya", f"output_dir={output_dir}", "overwrite=true"]
+
+    def edit(self, lora: Path, output_dir: str = "out") -> list[str]:
+        """Overrides of predict.py that make a picture."""
+        picture = self.pairs / "control_images" / "00.png"
+        told = [f"lora={lora}", f"image={picture}", 'prompt="segment the shapes"', "num_inference_steps=2"]
+        return [*told, f"output_dir={output_dir}", *QUICK]
+
+    def reference(self, kind: str) -> Reference:
+        """Of build, train (on a cache), shown (with pictures, and the cache), copy, streamed, export, edit."""
+        with self._lock:
+            if kind not in self._references:
+                self._references[kind] = self._make(kind)
+            return self._references[kind]
+
+    def _make(self, kind: str) -> Reference:
+        folder = self.folder / "references" / kind
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        script, overrides = self._command(kind, folder)
+        note = partial(hooks.note_changes, FILES, str(folder / "changes.txt"))
+        finely = partial(hooks.divide_finely, UNIT)
+        started = time.monotonic()
+        used: list[Hook] = [hooks.be_quick, finely, note]
+        address = environment(store()) if kind == "streamed" else {}
+        command = Command(script, overrides, folder, folder / "log.txt", used, address)
+        if command.wait(300) != 0:
+            raise RuntimeError(f"the undisturbed command fails: {command.line}\n{command.text[-2000:]}")
+        return Reference(folder, time.monotonic() - started, (folder / "changes.txt").read_text().splitlines())
+
+    def _command(self, kind: str, folder: Path) -> tuple[str, list[str]]:
+        if kind == "build":
+            return "predict", self.build()
+        if kind == "streamed":
+            upload(cache_folder(self.reference("build").folder / "cache"), SHARDS)
+            return "train", self.stream()
+        if kind in ("train", "copy"):
+            shutil.copytree(self.reference("build").folder / "cache", folder / "cache")
+        if kind == "copy":
+            return "train", self.on_copy(cache_folder(folder / "cache"))
+        if kind in ("train", "shown"):
+            return "train", self.train(kind == "shown")
+        run = self.reference("train").folder / "run"
+        return "predict", self.export(run) if kind == "export" else self.edit(run)
+
+
+def draw_pairs(folder: Path) -> None:
+    """Pictures of drawn shapes in two sizes, and the shapes white on black."""
+    random = Random(0)
+    for kind in ("training_images", "control_images"):
+        (folder / kind).mkdir(parents=True)
+    for number in range(PAIRS):
+        scene = random_scene(random)
+        box = (0, 0, SIDE, SIDE if number % 2 else SIDE - 16)
+        draw(scene).crop(box).save(folder / "control_images" / f"{number:02d}.png")
+        segment(random, scene, scene.shapes[0]).result.crop(box).save(folder / "training_images" / f"{number:02d}.png")
+        text = "segment the shapes" if number % 3 else f"segment the shapes of picture {number}"
+        (folder / "training_images" / f"{number:02d}.txt").write_text(text)

@@ -1,0 +1,68 @@
+"""A run that hangs ends, and says where it hung."""
+
+import faulthandler
+import os
+import sys
+import threading
+from typing import Any
+
+import lightning.pytorch as L
+
+from callbacks.peers import peers
+from lightning_modules.edit_module import EditModule
+
+
+class HungError(Exception):
+    """Nothing was done for too long."""
+
+
+class Watchdog(L.Callback):
+    """Prints the stacks of all threads and ends the process, and with it the run, where nothing is done for long.
+
+    A step, a sample picture, a sample that is encoded and a component that is loaded are something. Time in which the
+    process itself was stopped does not count.
+
+    Args:
+        minutes: without anything done; None waits for ever.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self.minutes = minutes
+        self._steps = 0
+        self._ended = threading.Event()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, EditModule)
+        if self.minutes is not None:
+            self._ended.clear()
+            seconds = 60 * self.minutes
+            watch = threading.Thread(target=self._watch, args=(pl_module, seconds), daemon=True, name="watchdog")
+            watch.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self._steps += 1
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._ended.set()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._ended.set()
+
+    def _watch(self, module: EditModule, seconds: float) -> None:
+        """A thread of its own."""
+        tick, idle, before = min(10.0, seconds / 10), 0.0, None
+        while not self._ended.wait(tick):
+            done = self._steps, dict(module.base.timer.seconds)
+            idle = idle + tick if done == before else 0.0
+            before = done
+            if idle >= seconds:
+                self._end()
+
+    def _end(self) -> None:
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        # Where others wait for it, or it for them, they end too.
+        peers.fail(HungError())
+        what = f"error: nothing was done for {self.minutes:g} minutes (watchdog_minutes): where it waits is above"
+        os.write(2, f"{what}; start again, with ckpt_path=last from the last saved step\n".encode())
+        os._exit(1)

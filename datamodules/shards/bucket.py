@@ -1,0 +1,192 @@
+"""A folder in object storage: s3://, gs:// or az://."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from datamodules.errors import UserError, without_credentials
+from datamodules.files import replacing
+from datamodules.shards.stores import kind_of, locate
+from datamodules.shards.transfer import Attempts, DamagedError
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+Made = TypeVar("Made")
+# What an object says of its content beside it.
+CHECKSUM = "sha256"
+
+
+class Bucket:
+    """A folder in object storage.
+
+    Args:
+        url: of the folder.
+        setting: that names it, for messages.
+
+    Attributes:
+        store: obstore's.
+        prefix: of the names of all objects in the folder.
+    """
+
+    look = 3.0
+
+    def __init__(self, url: str, setting: str) -> None:
+        if kind_of(url) not in ("s3", "gs", "az"):
+            raise UserError(f"{setting}={without_credentials(url)}: name a folder, or one in s3://, gs:// or az://")
+        self.url = url
+        self.setting = setting
+        self.store, path = locate(url, setting)
+        self.prefix = f"{path.strip('/')}/" if path.strip("/") else ""
+
+    def __str__(self) -> str:
+        return without_credentials(self.url)
+
+    def inner(self, name: str) -> "Bucket":
+        """A folder in this one."""
+        return Bucket(f"{self.url.rstrip('/')}/{name}", self.setting)
+
+    def attempt(self, work: Callable[[], Made]) -> Made:
+        """What `work` makes, tried several times.
+
+        Raises:
+            UserError: trying again would not help, or did not.
+        """
+        from obstore.exceptions import BaseError
+
+        attempts = Attempts(self.url, known=False, stopped=threading.Event(), setting=self.setting)
+        while True:
+            try:
+                return work()
+            except FileNotFoundError:
+                raise
+            except (BaseError, OSError, DamagedError) as error:
+                attempts.after(error)
+
+    def names(self, deep: bool = False) -> "dict[str, ObjectMeta]":
+        """The objects of the folder.
+
+        Args:
+            deep: with those of the folders in it.
+        """
+        import obstore
+
+        def listed() -> "Iterable[ObjectMeta]":
+            if deep:
+                return obstore.list(self.store, self.prefix).collect()
+            return obstore.list_with_delimiter(self.store, self.prefix)["objects"]
+
+        return {one["path"].removeprefix(self.prefix): one for one in self.attempt(listed)}
+
+    def folders(self) -> list[str]:
+        """The folders in this one."""
+        import obstore
+
+        found = self.attempt(lambda: obstore.list_with_delimiter(self.store, self.prefix))
+        return [path.removeprefix(self.prefix).strip("/") for path in found["common_prefixes"]]
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of an object; None if there is none."""
+        import obstore
+
+        try:
+            return bytes(self.attempt(lambda: obstore.get(self.store, self.prefix + name).bytes()))
+        except FileNotFoundError:
+            return None
+
+    def read_range(self, name: str, start: int, length: int, check: Callable[[bytes], None]) -> bytes:
+        """So many bytes of an object.
+
+        Args:
+            check: raises a DamagedError where they are not what was written, and they are read again.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            UserError: they cannot be read.
+        """
+        import obstore
+
+        def read() -> bytes:
+            data = bytes(obstore.get_range(self.store, self.prefix + name, start=start, length=length))
+            check(data)
+            return data
+
+        return self.attempt(read)
+
+    def download(self, name: str, path: Path) -> str | None:
+        """Replace a file by an object; returns what the store calls this version of it.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
+        import obstore
+
+        def fetch() -> str | None:
+            got = obstore.get(self.store, self.prefix + name)
+            digest = hashlib.sha256()
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                for chunk in got.stream():
+                    file.write(chunk)
+                    digest.update(chunk)
+                if got.attributes.get(CHECKSUM, digest.hexdigest()) != digest.hexdigest():
+                    raise DamagedError(f"{name} is not what was uploaded")
+                if file.tell() != got.meta["size"]:
+                    raise DamagedError(f"broke off after {file.tell()} of {got.meta['size']} bytes")
+            return got.meta["e_tag"]
+
+        return self.attempt(fetch)
+
+    def write(self, name: str, content: bytes | Path) -> None:
+        """Make or replace an object."""
+        import obstore
+
+        put: Any = obstore.put
+        self.attempt(lambda: put(self.store, self.prefix + name, content))
+
+    def may_write(self, name: str) -> bool:
+        """Make or replace an empty object, to see whether the credentials allow it."""
+        import obstore
+        from obstore.exceptions import PermissionDeniedError
+
+        def put() -> bool:
+            try:
+                obstore.put(self.store, self.prefix + name, b"")
+            except PermissionDeniedError:
+                return False
+            return True
+
+        return self.attempt(put)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Make an object, unless there is one."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        def create() -> bool:
+            try:
+                obstore.put(self.store, self.prefix + name, content, mode="create")
+            except AlreadyExistsError:
+                # It may be ours, made by an attempt whose answer was lost.
+                return self.read(name) == content
+            return True
+
+        return self.attempt(create)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; some may not be there."""
+        import obstore
+
+        paths = [self.prefix + name for name in names]
+        if paths:
+            try:
+                self.attempt(lambda: obstore.delete(self.store, paths))
+            except FileNotFoundError:
+                for path in paths if len(paths) > 1 else ():
+                    self.remove([path.removeprefix(self.prefix)])
+
+    def drop(self, folder: str) -> None:
+        """Remove a folder with its objects."""
+        inner = self.inner(folder)
+        inner.remove(inner.names())

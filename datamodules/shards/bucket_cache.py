@@ -1,0 +1,234 @@
+"""A cache in a bucket: what is small of it has a copy on this machine, tars are read as rows are needed."""
+
+import logging
+import secrets
+import sqlite3
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import diskcache
+
+from datamodules.errors import without_credentials
+from datamodules.files import replacing, sha256
+from datamodules.shards.bucket import Bucket
+from datamodules.shards.cache import USED, Cache
+from datamodules.shards.index import ShardIndex
+from datamodules.shards.index_arrays import ARRAYS
+from datamodules.shards.leases import Leases
+from datamodules.shards.manifest import INDEX, MANIFEST
+from datamodules.shards.stores import local_folder
+from datamodules.shards.tar import OpenShard, Row, facts_beside, rows_path, scan, write_rows, written_checksum
+from datamodules.shards.transfer import DamagedError
+
+log = logging.getLogger("retouch")
+
+
+def cache_of(cache_dir: str, name: str, parts: Mapping[str, Any]) -> Cache:
+    """The cache of this fingerprint below data.cache_dir."""
+    folder = local_folder(cache_dir) / name
+    if "://" not in cache_dir:
+        return Cache(folder, parts)
+    return BucketCache(folder, parts, Bucket(cache_dir, "data.cache_dir").inner(name))
+
+
+class BucketCache(Cache):
+    """The shards of one fingerprint, in a bucket.
+
+    A tar is uploaded when it is full, and after it the file with its rows. So of a machine that is lost at most the
+    samples of one tar are encoded again.
+
+    Args:
+        folder: on this machine: copies of the index, the manifest and the rows, tars that are not full yet, and the
+            checksums of the samples' files, whose times differ between machines.
+        bucket: the folder that all machines share.
+    """
+
+    on_disk = False
+
+    def __init__(self, folder: Path, parts: Mapping[str, Any], bucket: Bucket) -> None:
+        super().__init__(folder, parts)
+        self.bucket = bucket
+
+    def __str__(self) -> str:
+        return str(self.bucket)
+
+    def leases(self) -> Leases:
+        return Leases(self.bucket.inner("building"))
+
+    def touch(self) -> bool:
+        return super().touch() and self.bucket.may_write(USED)
+
+    def tars(self) -> dict[str, int]:
+        there = {name: one["size"] for name, one in self.bucket.names().items() if _is_tar(name)}
+        return {**super().tars(), **there}
+
+    def readable_tars(self, limit: int) -> "BucketTars":
+        return BucketTars(self.bucket, self.folder.parent / "read", self.folder.name, limit)
+
+    def refresh(self) -> None:
+        while True:
+            with suppress(FileNotFoundError):  # another machine has just merged rows into the index
+                return self._download()
+
+    def _download(self) -> None:
+        there = self.bucket.names()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        manifest, here = self.bucket.read(MANIFEST), self.folder / MANIFEST
+        if manifest is None or INDEX not in there:  # `recover` makes them again
+            for name in (MANIFEST, INDEX, ARRAYS):
+                (self.folder / name).unlink(missing_ok=True)
+        elif not (here.is_file() and here.read_bytes() == manifest and self._has(INDEX, there[INDEX]["size"])):
+            self.bucket.download(INDEX, self.folder / INDEX)
+            (self.folder / ARRAYS).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                self.bucket.download(ARRAYS, self.folder / ARRAYS)
+            with replacing(here) as temporary:
+                temporary.write_bytes(manifest)
+        for tar in self.unmerged():
+            if rows_path(tar).name not in there and not tar.exists():  # merged by another machine
+                rows_path(tar).unlink(missing_ok=True)
+        for name in there:
+            if _is_rows(name) and not (self.folder / name).exists():
+                self.bucket.download(name, self.folder / name)
+
+    def _has(self, name: str, size: int) -> bool:
+        path = self.folder / name
+        return path.is_file() and path.stat().st_size == size
+
+    def seal(self, shard: OpenShard) -> None:
+        super().seal(shard)
+        self._upload(shard.path)
+
+    def _upload(self, tar: Path) -> None:
+        self.bucket.write(tar.name, tar)
+        self.bucket.write(rows_path(tar).name, rows_path(tar))
+        tar.unlink()
+
+    def _upload_left(self, pattern: str) -> None:
+        """What an earlier command on this machine has finished, and could not upload."""
+        for tar in sorted(self.folder.glob(pattern)):
+            if rows_path(tar).exists() and written_checksum(tar) is not None:
+                self._upload(tar)
+
+    def recover_unit(self, unit: int, seal: bool) -> None:
+        self._upload_left(f"latents-{unit:05d}-*.tar")
+        self.refresh()
+        super().recover_unit(unit, seal)
+
+    def open_shard(self, unit: int, full: int) -> OpenShard:
+        for tar in sorted(self.folder.glob(f"latents-{unit:05d}-*.tar")):
+            if rows_path(tar).exists() and written_checksum(tar) is None:
+                return OpenShard(tar)
+        # Drawn: another machine may upload a tar of this unit at the same time.
+        return OpenShard(self.folder / f"latents-{unit:05d}-{secrets.randbelow(10**9):09d}.tar")
+
+    def recover(self) -> None:
+        self._upload_left("latents-*.tar")
+        super().recover()
+
+    def _read_rows_again(self, tar: Path) -> None:
+        if tar.exists():
+            return super()._read_rows_again(tar)
+        log.warning(f"{self.bucket}: {tar.name} is not in the index: it is downloaded to read its rows")
+        self.bucket.download(tar.name, tar)
+        write_rows(tar, scan(tar)[0], sha256(tar))
+        self._upload(tar)
+
+    def _unmerged_intact(self, tar: Path) -> bool:
+        if tar.exists():
+            return super()._unmerged_intact(tar)
+        facts = facts_beside(tar)
+        return facts is not None and self._intact(tar.name, facts, self.tars())
+
+    def _intact(self, name: str, facts: dict[str, Any], tars: Mapping[str, int]) -> bool:
+        return tars.get(name) == facts["bytes"]  # the checksum of each row is compared when it is read
+
+    def _modified(self, tar: Path) -> int:
+        return 0
+
+    def _write_index(self, rows: Iterable[Row], shards: dict[str, Any]) -> None:
+        super()._write_index(rows, shards)
+        for name in (INDEX, ARRAYS, MANIFEST):
+            if (path := self.folder / name).exists():
+                self.bucket.write(name, path)
+
+    def _drop_rows(self, tars: Iterable[Path]) -> None:
+        tars = list(tars)
+        super()._drop_rows(tars)
+        self.bucket.remove(rows_path(tar).name for tar in tars)
+
+
+def _is_tar(name: str) -> bool:
+    return name.startswith("latents-") and name.endswith(".tar")
+
+
+def _is_rows(name: str) -> bool:
+    return name.startswith("latents-") and name.endswith(".jsonl")
+
+
+class FetchedRow:
+    """The bytes of one that was fetched."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = memoryview(data)
+
+    def read(self, size: int, offset: int) -> bytes:
+        return bytes(self.data[offset : offset + size])
+
+    def read_into(self, buffers: Sequence[Any], offset: int) -> int:
+        place = offset
+        for buffer in buffers:
+            part = self.data[place : place + buffer.nbytes]
+            buffer[: len(part)] = part
+            place += len(part)
+        return place - offset
+
+
+class BucketTars:
+    """Reads rows of tars in a bucket, and keeps them on this machine: those that were read last, up to a limit.
+
+    Args:
+        bucket: holds the tars.
+        folder: of what is kept, for all caches of one data.cache_dir.
+        fingerprint: of this cache.
+        limit: bytes that are kept.
+    """
+
+    def __init__(self, bucket: Bucket, folder: Path, fingerprint: str, limit: int) -> None:
+        self.bucket = bucket
+        self.fingerprint = fingerprint
+        self._kept = diskcache.Cache(str(folder), size_limit=limit, eviction_policy="least-recently-used")
+        self._said = False
+
+    def name(self, index: ShardIndex, row: int) -> str:
+        return f"{without_credentials(self.bucket.url)}/{index.shards[index.spans[3 * row]]}"
+
+    def open(self, index: ShardIndex, row: int) -> FetchedRow:
+        shard, offset, length = index.spans[3 * row : 3 * row + 3]
+        name, checksum = index.shards[shard], index.checksums[row]
+
+        def check(data: bytes) -> None:
+            if len(data) != length or zlib.crc32(data) != checksum:
+                raise DamagedError(f"{name} is not as it was written")
+
+        key = f"{self.fingerprint}/{name}/{offset}"
+        with suppress(DamagedError):
+            if (data := self._keep(lambda: self._kept.get(key))) is not None:
+                check(data)
+                return FetchedRow(data)
+        fetched = self.bucket.read_range(name, offset, length, check)
+        self._keep(lambda: self._kept.set(key, fetched))
+        return FetchedRow(fetched)
+
+    def _keep(self, work: Any) -> Any:
+        """What is kept is never needed: on a full disk rows are fetched each time."""
+        try:
+            return work()
+        except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+            if not self._said:
+                log.warning(f"note: {self._kept.directory}: {error}; what is read of {self.bucket} is not kept")
+            self._said = True
+        return None

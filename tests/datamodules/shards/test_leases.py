@@ -1,0 +1,168 @@
+"""Work that is divided by leases: one process at a time does a unit, and another when that one has ended."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import psutil
+import pytest
+
+from datamodules.errors import UserError
+from datamodules.shards import leases as module
+from datamodules.shards.leases import Leases, unit_name
+from datamodules.shards.places import Folder
+from tests.support.commands import ROOT
+
+
+def never():
+    raise AssertionError("nobody is at work in a closed round")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from datamodules.shards.leases import Leases
+from datamodules.shards.places import Folder
+leases = Leases(Folder(Path(sys.argv[1])))
+with leases.working(lambda: None):
+    leases.take(["a", "b"], 2)
+    leases.finish("a")
+    print("taken", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_each_unit_is_taken_once_whoever_comes_first(tmp_path):
+    names = [unit_name(number) for number in range(60)]
+    taken = []
+
+    def work():
+        leases = Leases(Folder(tmp_path / "work"))
+        with leases.working(never):
+            while open := leases.open(names):
+                for name in leases.take(open, 3):
+                    taken.append(name)
+                    leases.finish(name)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == names
+
+
+def test_what_a_killed_process_had_is_free_at_once_on_its_machine(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "work"], stdout=subprocess.PIPE, cwd=ROOT)
+    holder.stdout.readline()
+    leases = Leases(Folder(tmp_path / "work"))
+    assert leases.take(["a", "b"], 2) == {}
+    assert len(leases.others()) == 1
+    holder.kill()
+    holder.wait()
+    assert leases.others() == []
+    assert leases.take(["a", "b"], 2) == {"b": False}, "its tar may be continued"
+
+
+def from_elsewhere(leases):
+    """Let the signs of life be those of another machine's process."""
+    path = leases.here.path / f"{leases.me}.alive"
+    sign = json.loads(path.read_text())
+    path.write_text(json.dumps({**sign, "machine": ["another", "another"], "pid": 1}))
+
+
+def test_a_process_elsewhere_that_gives_no_sign_of_life_loses_its_units(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "STALE", 0.3)
+    monkeypatch.setattr(module, "BEAT", 1000.0)
+    gone, here = Leases(Folder(tmp_path / "work")), Leases(Folder(tmp_path / "work"))
+    with gone.working(never), here.working(never):
+        gone.take(["a"], 1)
+        from_elsewhere(gone)
+        assert here.take(["a"], 1) == {}
+        time.sleep(0.2)
+        from_elsewhere(gone)
+        (gone.here.path / f"{gone.me}.alive").write_text("{}")  # a new sign of life
+        assert here.take(["a"], 1) == {}
+        time.sleep(0.2)
+        assert here.take(["a"], 1) == {}
+        time.sleep(0.2)
+        assert here.take(["a"], 1) == {"a": True}, "it may still write to its tar"
+        with pytest.raises(UserError, match=r"gave no sign of life in .* others may do its work: start again"):
+            gone.require_mine()
+
+
+def test_clocks_that_jump_take_nothing_from_anybody(tmp_path, monkeypatch):
+    one, other = Leases(Folder(tmp_path / "work")), Leases(Folder(tmp_path / "work"))
+    with one.working(never), other.working(never):
+        one.take(["a"], 1)
+        from_elsewhere(one)
+        now = time.time()
+        for jump in (10**6, -(10**6)):
+            monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+            assert other.take(["a"], 1) == {}
+
+
+def test_a_machine_whose_clock_is_set_takes_nobody_for_another_process(tmp_path, monkeypatch):
+    """The system works out from its clock when it was started, and psutil from that when a process was."""
+    one, other = Leases(Folder(tmp_path / "work")), Leases(Folder(tmp_path / "work"))
+    with one.working(never), other.working(never):
+        one.take(["a"], 1)
+        started = psutil.boot_time()
+        monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: started + 3600)
+        assert other.take(["a"], 1) == {}
+        assert len(other.others()) == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"hnlder": "me"}', '{"holder": 3}'])
+def test_a_damaged_lease_is_held_by_nobody_that_is_known_and_is_free_in_time(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(module, "STALE", 0.1)
+    leases = Leases(Folder(tmp_path / "work"))
+    with leases.working(never):
+        leases.take(["a"], 1)
+        (leases.here.path / "a.0.lease").write_text(content)
+        assert leases.take(["a"], 1) == {}
+        time.sleep(0.2)
+        assert leases.take(["a"], 1) == {"a": True}
+
+
+def test_work_that_all_need_is_done_once_even_if_one_fails_in_it(tmp_path):
+    leases = Leases(Folder(tmp_path / "work"))
+    with pytest.raises(ZeroDivisionError), leases.working(never):
+        leases.once("merge", lambda: 1 / 0, lambda: None)
+    done = []
+    with leases.working(never):
+        for _ in range(2):
+            leases.once("merge", lambda: done.append(1), lambda: None)
+    assert done == [1]
+    leases.close()
+    assert [path.name for path in leases.here.path.iterdir()] == ["closed"]
+
+
+def test_nobody_begins_a_round_while_another_is_open_whoever_comes_and_goes(tmp_path):
+    """Signs of life are written, and rounds closed, at any moment of the others."""
+    active, lock, failures, done = Counter(), threading.Lock(), [], []
+
+    def come_and_go():
+        leases = Leases(Folder(tmp_path / "work"))
+        for _ in range(25):
+            with leases.working(partial(time.sleep, 0.001)):
+                with lock:
+                    active[leases.here.path.name] += 1
+                    if len(+active) > 1:
+                        failures.append(dict(active))
+                leases.once("work", partial(done.append, leases.here.path.name), partial(time.sleep, 0.001))
+                with lock:
+                    active[leases.here.path.name] -= 1
+            leases.close()
+
+    with ThreadPoolExecutor(5) as pool:
+        for each in [pool.submit(come_and_go) for _ in range(5)]:
+            each.result()
+    assert not failures
+    assert len(done) == len(set(done)) > 3
+    assert (tmp_path / "work" / max(done)).is_dir()

@@ -1,0 +1,231 @@
+"""The files of deploy/ and the commands of docs/clusters.md fit the settings, Slurm's rules and each other."""
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tasks.terminal import quote_values
+from tests.support.commands import ROOT, compose
+from train import with_examples
+
+DEPLOY = ROOT / "deploy"
+SBATCH = sorted((DEPLOY / "slurm").glob("*.sbatch"))
+SKYPILOT = DEPLOY / "skypilot.yaml"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+ENTRYPOINT = DEPLOY / "entrypoint.sh"
+PAGES = [ROOT / "docs" / "clusters.md", DEPLOY / "runpod.md"]
+
+# Stands in for srun, torchrun and python: prints what train.py would get.
+SHOW = """#!/bin/sh
+until [ "$(basename "$1")" = train.py ]; do shift; done
+shift
+printf '%s\\0' "$@"
+"""
+
+
+def arguments_of(script, folder, *given, **environment):
+    """What a shell script's train.py is called with."""
+    for name in ("srun", "torchrun", "python"):
+        (folder / name).write_text(SHOW)
+        (folder / name).chmod(0o755)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), **environment}
+    command = ["bash", "-euc", script, "script", *given]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\0")[:-1]
+
+
+def composed(name, arguments):
+    """The config that a command line gives; of a sweep, that of its first job."""
+    if any(one.startswith("hydra/launcher=") for one in arguments):
+        pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    arguments = quote_values([one for one in arguments if one != "-m"])
+    arguments = with_examples(arguments) if name == "train" else arguments
+    parser = OverridesParser.create()
+    for place, one in enumerate(map(parser.parse_override, arguments)):
+        if one.is_sweep_override():
+            arguments[place] = f"{one.key_or_group}={next(one.sweep_string_iterator())}"
+    return compose(name, *arguments)
+
+
+def directives(path):
+    """The options for Slurm that stand in a file."""
+    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return dict(lines)
+
+
+def example(path):
+    """The settings of the command at the head of a file for Slurm."""
+    [settings] = re.findall(rf"^# +sbatch .*deploy/slurm/{path.name} (.*)$", path.read_text(), re.MULTILINE)
+    return shlex.split(settings)
+
+
+def commands(code):
+    """The command lines of train.py and predict.py in lines for a shell: name and settings of each."""
+    words = shlex.shlex(code.replace("\\\n", " "), posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    words, found = list(words), []
+    for place, word in enumerate(words):
+        if re.search(r"\b(train|predict)(\.py)? ", word):  # a quoted command, as that of sh -c
+            found += commands(f"retouch {word}")
+        name = re.fullmatch(r"(train|predict)(\.py)?|.*\.sbatch", word)
+        if name and (name[2] or not name[1] or words[place - 1] == "retouch"):
+            settings = itertools.takewhile(lambda one: "=" in one or one == "-m", words[place + 1 :])
+            found.append((name[1] or "train", [*settings, *([] if name[1] else ["resume=auto"])]))
+    return found
+
+
+def commands_of(page):
+    blocks = re.findall(r"(?:^ {4,}.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [found for block in blocks for found in commands(block)]
+
+
+@pytest.mark.parametrize("path", [*SBATCH, ENTRYPOINT], ids=lambda path: path.name)
+def test_shell_can_read_it(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
+def test_job_is_warned_comes_back_and_keeps_its_log(path):
+    options = directives(path)
+    assert "requeue" in options
+    assert options["open-mode"] == "append"
+    # "B:" would warn the script, which does not pass it on.
+    assert re.fullmatch(r"USR1@\d+", options["signal"])
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    # Slurm reads no option behind the first command.
+    script = path.read_text(encoding="utf-8")
+    assert script.rindex("#SBATCH") < script.index("set -euo pipefail")
+
+
+@pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
+def test_job_trains_with_settings_that_exist_on_what_it_asks_for(path, tmp_path):
+    options = directives(path)
+    environment = {
+        "SLURM_NNODES": options["nodes"],
+        "SLURM_NTASKS_PER_NODE": options["ntasks-per-node"],
+        "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
+    }
+    cfg = composed("train", arguments_of(path.read_text(), tmp_path, *example(path), **environment))
+    assert [cfg.trainer.num_nodes, cfg.trainer.devices] == [int(options["nodes"]), int(options["ntasks-per-node"])]
+    assert cfg.trainer.strategy == ("ddp" if cfg.trainer.devices > 1 else "auto")
+    assert cfg.resume == "auto"
+    assert cfg.output_dir == "outputs/snow"
+
+
+@pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
+def test_job_hands_on_settings_with_spaces(path, tmp_path):
+    environment = dict.fromkeys(("SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"), "1")
+    assert "model.x=a, b" in arguments_of(path.read_text(), tmp_path, "model.x=a, b", **environment)
+
+
+def skypilot():
+    return yaml.safe_load(SKYPILOT.read_text(encoding="utf-8"))
+
+
+def test_spot_job_asks_for_what_its_command_gives():
+    job = skypilot()
+    assert job["resources"]["use_spot"]
+    [line] = re.findall(r"^# +(sky jobs launch .*)$", SKYPILOT.read_text(encoding="utf-8"), re.MULTILINE)
+    words = shlex.split(line)
+    given = {words[place + 1].partition("=")[0] for place, word in enumerate(words) if word in ("--env", "--secret")}
+    assert given == {name for group in ("envs", "secrets") for name, value in job[group].items() if value is None}
+    for step in ("setup", "run"):
+        subprocess.run(["bash", "-n"], input=job[step], text=True, check=True)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_spot_job_trains_with_settings_that_exist(nodes, tmp_path):
+    job = skypilot()
+    cfg = composed(
+        "train",
+        arguments_of(
+            job["run"],
+            tmp_path,
+            **{name: value for name, value in job["envs"].items() if value is not None},
+            BUCKET="s3://my-bucket",
+            RUN="snow",
+            SKYPILOT_NUM_NODES=str(nodes),
+            SKYPILOT_NODE_RANK="0",
+            SKYPILOT_NODE_IPS="\n".join(["10.0.0.1", "10.0.0.2"][:nodes]),
+            SKYPILOT_NUM_GPUS_PER_NODE="8",
+        ),
+    )
+    assert cfg.resume == "auto"
+    assert cfg.output_dir == "s3://my-bucket/runs/snow"
+    assert cfg.data.cache_dir == "s3://my-bucket/cache"
+    # Pairs are copied to the disk; nothing is trained into a mounted bucket.
+    [place] = job["file_mounts"]
+    assert cfg.data.root == place.replace("~", str(tmp_path))
+
+
+def test_image_gets_all_that_training_needs():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)
+    folders = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert ignored[1] == "*"
+    kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert kept >= folders - {"benchmarks"} | {"assets", "conf", "pyproject.toml", "train.py", "predict.py"}
+    assert all((ROOT / name).exists() for name in kept)
+    [extras] = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE, re.MULTILINE)
+    assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
+    [python] = re.findall(r"^ARG PYTHON=python:(\d+\.\d+)\.\d+-", DOCKERFILE, re.MULTILINE)
+    assert project["project"]["requires-python"] == f">={python}"
+
+
+def test_image_is_built_only_if_it_trains():
+    """Its last stage takes a file from the stage that trains, with settings that exist."""
+    last = DOCKERFILE[DOCKERFILE.rindex("\nFROM") :]
+    assert "COPY --from=smoke /tmp/run/" in last
+    for name in ("train", "predict"):
+        [line] = re.findall(rf"entrypoint.sh {name} (.*)", DOCKERFILE.replace("\\\n", " "))
+        cfg = composed(name, shlex.split(line))
+        assert cfg.trainer.accelerator == "cpu"
+        assert cfg.output_dir.startswith("/tmp/")
+
+
+def test_image_runs_train_predict_and_any_other_command(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def told(*words):
+        return subprocess.check_output([ENTRYPOINT, *words], env=environment, text=True).splitlines()
+
+    for name in ("train", "predict"):
+        script, *settings = told(name, "a=b c", "-m")
+        assert os.path.samefile(script, ROOT / f"{name}.py")
+        assert settings == ["a=b c", "-m"]
+    assert told("echo", "train") == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param(*found, id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, found in enumerate(commands_of(page), start=1)
+    ],
+)
+def test_commands_of_the_pages_have_settings_that_exist(name, arguments):
+    cfg = composed(name, arguments)
+    if name == "train":
+        assert cfg.resume == "auto"
+        assert cfg.output_dir
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_the_pages_link_to_is_there(page):
+    links = [link for link in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", page.read_text()) if link]
+    assert links
+    assert all((page.parent / link).exists() for link in links if not link.startswith("https://"))
