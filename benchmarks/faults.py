@@ -47,7 +47,7 @@ FAULTS: dict[str, Callable[[Round], None]] = {
         *(disks.full_disk, disks.read_only),
         *(damages.damaged_cache, damages.damaged_copy, damages.damaged_build, damages.damaged_checkpoint),
         *(damages.damaged_lora, damages.damaged_end),
-        *(storage.streamed, storage.mirrored, storage.store_away),
+        *(storage.streamed, storage.built_in_bucket, storage.mirrored, storage.store_away),
         *(clocks.clock_build, clocks.clock_train),
         *(together.two_runs_one_cache, together.two_runs_one_folder),
     )

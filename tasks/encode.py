@@ -154,6 +154,8 @@ class CacheBuild:
         kinds = {"work": str, "unit": int, "count": int}
         if not isinstance(plan, dict) or any(not isinstance(plan.get(key), kind) for key, kind in kinds.items()):
             return None
+        if plan["work"] == self.work and plan["count"] not in (0, len(self.samples)):
+            return None
         return plan
 
     def _wait(self) -> None:

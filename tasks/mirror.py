@@ -1,6 +1,5 @@
 """output_dir=s3://...: a run's folder on this machine, and its copy in a bucket."""
 
-import hashlib
 import json
 import threading
 import time
@@ -164,15 +163,8 @@ class Mirror:
             self._write_note()
 
     def _put(self, name: str, path: Path) -> "PutResult":
-        """Upload a file with its checksum, which a download is held to."""
-        import obstore
-
         with path.open("rb") as file:  # this handle keeps what is replaced meanwhile
-            content = file if path.suffix in REPLACED else file.read()
-            digest = hashlib.sha256(content) if isinstance(content, bytes) else hashlib.file_digest(file, "sha256")
-            file.seek(0)
-            attributes = {CHECKSUM: digest.hexdigest()}
-            return obstore.put(self.bucket.store, self.bucket.prefix + name, content, attributes=attributes)
+            return self.bucket.put(name, file if path.suffix in REPLACED else file.read())
 
     def _files(self) -> dict[str, list[int | str | None]]:
         """The files of the folder by name, with their sizes and times; not those that are being written."""

@@ -182,7 +182,9 @@ def test_what_is_damaged_while_a_build_is_interrupted_is_found(run, start, tiny,
     process = start("predict", *command, before=partial(divide_and_hold, 2, 3, tmp_path / "held"))
     kill_when((tmp_path / "held").exists, process)
     [rows] = tmp_path.glob("cache/*/latents-00000-*.jsonl")
-    path = {"rows": rows, "tar": rows.with_suffix(".tar"), "plan": rows.parent / "building" / "plan.json"}[damaged]
+    path = {"rows": rows, "tar": rows.with_suffix(".tar"), "plan": rows.parent / "building" / "000000" / "plan.json"}[
+        damaged
+    ]
     changed = bytearray(path.read_bytes())
     changed[len(changed) // 2 if damaged != "plan" else 0] ^= 1
     path.write_bytes(changed)

@@ -46,7 +46,8 @@ def cache_content(folder: Path) -> Content:
     manifest = json.loads((folder / "manifest.json").read_text())
     if manifest["index_sha256"] != sha256(folder / "index.jsonl"):
         raise BadError(f"{folder / 'index.jsonl'} is not that of its manifest")
-    left = [path.name for pattern in ("building", ".*.tmp", "latents-*.jsonl") for path in folder.glob(pattern)]
+    patterns = ("building/*/*", ".*.tmp", "latents-*.jsonl")
+    left = [path.name for pattern in patterns for path in folder.glob(pattern) if path.name != "closed"]
     if left:
         raise BadError(f"{left} is left in {folder}")
     content: Content = {}

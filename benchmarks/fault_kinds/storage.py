@@ -1,7 +1,5 @@
-"""An object store that is slow, fails, lies, or is away for a while: shards are read from it, runs are copied to it.
-
-A cache that is built in a bucket (data.cache_dir=s3://...) belongs here too: a `built_in_bucket(round)` beside
-`mirrored`, by `round.shop.build(cache_dir=URL)`, and named in FAULTS of faults.py.
+"""An object store that is slow, fails, lies, or is away for a while: shards are read from it, caches are built in it,
+runs are copied to it.
 """
 
 import shutil
@@ -11,6 +9,7 @@ from collections.abc import Callable
 from benchmarks.fault_kinds.judging import BadError
 from benchmarks.fault_kinds.proxy import FAILS, LIES, Weather, proxy
 from benchmarks.fault_kinds.rounds import OR_A_LINE, Round
+from benchmarks.fault_kinds.stops import FINELY
 from benchmarks.fault_kinds.store import BUCKET, environment, objects, store
 from benchmarks.fault_kinds.workshop import RUN_FILES
 
@@ -45,6 +44,43 @@ def end_anew(round: Round, command: list[str]) -> None:
         round.run("train", *command)
 
 
+def built_in_bucket(round: Round) -> None:
+    """A cache is built in a store that is slow, fails or lies, by machines that are killed; another trains on it."""
+    weather = bad_weather(round, FAILS + LIES)
+    name = f"{round.name}-{round.seed}"
+    build = round.shop.build(f"s3://{BUCKET}/{name}")
+    train = round.shop.train(cache_dir=f"s3://{BUCKET}/{name}")
+    with proxy(weather) as address:
+        round.environment = environment(address)
+        for _ in range(round.random.randint(1, 2)):
+            round.kill(round.moment("build"), "predict", *build, also=[FINELY])
+            if round.random.random() < 0.5:
+                round.words.append("its disk is lost")
+                shutil.rmtree(round.folder / "cache", ignore_errors=True)
+        in_weather(round, weather, "predict", build)
+        shutil.rmtree(round.folder / "cache")
+        in_weather(round, weather, "train", train)
+    round.words.append(str(dict(weather.done)))
+    round.same_run("train")
+    for path, content in objects(name).items():
+        copy = round.folder / "bucket" / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+    round.same_cache(round.folder / "bucket")
+
+
+def in_weather(round: Round, weather: Weather, script: str, command: list[str]) -> None:
+    """A command, which is done once more in good weather where it ends in a line."""
+    lines = len(round.lines)
+    round.run(script, *command, also=[FINELY], allowed=OR_A_LINE)
+    if len(round.lines) > lines:
+        if "s3://" not in round.lines[-1]:
+            raise BadError(f"the store is not named: {round.lines[-1]}")
+        share, weather.share = weather.share, 0.0
+        round.run(script, *command, also=[FINELY])
+        weather.share = share
+
+
 def mirrored(round: Round) -> None:
     """A run is copied to a store that is slow, fails or lies, is killed, and goes on on a machine that has nothing."""
     weather = bad_weather(round, FAILS + LIES)
@@ -56,10 +92,7 @@ def mirrored(round: Round) -> None:
         for _ in range(round.random.randint(1, 2)):
             round.kill(round.moment("train", RUN_FILES), "train", *command)
             shutil.rmtree(round.folder / "outputs", ignore_errors=True)
-        round.run("train", *command, allowed=OR_A_LINE)
-        if round.lines:
-            weather.share = 0.0
-            round.run("train", *command)
+        in_weather(round, weather, "train", command)
     round.words.append(str(dict(weather.done)))
     same_in_bucket(round, name)
 

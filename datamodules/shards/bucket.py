@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import replacing
@@ -12,7 +12,7 @@ from datamodules.shards.stores import kind_of, locate
 from datamodules.shards.transfer import Attempts, DamagedError
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import GetResult, ObjectMeta, PutMode, PutResult
 
 Made = TypeVar("Made")
 # What an object says of its content beside it.
@@ -91,8 +91,14 @@ class Bucket:
         """The bytes of an object; None if there is none."""
         import obstore
 
+        def get() -> bytes:
+            got = obstore.get(self.store, self.prefix + name)
+            data = bytes(got.bytes())
+            _compare(got, name, hashlib.sha256(data).hexdigest())
+            return data
+
         try:
-            return bytes(self.attempt(lambda: obstore.get(self.store, self.prefix + name).bytes()))
+            return self.attempt(get)
         except FileNotFoundError:
             return None
 
@@ -130,8 +136,7 @@ class Bucket:
                 for chunk in got.stream():
                     file.write(chunk)
                     digest.update(chunk)
-                if got.attributes.get(CHECKSUM, digest.hexdigest()) != digest.hexdigest():
-                    raise DamagedError(f"{name} is not what was uploaded")
+                _compare(got, name, digest.hexdigest())
                 if file.tell() != got.meta["size"]:
                     raise DamagedError(f"broke off after {file.tell()} of {got.meta['size']} bytes")
             return got.meta["e_tag"]
@@ -140,19 +145,39 @@ class Bucket:
 
     def write(self, name: str, content: bytes | Path) -> None:
         """Make or replace an object."""
+
+        def write() -> None:
+            if isinstance(content, bytes):
+                self.put(name, content)
+            else:
+                with content.open("rb") as file:
+                    self.put(name, file)
+
+        self.attempt(write)
+
+    def put(self, name: str, content: bytes | BinaryIO, mode: "PutMode" = "overwrite") -> "PutResult":
+        """Upload, once, bytes or a file with their checksum, to which all that is read is held.
+
+        Raises:
+            BaseError: of obstore.
+        """
         import obstore
 
-        put: Any = obstore.put
-        self.attempt(lambda: put(self.store, self.prefix + name, content))
+        if isinstance(content, bytes):
+            digest = hashlib.sha256(content)
+        else:
+            digest = hashlib.file_digest(content, "sha256")  # type: ignore[arg-type]
+            content.seek(0)
+        attributes = {CHECKSUM: digest.hexdigest()}
+        return obstore.put(self.store, self.prefix + name, content, attributes=attributes, mode=mode)
 
     def may_write(self, name: str) -> bool:
         """Make or replace an empty object, to see whether the credentials allow it."""
-        import obstore
         from obstore.exceptions import PermissionDeniedError
 
         def put() -> bool:
             try:
-                obstore.put(self.store, self.prefix + name, b"")
+                self.put(name, b"")
             except PermissionDeniedError:
                 return False
             return True
@@ -161,12 +186,11 @@ class Bucket:
 
     def create(self, name: str, content: bytes) -> bool:
         """Make an object, unless there is one."""
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         def create() -> bool:
             try:
-                obstore.put(self.store, self.prefix + name, content, mode="create")
+                self.put(name, content, mode="create")
             except AlreadyExistsError:
                 # It may be ours, made by an attempt whose answer was lost.
                 return self.read(name) == content
@@ -190,3 +214,9 @@ class Bucket:
         """Remove a folder with its objects."""
         inner = self.inner(folder)
         inner.remove(inner.names())
+
+
+def _compare(got: "GetResult", name: str, sha256: str) -> None:
+    """Raise a DamagedError where an object is not what was uploaded; one of another program may have no checksum."""
+    if got.attributes.get(CHECKSUM, sha256) != sha256:
+        raise DamagedError(f"{name} is not what was uploaded")

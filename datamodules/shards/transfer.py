@@ -10,8 +10,6 @@ from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from webdataset.gopen import gopen
-
 from datamodules.errors import UserError
 from datamodules.shards.failures import command_failure, failure, shown
 from datamodules.shards.stores import locate
@@ -78,6 +76,8 @@ class Attempts:
 def open_url(url: str, known: bool, stopped: threading.Event) -> IO[bytes]:
     """The bytes of a URL, a local path, or a command after `pipe:`, as a stream."""
     if url.startswith("pipe:"):
+        from webdataset.gopen import gopen  # imports torch
+
         return gopen(url, "rb")
     if url.startswith("file://"):
         url = url2pathname(urlsplit(url).path)
