@@ -90,10 +90,13 @@ class LoRACheckpoint(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_step = trainer.global_step
-        resumed_from = trainer.ckpt_path
-        self._last_is_good = resumed_from is not None and self.run.checkpoint.resolve() == Path(resumed_from).resolve()
+        self._last_is_good = self._resumed_from_last(trainer)
         if trainer.is_global_zero:
             self.run.remove_unfinished()
+
+    def _resumed_from_last(self, trainer: L.Trainer) -> bool:
+        resumed_from = trainer.ckpt_path
+        return resumed_from is not None and self.run.checkpoint.resolve() == Path(resumed_from).resolve()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
@@ -102,6 +105,11 @@ class LoRACheckpoint(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.save(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # A run that was killed after its last saving, before older checkpoints were removed, makes no step any more.
+        if trainer.is_global_zero and (self._last_is_good or self._resumed_from_last(trainer)):
+            self._remove_checkpoints(trainer.global_step)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """What has been learned is kept; several processes cannot agree on saving when one of them has failed."""

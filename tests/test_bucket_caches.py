@@ -141,6 +141,15 @@ def test_rows_are_kept_up_to_a_limit_and_compared_with_their_checksums(filled, m
     assert tars._kept.volume() < 10**6
 
 
+def test_rows_are_read_where_none_can_be_kept(filled, caplog):
+    right = rows_read(filled)[0]
+    (filled.folder.parent / "read" / "cache.db").write_bytes(b"damaged" * 1000)
+    assert rows_read(filled)[0] == right
+    assert [record.getMessage() for record in caplog.records if record.name == "retouch"] == [
+        f"note: {filled.folder.parent / 'read'}: file is not a database; what is read of {filled.bucket} is not kept"
+    ]
+
+
 def test_a_bucket_that_lies_is_asked_again_and_then_named(filled, monkeypatch):
     right, get_range, lies = rows_read(filled)[0], obstore.get_range, []
     shutil.rmtree(filled.folder.parent / "read")

@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import diskcache
-
 from datamodules.errors import without_credentials
 from datamodules.files import replacing, sha256
 from datamodules.shards.bucket import Bucket
@@ -200,8 +198,13 @@ class BucketTars:
     def __init__(self, bucket: Bucket, folder: Path, fingerprint: str, limit: int) -> None:
         self.bucket = bucket
         self.fingerprint = fingerprint
-        self._kept = diskcache.Cache(str(folder), size_limit=limit, eviction_policy="least-recently-used")
+        import diskcache  # only caches in buckets need it
+
+        self.folder = folder
+        self._failures = OSError, sqlite3.Error, diskcache.Timeout
         self._said = False
+        settings = {"size_limit": limit, "eviction_policy": "least-recently-used"}
+        self._kept = self._keep(lambda: diskcache.Cache(str(folder), **settings))
 
     def name(self, index: ShardIndex, row: int) -> str:
         return f"{without_credentials(self.bucket.url)}/{index.shards[index.spans[3 * row]]}"
@@ -216,19 +219,20 @@ class BucketTars:
 
         key = f"{self.fingerprint}/{name}/{offset}"
         with suppress(DamagedError):
-            if (data := self._keep(lambda: self._kept.get(key))) is not None:
+            if self._kept is not None and (data := self._keep(lambda: self._kept.get(key))) is not None:
                 check(data)
                 return FetchedRow(data)
         fetched = self.bucket.read_range(name, offset, length, check)
-        self._keep(lambda: self._kept.set(key, fetched))
+        if self._kept is not None:
+            self._keep(lambda: self._kept.set(key, fetched))
         return FetchedRow(fetched)
 
     def _keep(self, work: Any) -> Any:
         """What is kept is never needed: on a full disk rows are fetched each time."""
         try:
             return work()
-        except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+        except self._failures as error:
             if not self._said:
-                log.warning(f"note: {self._kept.directory}: {error}; what is read of {self.bucket} is not kept")
+                log.warning(f"note: {self.folder}: {error}; what is read of {self.bucket} is not kept")
             self._said = True
         return None
