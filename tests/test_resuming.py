@@ -243,6 +243,15 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tiny, pairs
     assert kept == {"last.ckpt": 8, "step-000006.ckpt": 6, "step-000004.ckpt": 4}
 
 
+def test_what_a_run_that_was_killed_at_its_end_kept_too_much_is_removed(run, tiny, pairs, tmp_path):
+    command = [*short(tiny, pairs, tmp_path / "run", 3), "save_every=1", "keep_checkpoints=3", "resume=auto"]
+    run("train", *command)
+    (tmp_path / "run" / "finished.json").unlink()
+    run("train", *command, "keep_checkpoints=2")
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"last.ckpt", "step-000002.ckpt"}
+
+
 def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 1))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
