@@ -145,9 +145,11 @@ def test_rows_are_read_where_none_can_be_kept(filled, caplog):
     right = rows_read(filled)[0]
     (filled.folder.parent / "read" / "cache.db").write_bytes(b"damaged" * 1000)
     assert rows_read(filled)[0] == right
-    assert [record.getMessage() for record in caplog.records if record.name == "retouch"] == [
-        f"note: {filled.folder.parent / 'read'}: file is not a database; what is read of {filled.bucket} is not kept"
-    ]
+    [said] = [record.getMessage() for record in caplog.records if record.name == "retouch"]
+    assert said.startswith(f"note: {filled.folder.parent / 'read'}: "), (
+        "what SQLite says depends on its write-ahead log"
+    )
+    assert said.endswith(f"; what is read of {filled.bucket} is not kept")
 
 
 def test_a_bucket_that_lies_is_asked_again_and_then_named(filled, monkeypatch):
