@@ -14,6 +14,7 @@ from tasks.folders import in_use
 from tasks.mirror import mirrored
 from tasks.resolvers import CONF
 from tasks.settings import TRAINING, check_settings
+from tasks.slurm import queued_again
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors, quote_values
 
 # By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
@@ -50,7 +51,7 @@ def job(cfg: DictConfig) -> float | None:
             task = chosen_task(cfg, TASKS)
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
-            with in_use(output_dir), mirrored(url, output_dir, resumes):
+            with in_use(output_dir), queued_again(cfg.resume), mirrored(url, output_dir, resumes):
                 return get_method(task)(cfg, output_dir)
     finally:
         with contextlib.suppress(OSError):  # not there, or not empty

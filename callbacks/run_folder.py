@@ -1,9 +1,9 @@
 """Where a run keeps what: every path below its output_dir."""
 
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
+
+from datamodules.files import remove_temporary
 
 
 def shorten(folder: str | Path) -> Path:
@@ -72,14 +72,8 @@ class RunFolder:
         return self.checkpoint.with_name(f".{self.checkpoint.name}.failed.tmp")
 
     def remove_unfinished(self) -> None:
-        """Remove the temporary files and folders that a killed run leaves; not those of this process."""
-        for path in [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]:
-            if path.name.endswith(f".{os.getpid()}.tmp"):  # another thread writes it
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        """Remove the temporary files and folders that a killed run leaves."""
+        remove_temporary([*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")])
 
     def weights(self, kind: str, name: str) -> Path:
         """A folder of weights: step-000100, last or best, below the adapter's `folder`."""

@@ -99,7 +99,7 @@ class Validation(L.Callback):
         with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
                 losses = self._losses(trainer, pl_module, sampler.validation)
-            row = {"step": trainer.global_step, **losses, **self._measure(sampler)}
+            row = {"step": trainer.global_step, **losses, **self._measure(sampler, pl_module)}
             self._record(trainer, pl_module, of_first(trainer, row))
 
     def _losses(self, trainer: L.Trainer, module: EditModule, data: TrainingData) -> dict[str, float]:
@@ -122,10 +122,11 @@ class Validation(L.Callback):
                     drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
                     losses.append(module.flow.losses_at(batch, drawn, module.normalize, module.denoise))
                 made.append(torch.cat(losses).cpu())
+                module.base.timer.note_progress()
         means = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()
         return {"val_loss": sum(means) / BANDS, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
 
-    def _measure(self, sampler: SampleImages) -> dict[str, float]:
+    def _measure(self, sampler: SampleImages, module: EditModule) -> dict[str, float]:
         """Each metric over all pictures: against the target, the source, and of doing nothing."""
         scores: dict[str, float] = {}
         compared = [_in_unit_range(one) for one in sampler.results]
@@ -138,6 +139,7 @@ class Validation(L.Callback):
                 if all(bool(pictures[1].isfinite().all()) for pictures in known):
                     for pictures in known:
                         metric.update(pictures[one], pictures[other])
+                        module.base.timer.note_progress()
                 scores[name + end] = float(metric.compute()) if metric.update_count else math.nan
         return scores
 

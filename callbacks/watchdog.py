@@ -10,6 +10,7 @@ import lightning.pytorch as L
 
 from callbacks.peers import peers
 from lightning_modules.edit_module import EditModule
+from lightning_modules.timing import LOADING
 
 
 class HungError(Exception):
@@ -19,8 +20,8 @@ class HungError(Exception):
 class Watchdog(L.Callback):
     """Prints the stacks of all threads and ends the process, and with it the run, where nothing is done for long.
 
-    A step, a sample picture, a sample that is encoded and a component that is loaded are something. Time in which the
-    process itself was stopped does not count.
+    A step, a picture, and a sample that is encoded or of which the loss is measured are something. Time in which a component
+    is loaded does not count, since a download takes as long as it takes; nor does time in which the process was stopped.
 
     Args:
         minutes: without anything done; None waits for ever.
@@ -52,8 +53,9 @@ class Watchdog(L.Callback):
         """A thread of its own."""
         tick, idle, before = min(10.0, seconds / 10), 0.0, None
         while not self._ended.wait(tick):
-            done = self._steps, dict(module.base.timer.seconds)
-            idle = idle + tick if done == before else 0.0
+            timer = module.base.timer
+            done = self._steps, timer.done
+            idle = idle + tick if done == before and LOADING not in timer.running else 0.0
             before = done
             if idle >= seconds:
                 self._end()

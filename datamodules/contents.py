@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from datamodules.errors import UserError
-from datamodules.files import DAMAGED, FileHashes
+from datamodules.files import DAMAGED
+from datamodules.hashes import FileHashes
 from datamodules.images.framing import View
 from datamodules.images.sample import Picture, Sample
 from datamodules.images.sample_set import SampleSet, Usable

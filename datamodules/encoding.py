@@ -12,7 +12,7 @@ from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
 from datamodules.contents import Content, Entry, entries_by_id, roles
 from datamodules.errors import UserError
-from datamodules.files import FileHashes, Hashed, hash_file
+from datamodules.hashes import FileHashes, Hashed, hash_file
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
 from datamodules.images.framing import View

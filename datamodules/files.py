@@ -1,9 +1,7 @@
 """Files that are replaced atomically, read with one-line errors, and known by their checksums."""
 
-import contextlib
 import errno
 import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -14,8 +12,8 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Any
 
+import psutil
 from safetensors import SafetensorError
 from yaml import YAMLError
 
@@ -116,6 +114,18 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
 
 
+def remove_temporary(paths: Iterable[Path]) -> None:
+    """Remove temporary files and folders that killed processes have left; not what one of this machine is writing."""
+    for path in paths:
+        process = path.name.split(".")[-2]
+        if process.isdecimal() and psutil.pid_exists(int(process)):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, which replaces `path` at the end.
@@ -189,61 +199,3 @@ def sha256(path: Path) -> str:
     """The checksum of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# A file's path, size, modification and change time in ns, and sha256; and what else is to be remembered of it.
-Hashed = tuple[Any, ...]
-
-
-def hash_file(path: Path | Packed) -> Hashed:
-    """The checksum of a file, with the size and times that would reveal a change."""
-    if isinstance(path, Packed):
-        return (*path.signature(), hashlib.sha256(path.read()).hexdigest())
-    require_file(path)
-    return (*_signature(path), sha256(path))
-
-
-def _signature(path: Path | Packed) -> tuple[str, int, int, int]:
-    if isinstance(path, Packed):
-        return path.signature()
-    stat = path.stat()
-    return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-class FileHashes:
-    """Known checksums of files, valid as long as their size and times are the same.
-
-    Args:
-        paths: files with one JSON list per line, as `line` writes it; later lines override earlier ones.
-    """
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._known: dict[str, Hashed] = {}
-        for path in paths:
-            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                # A line cut short by a killed process is skipped, and its file hashed again.
-                with contextlib.suppress(ValueError, TypeError):
-                    name, size, modified, changed, checksum, *more = json.loads(line)
-                    self._known[name] = (name, size, modified, changed, checksum, *more)
-
-    def get(self, path: Path | Packed) -> str | None:
-        """The checksum, or None if the file is new or has changed."""
-        return (self.known(path) or [None] * 5)[4]
-
-    def known(self, path: Path | Packed) -> Hashed | None:
-        """All that is remembered of the file; None if it is new or has changed."""
-        try:
-            signature = _signature(path)
-        except OSError:
-            return None
-        hashed = self._known.get(signature[0])
-        return hashed if hashed is not None and hashed[:4] == signature else None
-
-    @staticmethod
-    def line(hashed: Hashed) -> str:
-        """A file's checksum as a line of a list."""
-        return json.dumps(hashed) + "\n"
-
-    def lines(self) -> str:
-        """All known checksums, one line per file."""
-        return "".join(map(self.line, self._known.values()))

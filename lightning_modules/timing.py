@@ -14,6 +14,8 @@ log = logging.getLogger("retouch")
 SECONDS_BETWEEN_LINES = 10
 # The stage of what a run does beside its steps: sample pictures and savings. Speeds leave it out.
 NOT_TRAINING = "not training"
+# The stage of reading a component's weights, and of downloading them.
+LOADING = "load"
 
 
 class ProgressLines:
@@ -41,18 +43,37 @@ class ProgressLines:
 class StageTimer:
     """Seconds by stage; a stage within another is not counted twice.
 
-    `synchronize`, where set, is a CUDA device to wait for at the borders of a stage.
+    Attributes:
+        running: the names of the stages at hand, the innermost last.
+        done: grows where something is done: with each stage that ends, and each `note_progress`.
+        synchronize: a CUDA device to wait for at the borders of a stage.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.running: list[str] = []
+        self.done = 0
         self.synchronize: torch.device | None = None
         self._inner = 0.0
         self._aside = False  # whether a stage beside training runs
 
+    def note_progress(self) -> None:
+        """Within a stage that takes long: a part of it is done."""
+        self.done += 1
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside, less those of stages within, to `seconds[name]`."""
+        self.running.append(name)
+        try:
+            with self._timed(name):
+                yield
+        finally:
+            self.running.pop()
+            self.note_progress()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         if name == NOT_TRAINING and self._aside:  # within another one, which counts all that it takes
             yield
             return

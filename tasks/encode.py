@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from callbacks.best_effort import best_effort
 from callbacks.signals import Stopped
 from datamodules.errors import UserError
+from tasks.folders import by_one_process
 from tasks.placement import Processes, frozen_model, start_processes
 from tasks.terminal import is_first_process, log, silence_libraries
 
@@ -64,21 +65,13 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> "Cache":
 def _hash_here(data: "CachedDataModule", cache: "Cache") -> None:
     """Let one process of this machine compute the checksums of all samples' files; elsewhere their times differ."""
     from datamodules.encoding import hash_files
-    from datamodules.shards.leases import Leases
-    from datamodules.shards.places import Folder
-
-    leases = Leases(Folder(cache.folder / "hashing"))
+    from datamodules.shards.processes import new_name
 
     def hash_all() -> None:
-        hash_files(cache, leases.me, data.sample_set.find())
+        hash_files(cache, new_name(), data.sample_set.find())
         cache.checksums.merge()
 
-    def wait() -> None:
-        time.sleep(leases.root.look)
-
-    with leases.working(wait):
-        leases.once("hash", hash_all, wait)
-    leases.close()
+    by_one_process(cache.folder / "hashing", hash_all)
 
 
 class CacheBuild:
@@ -197,8 +190,7 @@ class CacheBuild:
         from callbacks.watchdog import Watchdog
         from datamodules.encoding import EncodingDataModule
 
-        for name in units:
-            self.cache.recover_unit(int(name), silent[name])
+        self.cache.recover_units({int(name): silent[name] for name in units})
         data, leases = self.data, self.leases
         writer = ShardWriter(self.cache, data.shard_size, leases, len(units) / open, (self._encoded, self._added))
         watchdog = Watchdog(self.cfg.get("watchdog_minutes"))

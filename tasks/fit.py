@@ -29,11 +29,10 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from datamodules.shards.stores import local_folder
 from tasks.encode import build_cache
-from tasks.folders import LOCK
+from tasks.folders import NOT_OF_A_RUN
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
 from tasks.resuming import check_resumable, find_checkpoint, read_end, start_anew, write_end
-from tasks.slurm import queued_again
 from tasks.terminal import is_first_process, log, silence_libraries
 
 
@@ -87,12 +86,11 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
             check_upload(repository, OmegaConf.select(cfg, "hub.every", default="end"))
         if cfg.resume and (value := read_end(run, cfg.trainer.max_steps)) is not None:
             return value
-        with queued_again(cfg.resume):
-            trainer = train(cfg, run)
-            upload = find_callback(trainer, HubUpload)
-            if upload is not None:  # behind the run, for which other processes would wait
-                upload.finish()
-            value = report(trainer, run, cfg)
+        trainer = train(cfg, run)
+        upload = find_callback(trainer, HubUpload)
+        if upload is not None:  # behind the run, for which other processes would wait
+            upload.finish()
+        value = report(trainer, run, cfg)
         if trainer.is_global_zero:
             write_end(run, trainer.global_step, value)
         return value
@@ -190,7 +188,7 @@ def no_traces_unless_started(run: RunFolder, cache_dir: str | None) -> Iterator[
     Args:
         cache_dir: what is encoded stays; a folder that contains it is not removed.
     """
-    fresh = is_first_process() and all(path.name == LOCK for path in run.path.iterdir())
+    fresh = is_first_process() and all(path.name in NOT_OF_A_RUN for path in run.path.iterdir())
     if cache_dir is not None and local_folder(cache_dir).resolve().is_relative_to(run.path.resolve()):
         fresh = False
     try:

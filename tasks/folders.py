@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,12 +17,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, without_credentials
+from datamodules.shards.leases import Leases
+from datamodules.shards.places import Folder
 from tasks.resuming import check_resume
 from tasks.terminal import is_first_process, log, one_line_errors
 
 # How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
 INHERITED = "RETOUCH_OUTPUT_DIR"
 LOCK = ".lock"
+# What stands between a run and its copy in a bucket (`tasks.mirror`).
+MIRROR = ".mirror"
+NOT_OF_A_RUN = (LOCK, MIRROR)
 # False while a config is only shown (--cfg): then no folder is made.
 BEGINS = ContextVar("begins", default=False)
 
@@ -99,6 +104,22 @@ def in_use(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def by_one_process(folder: Path, work: Callable[[], None]) -> None:
+    """Let one of the processes that come here at the same time do this, and return when it is done.
+
+    Args:
+        folder: that they all see; it holds nothing else.
+    """
+    leases = Leases(Folder(folder))
+
+    def wait() -> None:
+        time.sleep(leases.root.look)
+
+    with leases.working(wait):
+        leases.once("work", work, wait)
+    leases.close()
 
 
 def require_empty(folder: Path) -> None:

@@ -53,7 +53,7 @@ def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -
     for path, before in zip(candidates, [*candidates[1:], None], strict=True):
         remedy = f"name another ckpt_path, or {_from_weights(weights)}" if before is None else f"{before} is tried"
         try:
-            return path, _step(path, remedy)
+            return path, checkpoint_step(path, remedy)
         except UserError as error:
             if before is None:
                 raise
@@ -107,7 +107,7 @@ def _from_weights(weights: Path | None) -> str:
     return f"start from the weights of this one by {setting}={weights}"
 
 
-def _step(path: Path, remedy: str) -> int:
+def checkpoint_step(path: Path, remedy: str) -> int:
     """The step of a checkpoint. Its structure is read as a whole; its tensors are not."""
     import torch
 

@@ -175,7 +175,7 @@ def test_builds_of_one_cache_wait_for_each_other(run, start, tiny, tmp_path):
 
 @pytest.mark.parametrize("damaged", ["rows", "tar", "plan"])
 def test_what_is_damaged_while_a_build_is_interrupted_is_found(run, start, tiny, tmp_path, damaged):
-    """Rows of a unit that is done are read from its tar again, and samples of the tar are encoded again."""
+    """By the next command: rows of a tar are read from it again, and samples that are lost are encoded again."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
     command = cache_overrides(tiny, root, tmp_path / "cache")
@@ -188,8 +188,38 @@ def test_what_is_damaged_while_a_build_is_interrupted_is_found(run, start, tiny,
     changed = bytearray(path.read_bytes())
     changed[len(changed) // 2 if damaged != "plan" else 0] ^= 1
     path.write_bytes(changed)
-    if damaged != "rows":
-        words = "samples are lost: start again" if damaged == "tar" else "plan.json is damaged: start again"
-        assert words in run("predict", *command, ok=False).error
     run("predict", *command)
     assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("damaged", ["tar", "plan"])
+def test_what_is_damaged_while_a_build_runs_is_said(run, start, tiny, tmp_path, damaged):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
+    run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    process = start("predict", *command, before=partial(divide_and_hold, 2, 3, tmp_path / "held"))
+    wait_until((tmp_path / "held").exists, process)
+    name = {"tar": "latents-00000-*.tar", "plan": "building/*/plan.json"}[damaged]
+    [path] = tmp_path.glob(f"cache/*/{name}")
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2 if damaged == "tar" else 0] ^= 1
+    path.write_bytes(changed)
+    if damaged == "plan":
+        assert "plan.json is damaged: start again" in run("predict", *command, ok=False).error
+    (tmp_path / "held.go").touch()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == (1 if damaged == "tar" else 0), text
+    assert ("samples are lost: start again" in text) == (damaged == "tar")
+    run("predict", *command)
+    assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
+
+
+def test_a_build_that_was_killed_encodes_what_has_changed_since(run, start, tiny, tmp_path):
+    """In a piece of the work that was done, too."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    process = start("predict", *command, before=partial(divide_and_hold, 2, 3, tmp_path / "held"))
+    kill_when((tmp_path / "held").exists, process)
+    (root / "training_images" / "00.txt").write_text("another caption")
+    assert encoded(run("predict", *command)) == 4
+    run("train", *short(tiny, root, tmp_path / "run", 1))

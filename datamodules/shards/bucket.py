@@ -3,11 +3,13 @@
 import hashlib
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import replacing
+from datamodules.shards.failures import is_bucket_absent
 from datamodules.shards.stores import kind_of, locate
 from datamodules.shards.transfer import Attempts, DamagedError
 
@@ -48,21 +50,25 @@ class Bucket:
         """A folder in this one."""
         return Bucket(f"{self.url.rstrip('/')}/{name}", self.setting)
 
-    def attempt(self, work: Callable[[], Made]) -> Made:
+    def attempt(self, work: Callable[[], Made], done: str = "read") -> Made:
         """What `work` makes, tried several times.
 
+        Args:
+            done: read or written: what the folder is to be, for messages.
+
         Raises:
-            UserError: trying again would not help, or did not.
+            FileNotFoundError: there is no such object.
+            UserError: there is no such bucket; or trying again would not help, or did not.
         """
         from obstore.exceptions import BaseError
 
-        attempts = Attempts(self.url, known=False, stopped=threading.Event(), setting=self.setting)
+        attempts = Attempts(self.url, known=False, stopped=threading.Event(), setting=self.setting, done=done)
         while True:
             try:
                 return work()
-            except FileNotFoundError:
-                raise
             except (BaseError, OSError, DamagedError) as error:
+                if isinstance(error, FileNotFoundError) and not is_bucket_absent(error):
+                    raise
                 attempts.after(error)
 
     def names(self, deep: bool = False) -> "dict[str, ObjectMeta]":
@@ -101,6 +107,17 @@ class Bucket:
             return self.attempt(get)
         except FileNotFoundError:
             return None
+
+    def checksum(self, name: str) -> str | None:
+        """The sha256 of what was uploaded as an object; None where another program uploaded it.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
+        import obstore
+
+        got = self.attempt(lambda: obstore.get(self.store, self.prefix + name, options={"head": True}))
+        return got.attributes.get(CHECKSUM)
 
     def read_range(self, name: str, start: int, length: int, check: Callable[[bytes], None]) -> bytes:
         """So many bytes of an object.
@@ -153,7 +170,7 @@ class Bucket:
                 with content.open("rb") as file:
                     self.put(name, file)
 
-        self.attempt(write)
+        self.attempt(write, "written")
 
     def put(self, name: str, content: bytes | BinaryIO, mode: "PutMode" = "overwrite") -> "PutResult":
         """Upload, once, bytes or a file with their checksum, to which all that is read is held.
@@ -182,7 +199,7 @@ class Bucket:
                 return False
             return True
 
-        return self.attempt(put)
+        return self.attempt(put, "written")
 
     def create(self, name: str, content: bytes) -> bool:
         """Make an object, unless there is one."""
@@ -196,19 +213,29 @@ class Bucket:
                 return self.read(name) == content
             return True
 
-        return self.attempt(create)
+        return self.attempt(create, "written")
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; some may not be there."""
+        listed = list(names)
+        self.attempt(lambda: self.delete(listed), "written")
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects, once; some may not be there.
+
+        Raises:
+            BaseError: of obstore.
+        """
         import obstore
 
         paths = [self.prefix + name for name in names]
-        if paths:
-            try:
-                self.attempt(lambda: obstore.delete(self.store, paths))
-            except FileNotFoundError:
-                for path in paths if len(paths) > 1 else ():
-                    self.remove([path.removeprefix(self.prefix)])
+        try:
+            if paths:
+                obstore.delete(self.store, paths)
+        except FileNotFoundError:  # of Google's and Azure's stores, which S3's do not raise
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self.store, path)
 
     def drop(self, folder: str) -> None:
         """Remove a folder with its objects."""

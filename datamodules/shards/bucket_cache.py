@@ -4,6 +4,7 @@ import logging
 import secrets
 import sqlite3
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,9 @@ from datamodules.shards.cache import USED, Cache
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.index_arrays import ARRAYS
 from datamodules.shards.leases import Leases
-from datamodules.shards.manifest import INDEX, MANIFEST
+from datamodules.shards.manifest import INDEX, MANIFEST, index_matches
 from datamodules.shards.stores import local_folder
-from datamodules.shards.tar import OpenShard, Row, facts_beside, rows_path, scan, write_rows, written_checksum
+from datamodules.shards.tar import OpenShard, Row, count_rows, facts_beside, rows_path, scan, write_rows
 from datamodules.shards.transfer import DamagedError
 
 log = logging.getLogger("retouch")
@@ -35,8 +36,8 @@ def cache_of(cache_dir: str, name: str, parts: Mapping[str, Any]) -> Cache:
 class BucketCache(Cache):
     """The shards of one fingerprint, in a bucket.
 
-    A tar is uploaded when it is full, and after it the file with its rows. So of a machine that is lost at most the
-    samples of one tar are encoded again.
+    A tar is uploaded when it is full, and after it the file with its rows. So of a process that is lost with its disk
+    at most the samples of one tar are encoded again.
 
     Args:
         folder: on this machine: copies of the index, the manifest and the rows, tars that are not full yet, and the
@@ -60,11 +61,14 @@ class BucketCache(Cache):
         return super().touch() and self.bucket.may_write(USED)
 
     def tars(self) -> dict[str, int]:
-        there = {name: one["size"] for name, one in self.bucket.names().items() if _is_tar(name)}
-        return {**super().tars(), **there}
+        return {name: one["size"] for name, one in self.bucket.names().items() if _is_tar(name)}
 
     def readable_tars(self, limit: int) -> "BucketTars":
         return BucketTars(self.bucket, self.folder.parent / "read", self.folder.name, limit)
+
+    def unmerged(self) -> list[Path]:
+        # Whose tar is still here is not uploaded yet, so others know nothing of it.
+        return [tar for tar in super().unmerged() if not tar.exists()]
 
     def refresh(self) -> None:
         while True:
@@ -72,29 +76,36 @@ class BucketCache(Cache):
                 return self._download()
 
     def _download(self) -> None:
+        uploaded = self.unmerged()
         there = self.bucket.names()
         self.folder.mkdir(parents=True, exist_ok=True)
         manifest, here = self.bucket.read(MANIFEST), self.folder / MANIFEST
         if manifest is None or INDEX not in there:  # `recover` makes them again
             for name in (MANIFEST, INDEX, ARRAYS):
                 (self.folder / name).unlink(missing_ok=True)
-        elif not (here.is_file() and here.read_bytes() == manifest and self._has(INDEX, there[INDEX]["size"])):
+        elif not (here.is_file() and here.read_bytes() == manifest and self._has_index()):
             self.bucket.download(INDEX, self.folder / INDEX)
             (self.folder / ARRAYS).unlink(missing_ok=True)
             with suppress(FileNotFoundError):
                 self.bucket.download(ARRAYS, self.folder / ARRAYS)
             with replacing(here) as temporary:
                 temporary.write_bytes(manifest)
-        for tar in self.unmerged():
-            if rows_path(tar).name not in there and not tar.exists():  # merged by another machine
+        for tar in uploaded:
+            if rows_path(tar).name not in there:  # merged by another machine
                 rows_path(tar).unlink(missing_ok=True)
         for name in there:
             if _is_rows(name) and not (self.folder / name).exists():
                 self.bucket.download(name, self.folder / name)
 
-    def _has(self, name: str, size: int) -> bool:
-        path = self.folder / name
-        return path.is_file() and path.stat().st_size == size
+    def _has_index(self) -> bool:
+        """Whether the index is here as it was written."""
+        return (self.folder / INDEX).is_file() and index_matches(self.folder, self.manifest())
+
+    def _counts(self, manifest: Mapping[str, Any]) -> Counter[str]:
+        # What `refresh` has downloaded is as it was uploaded: newer than the manifest, with rows of more tars, where a
+        # build was killed between the two.
+        index = self.folder / INDEX
+        return (count_rows(index) if index.is_file() else None) or Counter()
 
     def seal(self, shard: OpenShard) -> None:
         super().seal(shard)
@@ -105,41 +116,33 @@ class BucketCache(Cache):
         self.bucket.write(rows_path(tar).name, rows_path(tar))
         tar.unlink()
 
-    def _upload_left(self, pattern: str) -> None:
-        """What an earlier command on this machine has finished, and could not upload."""
-        for tar in sorted(self.folder.glob(pattern)):
-            if rows_path(tar).exists() and written_checksum(tar) is not None:
+    def _upload_left(self, tars: Iterable[Path]) -> None:
+        """What earlier commands on this machine have written, and did not upload."""
+        for tar in tars:
+            facts = facts_beside(tar)
+            if facts is not None and facts["sha256"] == sha256(tar):
                 self._upload(tar)
+            else:
+                self.seal(OpenShard(tar))
 
-    def recover_unit(self, unit: int, seal: bool) -> None:
-        self._upload_left(f"latents-{unit:05d}-*.tar")
+    def recover_units(self, units: Mapping[int, bool]) -> None:
+        for unit in units:
+            self._upload_left(self._tars_of(unit))
         self.refresh()
-        super().recover_unit(unit, seal)
 
     def open_shard(self, unit: int, full: int) -> OpenShard:
-        for tar in sorted(self.folder.glob(f"latents-{unit:05d}-*.tar")):
-            if rows_path(tar).exists() and written_checksum(tar) is None:
-                return OpenShard(tar)
         # Drawn: another machine may upload a tar of this unit at the same time.
         return OpenShard(self.folder / f"latents-{unit:05d}-{secrets.randbelow(10**9):09d}.tar")
 
     def recover(self) -> None:
-        self._upload_left("latents-*.tar")
+        self._upload_left(sorted(self.folder.glob("latents-*.tar")))
         super().recover()
 
     def _read_rows_again(self, tar: Path) -> None:
-        if tar.exists():
-            return super()._read_rows_again(tar)
         log.warning(f"{self.bucket}: {tar.name} is not in the index: it is downloaded to read its rows")
         self.bucket.download(tar.name, tar)
         write_rows(tar, scan(tar)[0], sha256(tar))
         self._upload(tar)
-
-    def _unmerged_intact(self, tar: Path) -> bool:
-        if tar.exists():
-            return super()._unmerged_intact(tar)
-        facts = facts_beside(tar)
-        return facts is not None and self._intact(tar.name, facts, self.tars())
 
     def _intact(self, name: str, facts: dict[str, Any], tars: Mapping[str, int]) -> bool:
         return tars.get(name) == facts["bytes"]  # the checksum of each row is compared when it is read

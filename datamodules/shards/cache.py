@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datamodules.files import DAMAGED, sha256
+from datamodules.files import DAMAGED, remove_temporary, sha256
 from datamodules.shards.checksums import Checksums
 from datamodules.shards.leases import Leases
 from datamodules.shards.manifest import INDEX, index_matches, read_manifest, write_index_and_manifest
@@ -100,23 +100,27 @@ class Cache:
         for tar in tars:
             yield from rows_of(tar)
 
-    def recover_unit(self, unit: int, seal: bool) -> None:
-        """Write the rows of the tars that an earlier holder of a unit has not finished.
+    def recover_units(self, units: Mapping[int, bool]) -> None:
+        """Write the rows of the tars that earlier holders of these units have not finished.
 
         Args:
-            seal: whether it may still write to them, so that nothing is to be appended.
+            units: of each whether its holder may still write to them, so that nothing is to be appended.
         """
-        known = self.manifest()["shards"].keys()
-        for tar in sorted(self.folder.glob(f"latents-{unit:05d}-*.tar")):
-            if tar.name not in known and not self._unmerged_intact(tar):
-                if seal:
-                    self.seal(OpenShard(tar))
-                else:
-                    write_rows(tar, scan(tar)[0], None)
+        known, tars = self.manifest()["shards"].keys(), self.tars()
+        for unit, seal in units.items():
+            for tar in self._tars_of(unit):
+                if tar.name not in known and not self._unmerged_intact(tar, tars):
+                    if seal:
+                        self.seal(OpenShard(tar))
+                    else:
+                        write_rows(tar, scan(tar)[0], None)
+
+    def _tars_of(self, unit: int) -> list[Path]:
+        return sorted(self.folder.glob(f"latents-{unit:05d}-*.tar"))
 
     def open_shard(self, unit: int, full: int) -> OpenShard:
         """The unfinished tar of a unit whose holder has ended, or a new one; `full` in bytes."""
-        tars = sorted(self.folder.glob(f"latents-{unit:05d}-*.tar"))
+        tars = self._tars_of(unit)
         number = int(tars[-1].stem.rpartition("-")[2]) + 1 if tars else 0
         if tars and rows_path(tars[-1]).exists() and written_checksum(tars[-1]) is None:
             shard = OpenShard(tars[-1])
@@ -150,12 +154,11 @@ class Cache:
         Tars that are damaged, and tars missing from the index because a build was killed or the index was lost, are
         read up to their last intact sample.
         """
-        for path in self.folder.glob(".*.tmp"):
-            path.unlink()
+        remove_temporary(self.folder.glob(".*.tmp"))
         self.refresh()
         tars = self.tars()
         for tar in self.unmerged():
-            if not self._unmerged_intact(tar):
+            if not self._unmerged_intact(tar, tars):
                 self._drop_rows([tar])
         manifest = self.manifest()
         shards: dict[str, Any] = manifest["shards"]
@@ -181,14 +184,12 @@ class Cache:
         """Write the rows of a tar beside it, up to its last intact sample."""
         write_rows(tar, scan(tar)[0], None)
 
-    def _unmerged_intact(self, tar: Path) -> bool:
+    def _unmerged_intact(self, tar: Path, tars: Mapping[str, int]) -> bool:
         """Whether a tar that is not in the index yet has its rows beside it, and both are as they were written."""
         facts = facts_beside(tar)
-        return (
-            facts is not None
-            and tar.is_file()
-            and (facts["sha256"] is None or self._intact(tar.name, facts, self.tars()))
-        )
+        if facts is None or tar.name not in tars:
+            return False
+        return facts["sha256"] is None or self._intact(tar.name, facts, tars)
 
     def _index(self) -> Iterator[Row]:
         if (self.folder / INDEX).is_file():

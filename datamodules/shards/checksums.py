@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from datamodules.files import FileHashes, Hashed, replacing
+from datamodules.files import replacing
+from datamodules.hashes import FileHashes, Hashed
 
 
 class Checksums:

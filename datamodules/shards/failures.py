@@ -1,4 +1,4 @@
-"""Why a URL cannot be read, without credentials in the message, and whether retrying is useless."""
+"""Why a URL cannot be read or written, without credentials in the message, and whether retrying is useless."""
 
 import http.client
 import re
@@ -56,19 +56,20 @@ def command_failure(stream: IO[bytes] | None) -> Failure | None:
     return Failure(f"the command ended with status {stream.status}", False)
 
 
-def failure(error: Exception, url: str, known: bool) -> Failure:
+def failure(error: Exception, url: str, known: bool, done: str = "read") -> Failure:
     """The failure that an error stands for.
 
     Args:
         error: from obstore, the file system, or a tar that is cut short or damaged.
         known: whether the host was reached before.
+        done: read or written: what the URL was to be.
     """
     from obstore.exceptions import BaseError
 
     text = str(error).strip() or type(error).__name__
     first = without_credentials(re.sub(r"^Generic \w+ error: ", "", text.splitlines()[0]))
     if isinstance(error, OSError) and error.errno is not None:
-        return _file_failure(error)
+        return _file_failure(error, done)
     if not isinstance(error, BaseError | FileNotFoundError):
         return Failure(first, False)
     credentials = CREDENTIALS.get(kind_of(url) or "")
@@ -80,32 +81,38 @@ def failure(error: Exception, url: str, known: bool) -> Failure:
         return Failure(f"is in a bucket of another region: set AWS_REGION to {named}", True)
     code = re.search(r"<Code>(\w+)", text)
     if isinstance(error, FileNotFoundError):
-        absent = code is not None and code[1] in ("NoSuchBucket", "ContainerNotFound")
+        absent = is_bucket_absent(error)
         return Failure(f"is not there: there is no bucket {urlsplit(url).netloc}" if absent else "is not there", True)
     if status := re.search(r"status code: (\d+)", text):
-        return _status_failure(int(status[1]), code and code[1], credentials)
+        return _status_failure(int(status[1]), code and code[1], credentials, done)
     for pattern, (what, lasts) in NETWORK.items():
         if re.search(pattern, text):
             system = re.search(r'code: \d+,\s+kind: \w+,\s+message: "([^"]+)"', text)
             what = system[1].lower() if system else what
             lasts = not known if lasts is None else lasts
-            return Failure(f"cannot be read: {what}" if lasts else what, lasts)
+            return Failure(f"cannot be {done}: {what}" if lasts else what, lasts)
     if "Content-Length" in first:
         return Failure("cannot be read: its server does not say how long it is (pipe:curl needs no length)", True)
     return Failure(f"cannot be opened: {first}" + (f"; set {credentials}" if credentials else ""), True)
 
 
-def _file_failure(error: OSError) -> Failure:
+def is_bucket_absent(error: FileNotFoundError) -> bool:
+    """Whether it is not the object that is not there, but the whole bucket."""
+    code = re.search(r"<Code>(\w+)", str(error))
+    return code is not None and code[1] in ("NoSuchBucket", "ContainerNotFound")
+
+
+def _file_failure(error: OSError, done: str) -> Failure:
     if isinstance(error, FileNotFoundError):
         return Failure("is not there", True)
     lasts = isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError)
     what = error.strerror or type(error).__name__
-    return Failure(f"cannot be read: {what}" if lasts else what, lasts)
+    return Failure(f"cannot be {done}: {what}" if lasts else what, lasts)
 
 
-def _status_failure(number: int, code: str | None, credentials: str | None) -> Failure:
+def _status_failure(number: int, code: str | None, credentials: str | None, done: str) -> Failure:
     what = f"{number} {code or http.client.responses.get(number, '')}".strip()
     if number in (401, 403):
-        return Failure(f"may not be read ({what})" + (f": check {credentials}" if credentials else ""), True)
+        return Failure(f"may not be {done} ({what})" + (f": check {credentials}" if credentials else ""), True)
     lasts = number < 500 and number not in RETRIED
-    return Failure(f"cannot be read: {what}" if lasts else what, lasts)
+    return Failure(f"cannot be {done}: {what}" if lasts else what, lasts)

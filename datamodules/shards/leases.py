@@ -6,7 +6,8 @@ for `STALE` seconds by the reader's own clock, its units are free, and who makes
 one over. A finished unit has a `NAME.done`. So no file system has to lock files, and no two clocks have to agree.
 
 Each piece of work is a round, a folder with a number. Its files are removed only after it was closed, and nobody begins
-the next one while somebody is at work in it.
+the next one while somebody is at work in it. Nor does anybody join one in which all have ended: what they have left is
+looked at anew in the next, since what is to be done may have changed.
 """
 
 import json
@@ -42,6 +43,7 @@ class Leases:
         self.me = new_name()
         self._seen: dict[str, tuple[bytes, float]] = {}  # by process its last sign of life, and when it was new
         self._beaten = 0.0
+        self._silent = 0.0  # the longest time without a sign of life of this process
         self._ended = threading.Event()
         self._enter(max(self._rounds(), default=0))
 
@@ -65,6 +67,7 @@ class Leases:
         while True:
             self._enter_open_round(wait)
             self.me = new_name()  # what was taken before and not finished is not held any more
+            self._beaten, self._silent = _now(), 0.0
             self._beat(0)
             # Who closes a round looks for signs of life afterwards: one of the two sees the other.
             if max(self._rounds(), default=0) == self._number and self.here.read(CLOSED) is None:
@@ -83,11 +86,15 @@ class Leases:
     def _enter_open_round(self, wait: Callable[[], None]) -> None:
         while True:
             self._enter(max(self._rounds(), default=0))
-            if self.here.read(CLOSED) is None:
-                return
-            if not self.others():
+            files, others = list(self.here.names()), self.others()
+            if CLOSED in files and not others:
                 return self._enter(self._number + 1)
-            wait()
+            if CLOSED in files:
+                wait()
+            elif others or not files:
+                return
+            else:
+                self.close()
 
     def close(self) -> None:
         """End the round, unless somebody is at work in it."""
@@ -166,8 +173,8 @@ class Leases:
         return [name for name in names if name != self.me and self._is_alive(name)]
 
     def require_mine(self) -> None:
-        """Raise a UserError where this process has been silent so long that others may have taken over its units."""
-        silent = time.monotonic() - self._beaten
+        """Raise a UserError where this process was ever silent so long that others may have taken over its units."""
+        silent = max(self._silent, _now() - self._beaten)
         if silent > STALE / 2:
             raise UserError(
                 f"this process gave no sign of life in {self.here} for {silent:.0f} s, so others may do its work: "
@@ -198,9 +205,9 @@ class Leases:
             return False
         before, since = self._seen.get(process, (None, 0.0))
         if sign != before:
-            since = time.monotonic()
+            since = _now()
             self._seen[process] = sign, since
-        return True if time.monotonic() - since < STALE else None
+        return True if _now() - since < STALE else None
 
     def _keep_beating(self) -> None:
         number = 0
@@ -211,7 +218,13 @@ class Leases:
 
     def _beat(self, number: int) -> None:
         self.write(f"{self.me}.alive", {"beat": number, **identity(os.getpid())})
-        self._beaten = time.monotonic()
+        now = _now()
+        self._silent, self._beaten = max(self._silent, now - self._beaten), now
+
+
+def _now() -> float:
+    """Seconds, of those too in which the machine was suspended, where its system counts them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _done(files: Iterable[str]) -> set[str]:

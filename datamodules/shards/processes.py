@@ -40,11 +40,11 @@ def has_ended(sign: bytes) -> bool:
     """Whether a sign of life is of a process of this machine that is no more."""
     try:
         known = json.loads(sign)
-        now = identity(known["pid"])
+        here = bool(known["machine"]) and known["machine"] == list(identity(os.getpid())["machine"] or ())
+        started = _started(known["pid"])
+        zombie = psutil.Process(known["pid"]).status() == psutil.STATUS_ZOMBIE
+        return here and (zombie or started != known["started"])
     except psutil.NoSuchProcess:
-        return known["machine"] == list(identity(os.getpid())["machine"] or ()) and bool(known["machine"])
+        return here
     except (ValueError, KeyError, TypeError):
         return False
-    same_machine = bool(known["machine"]) and tuple(known["machine"]) == now["machine"]
-    zombie = psutil.Process(known["pid"]).status() == psutil.STATUS_ZOMBIE
-    return same_machine and (zombie or now["started"] != known["started"])

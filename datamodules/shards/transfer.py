@@ -39,15 +39,19 @@ class Attempts:
     """Counts consecutive failures, and waits between attempts.
 
     Args:
-        url: what is read.
+        url: what is read or written.
         known: whether its host was reached before: then a failed name lookup is retried.
         stopped: set when the bytes are no longer needed.
         setting: that names the URL.
+        done: read or written, for messages.
     """
 
-    def __init__(self, url: str, known: bool, stopped: threading.Event, setting: str = "data.shards") -> None:
+    def __init__(
+        self, url: str, known: bool, stopped: threading.Event, setting: str = "data.shards", done: str = "read"
+    ) -> None:
         self.url = url
         self.setting = setting
+        self.done = done
         self.known = known
         self.stopped = stopped
         self.count = 0
@@ -60,12 +64,12 @@ class Attempts:
             StoppedError: the bytes are no longer needed.
         """
         self.count += 1
-        what, lasts = command_failure(stream) or failure(error, self.url, self.known)
+        what, lasts = command_failure(stream) or failure(error, self.url, self.known, self.done)
         # `from None`: the cause may quote the URL with its credentials.
         if lasts:
             raise UserError(f"{self.setting}: {shown(self.url)} {what}") from None
         if self.count == ATTEMPTS:
-            what = f"cannot be read: {what} ({self.count} attempts)"
+            what = f"cannot be {self.done}: {what} ({self.count} attempts)"
             raise UserError(f"{self.setting}: {shown(self.url)} {what}") from None
         pause = PAUSE * 2 ** (self.count - 1)
         log.warning(f"note: {shown(self.url)}: {what}; attempt {self.count + 1} of {ATTEMPTS} in {pause:g} s")

@@ -12,7 +12,7 @@ from datamodules.errors import UserError, listing
 from lightning_modules.execution.host_memory import HostCopy
 from lightning_modules.pretrained.repository import WITHOUT_WEIGHTS, load_component, read_index, resolve_repository
 from lightning_modules.quantization.quantization import Quantization
-from lightning_modules.timing import StageTimer
+from lightning_modules.timing import LOADING, StageTimer
 
 log = logging.getLogger("retouch")
 
@@ -65,7 +65,7 @@ class Components:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
-            with self.timer.stage("load"):
+            with self.timer.stage(LOADING):
                 self._loaded[name] = self._load(name, self.device(name))
         elif name in self._offloaded:
             part, device = self._loaded[name], self.device(name)

@@ -19,7 +19,7 @@ from lightning_modules.pretrained.component_files import GET_AGAIN, check_compon
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.quantization import Quantization
-from lightning_modules.timing import StageTimer
+from lightning_modules.timing import LOADING, StageTimer
 
 log = logging.getLogger("retouch")
 
@@ -151,7 +151,7 @@ class FrozenBase:
         """The transformer on its device, frozen; encoders make room for it before, if they are told to."""
         if self.offloads_encoders:
             self.components.offload_to_cpu()
-        with self.timer.stage("load"):
+        with self.timer.stage(LOADING):
             transformer = self.source.load(self.device, sharded)
         self._transformer_is_loaded = True
         return transformer

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 from datamodules.errors import UserError, listing
-from datamodules.files import FileHashes, hash_file, reading
+from datamodules.files import reading
+from datamodules.hashes import FileHashes, hash_file
 from lightning_modules.pretrained.component_files import GET_AGAIN, check_component, read_json
 
 log = logging.getLogger("retouch")
@@ -194,8 +195,7 @@ def content(repository: str, revision: str | None, patterns: Sequence[str], memo
         if known is None:
             if path.stat().st_size > LARGE:
                 log.info(f"reading {path} once, to know it by its content")
-            hashed = hash_file(path)
-            known = hashed[4]
+            known = (hashed := hash_file(path))[4]
             with suppress(OSError):  # read-only: it is read again the next time
                 memo.parent.mkdir(parents=True, exist_ok=True)
                 with memo.open("a", encoding="utf-8") as file:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.files import FileHashes, Packed, hash_file
+from datamodules.files import Packed
+from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.cells import Cell
 from datamodules.images.sample import Root
 from datamodules.images.sources import find_samples

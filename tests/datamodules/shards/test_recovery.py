@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.files import FileHashes, hash_file, sha256
+from datamodules.files import sha256
+from datamodules.hashes import FileHashes, hash_file
 from datamodules.shards.cache import Cache
 from datamodules.shards.copied import verified_manifest
 from datamodules.shards.index import ShardIndex

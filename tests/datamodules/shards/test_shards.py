@@ -9,7 +9,7 @@ import torch
 import webdataset as wds
 
 from datamodules.errors import UserError
-from datamodules.files import FileHashes, hash_file
+from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.window import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit, fingerprint
