@@ -20,8 +20,9 @@ class HungError(Exception):
 class Watchdog(L.Callback):
     """Prints the stacks of all threads and ends the process, and with it the run, where nothing is done for long.
 
-    A step, a picture, and a sample that is encoded or of which the loss is measured are something. Time in which a component
-    is loaded does not count, since a download takes as long as it takes; nor does time in which the process was stopped.
+    A step, a picture, and a sample that is encoded or of which the loss is measured are something. Time in which a
+    component is loaded does not count, since a download takes as long as it takes; nor does time in which the process
+    was stopped.
 
     Args:
         minutes: without anything done; None waits for ever.

@@ -158,14 +158,14 @@ class CachedDataModule(PairsDataModule):
 
     def _take_root(self, cache: Cache) -> None:
         """Use the samples of data.root."""
-        samples = self.sample_set.find()
         cache.refresh()
         hashes = cache.checksums.known()
-        found = look_up(self.sample_set, samples, cache, hashes, self.preserve_prompts)
+        found = look_up(self.sample_set, self.sample_set.find(), cache, hashes, self.preserve_prompts)
         self.index, self._number_of, self._preserved = found.index, found.numbers, found.preserved
         if changed := self.sample_set.check(found.missing):
             absent = listing([one.sample.key for one in changed])
-            raise UserError(f"{absent} not in the cache {cache}: did files change just now? Start again")
+            hint = "did files change just now? Start again" if cache.touch() else "fill it from where it can be written"
+            raise UserError(f"{absent} not in the cache {cache}: {hint}")
         self.sample_set.require_some(found.usable)
         self.take(found.usable, hashes.get)
 
@@ -229,8 +229,7 @@ class CachedDataModule(PairsDataModule):
         return LatentReader(*where, empty_prompt, captions, weights, seed, self._preserved)
 
     def train_batches(self) -> ThreadedLoader:
-        reader = self.reader(self.with_empty_prompt, self.seed)
-        return ThreadedLoader(reader, self.sampler(), self.num_workers)
+        return ThreadedLoader(self.reader(self.with_empty_prompt, self.seed), self.sampler(), self.num_workers)
 
     def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
         batches = self.one_by_one(which, empty_prompt)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from rich.filesize import decimal
 
 from datamodules.errors import UserError, listing, without_credentials
+from datamodules.shards.bucket_cache import READ, cache_of
 from datamodules.shards.cache import USED, Cache
 from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
@@ -60,14 +61,17 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
 def clean(cfg: DictConfig, _: Path) -> None:
     """Name what the present settings do not use, caches and quantized transformers; with delete=true, delete it."""
     data, module = cached_data(cfg), frozen_model(cfg)
+    used = data.cache(module).folder
     if "://" in data.cache_dir:
         log.info(f"note: only what this machine keeps of {without_credentials(data.cache_dir)} is looked at")
-    used = data.cache(module).folder
+        read = used.parent / READ
+        if size := sum(path.stat().st_size for path in read.rglob("*") if path.is_file()):
+            log.info(f"note: {read} keeps {decimal(size)} of it, at most data.cache_limit: remove it to free them")
     places = (module.base.source.kept(torch.device(kind)) for kind in DEVICES)
     kept = [place.folder for place in places if place is not None]
     found: list[tuple[Path, str, float]] = []
     for note in used.parent.glob(f"{'?' * len(used.name)}/{USED}"):
-        cache = Cache(note.parent, {})
+        cache = cache_of(data.cache_dir, note.parent.name, {})
         if cache.folder != used and cache.leases().others():
             log.info(f"{cache.folder} is being filled: it stays")
         elif cache.folder != used:
@@ -94,8 +98,8 @@ def clean(cfg: DictConfig, _: Path) -> None:
 def _described(cache: Cache) -> str:
     """What the cache holds, in a few words."""
     manifest = cache.manifest()
-    if "parts" not in manifest:
-        return "never finished"
-    parts = manifest["parts"]
+    parts = manifest.get("parts", {})
     model = parts.get("model", {}).get("repository", "a local model")
-    return f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
+    what = f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
+    left = [] if cache.on_disk else list(cache.folder.glob("latents-*.tar"))
+    return (what if parts else "never finished") + (f", {len(left)} shards of it not uploaded" if left else "")

@@ -125,7 +125,7 @@ class Mirror:
             self.uploaded.write()
 
     def _is_behind(self, last: str, newest: Path) -> bool:
-        """Whether the bucket's last checkpoint is of a later step than all here; where that is to be seen, it is `newest`."""
+        """Whether the bucket's last checkpoint, then in `newest` unless there is none here, is of a later step."""
         if self.run.checkpoints():
             checksum = self.bucket.checksum(last)
             if any(sha256(path) == checksum for path in self.run.checkpoints()):

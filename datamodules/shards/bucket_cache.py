@@ -24,6 +24,9 @@ from datamodules.shards.transfer import DamagedError
 
 log = logging.getLogger("retouch")
 
+# Of this machine: the rows that were read last, of all caches of one data.cache_dir.
+READ = "read"
+
 
 def cache_of(cache_dir: str, name: str, parts: Mapping[str, Any]) -> Cache:
     """The cache of this fingerprint below data.cache_dir."""
@@ -64,7 +67,7 @@ class BucketCache(Cache):
         return {name: one["size"] for name, one in self.bucket.names().items() if _is_tar(name)}
 
     def readable_tars(self, limit: int) -> "BucketTars":
-        return BucketTars(self.bucket, self.folder.parent / "read", self.folder.name, limit)
+        return BucketTars(self.bucket, self.folder.parent / READ, self.folder.name, limit)
 
     def unmerged(self) -> list[Path]:
         # Whose tar is still here is not uploaded yet, so others know nothing of it.

@@ -80,9 +80,10 @@ def failure(error: Exception, url: str, known: bool, done: str = "read") -> Fail
         named = next(filter(None, region.groups())) if region else "its own"
         return Failure(f"is in a bucket of another region: set AWS_REGION to {named}", True)
     code = re.search(r"<Code>(\w+)", text)
+    if is_bucket_absent(error):
+        return Failure(f"is not there: there is no bucket {urlsplit(url).netloc}", True)
     if isinstance(error, FileNotFoundError):
-        absent = is_bucket_absent(error)
-        return Failure(f"is not there: there is no bucket {urlsplit(url).netloc}" if absent else "is not there", True)
+        return Failure("is not there", True)
     if status := re.search(r"status code: (\d+)", text):
         return _status_failure(int(status[1]), code and code[1], credentials, done)
     for pattern, (what, lasts) in NETWORK.items():
@@ -96,7 +97,7 @@ def failure(error: Exception, url: str, known: bool, done: str = "read") -> Fail
     return Failure(f"cannot be opened: {first}" + (f"; set {credentials}" if credentials else ""), True)
 
 
-def is_bucket_absent(error: FileNotFoundError) -> bool:
+def is_bucket_absent(error: Exception) -> bool:
     """Whether it is not the object that is not there, but the whole bucket."""
     code = re.search(r"<Code>(\w+)", str(error))
     return code is not None and code[1] in ("NoSuchBucket", "ContainerNotFound")
