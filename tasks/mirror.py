@@ -87,7 +87,7 @@ class Mirror:
         self.bucket = Bucket(url.rstrip("/"), "output_dir")
         self.uploaded = Uploaded(run.path / MIRROR / "uploaded.json", str(self.bucket))
         self._failure: str | None = None
-        self._ended, self._given_up = threading.Event(), threading.Event()
+        self._ended, self._given_up, self._complete = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="mirror")
 
     def __str__(self) -> str:
@@ -162,10 +162,11 @@ class Mirror:
         self._ended.set()
         start, left = time.monotonic(), f"{self.run} is not all in {self}"
         try:
-            while self._thread.is_alive():
-                self._thread.join(0.1)
+            while not self._complete.wait(0.1):
                 spent = time.monotonic() - start
-                if spent > limit or (self._failure is not None and spent > PATIENCE):
+                failed = self._failure is not None and spent > PATIENCE
+                broken = not self._thread.is_alive() and not self._complete.is_set()
+                if failed or broken or spent > limit:
                     why = self._failure or f"{spent:.0f} s were not enough"
                     raise UserError(f"{left}: {why}; the same command uploads it")
         except Stopped as stopped:
@@ -177,8 +178,10 @@ class Mirror:
     def _work(self) -> None:
         while not self._ended.wait(LOOK):
             self._try()
-        while self._try() is not None and not self._given_up.wait(min(LOOK, 1.0)):
-            pass
+        while self._try() is not None:
+            if self._given_up.wait(min(LOOK, 1.0)):
+                return
+        self._complete.set()
 
     def _try(self) -> str | None:
         """Upload what has changed; the reason why not."""

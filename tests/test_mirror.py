@@ -1,6 +1,11 @@
 """output_dir=s3://...: runs that are resumed on a machine that has nothing of them."""
 
+import json
+import re
 import shutil
+import signal
+import threading
+import time
 from types import SimpleNamespace
 
 import boto3
@@ -16,6 +21,7 @@ from tasks.resolvers import local_folder
 from tasks.terminal import configure_logging
 from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
 from tests.support.commands import kill_when, lora_bytes, short
+from tests.support.several_runs import start_two
 
 URL = "s3://runs/of/snow"
 
@@ -90,6 +96,7 @@ def test_a_run_goes_on_while_its_bucket_is_away_and_is_uploaded_afterwards(mirro
         mirror.start()
         with pytest.raises(UserError, match=r"run is not all in s3://runs/of/snow: reset; the same command uploads it"):
             mirror.finish(0.2)
+        mirror._thread.join()
     said = f"note: {URL}: reset; the run goes on, and is uploaded when that is over\n"
     assert capfd.readouterr().err == said, "once"
     assert mirror._try() is None
@@ -155,3 +162,197 @@ def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, 
     Mirror(URL, other).fetch(resumes=True)
     assert (other.checkpoint.read_text(), other.metrics.read_text()) == ("right", "right")
     assert "metrics.csv is not what was uploaded; attempt 2" in capfd.readouterr().err
+
+
+def save(run, step, files=()):
+    """A checkpoint of this step, as the last one of a run, and other files."""
+    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    parts = {"state_dict": {}, "loops": {}, "optimizer_states": [], "lr_schedulers": [], "global_step": step}
+    torch.save(parts, run.checkpoint)
+    for name in ("config.yaml", "metrics.csv", *files):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(f"of step {step}")
+
+
+def said(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+
+
+def told(run):
+    """What a run's folder holds, without what is noted of its copy."""
+    return {name: content for name, content in said(run.path).items() if not name.startswith(".")}
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    return RunFolder(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("with_older", [False, True])
+def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewhere, monkeypatch, with_older):
+    """After each of its files, of a folder that was empty, or held an earlier state."""
+    import obstore
+
+    save(mirror.run, 2)
+    mirror._upload()
+    older = told(mirror.run)
+    save(mirror.run, 4, ["lora/last/weights.safetensors", "finished.json"])
+    if with_older:
+        Mirror(URL, elsewhere).fetch(resumes=True)
+        assert told(elsewhere) == older
+    mirror._upload()
+    get, gets = obstore.get, []
+
+    def killed(store, path, options=None):
+        if options is None:
+            gets.append(path)
+            if len(gets) > allowed:
+                raise KeyboardInterrupt
+        return get(store, path, options=options)
+
+    monkeypatch.setattr(obstore, "get", killed)
+    broken = 0
+    for allowed in range(10):  # noqa: B007 (`killed` uses it)
+        gets.clear()
+        try:
+            Mirror(URL, elsewhere).fetch(resumes=True)
+            break
+        except KeyboardInterrupt:
+            broken += 1
+            done = elsewhere.checkpoint.read_bytes() if elsewhere.checkpoint.exists() else None
+            assert done == (older["checkpoints/last.ckpt"] if with_older else None), "the last checkpoint comes last"
+    assert broken >= 3
+    assert told(elsewhere) == told(mirror.run)
+    gets.clear()
+    Mirror(URL, elsewhere).fetch(resumes=True)
+    assert not gets
+
+
+@pytest.mark.parametrize(("here", "there"), [(4, 2), (2, 4), (4, 4), (None, 4), (4, None)])
+def test_of_a_folder_and_its_copy_the_one_with_more_steps_is_resumed(mirror, elsewhere, bucket, here, there):
+    """Also where what the bucket calls its checkpoint is not known here. None: a checkpoint that is damaged."""
+    save(elsewhere, 1)
+    copy = Mirror(URL, elsewhere)
+    copy._upload()
+    for run, step in ((elsewhere, here), (mirror.run, there)):
+        save(run, step or 6)
+        if step is None:
+            run.checkpoint.write_bytes(run.checkpoint.read_bytes()[:-30])
+    kept, new = told(elsewhere), told(mirror.run)
+    mirror.uploaded.read()
+    mirror._upload()
+    copy = Mirror(URL, elsewhere)
+    copy.fetch(resumes=True)
+    newer_here = (here or 0) >= (there or 0)
+    assert told(elsewhere) == (kept if newer_here else new)
+    copy.start()
+    copy.finish()
+    for name, content in told(elsewhere).items():
+        assert bucket.get_object(Bucket="runs", Key=f"of/snow/{name}")["Body"].read() == content
+
+
+def test_a_bucket_that_was_emptied_gets_all_of_the_run_again(mirror, bucket):
+    save(mirror.run, 2)
+    mirror._upload()
+    everything = names(bucket)
+    for name in everything:
+        bucket.delete_object(Bucket="runs", Key=f"of/snow/{name}")
+    again = Mirror(URL, mirror.run)
+    again.fetch(resumes=True)
+    again.start()
+    again.finish()
+    assert names(bucket) == everything
+
+
+def test_a_folder_is_the_copy_of_one_bucket(mirror, bucket):
+    """gs://runs/of/snow has the same folder on this machine as s3://runs/of/snow."""
+    save(mirror.run, 2)
+    mirror._upload()
+    bucket.create_bucket(Bucket="other")
+    with pytest.raises(UserError, match=r"run is the copy of s3://runs/of/snow, not of s3://other/of/snow: remove the"):
+        Mirror("s3://other/of/snow", mirror.run).fetch(resumes=True)
+    bucket.delete_bucket(Bucket="other")
+
+
+def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, bucket, monkeypatch):
+    """An upload whose answer was lost, before the process was killed, and the file of which was removed then."""
+    import obstore
+
+    put = obstore.put
+
+    def lost(*args, **more):
+        put(*args, **more)
+        raise ConnectionResetError("reset")
+
+    kept = mirror.run.path / "metrics.csv"
+    kept.write_text("kept")
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(obstore, "put", lost)
+        assert mirror._try() == "reset"
+    (first,) = names(bucket)
+    (mirror.run.path / first).unlink()
+    again = Mirror(URL, mirror.run)
+    again.start()
+    again.finish()
+    assert names(bucket) == {"config.yaml", "metrics.csv"} - {first}
+
+
+def test_a_stuck_upload_does_not_hold_a_process_that_is_to_leave(mirror, monkeypatch):
+    import obstore
+
+    go = threading.Event()
+    monkeypatch.setattr(obstore, "put", lambda *args, **more: {"e_tag": str(go.wait(20))})
+    mirror.start()
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"is not all in s3://runs/of/snow: \d s were not enough; the same command"):
+        mirror.finish(0.3)
+    assert time.monotonic() - started < 10
+    go.set()
+
+
+def test_what_nobody_has_thought_of_is_not_taken_for_uploaded(mirror, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda *args: None)
+    monkeypatch.setattr(mirror, "_upload", lambda: 1 / 0)
+    mirror.start()
+    with pytest.raises(UserError, match="is not all in s3://runs/of/snow"):
+        mirror.finish()
+
+
+def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pairs, tmp_path, monkeypatch):
+    """`scontrol requeue` ends the job that calls it."""
+    monkeypatch.setattr(module, "LOOK", 1000.0)
+    folder, places = tmp_path / local_folder(URL), tmp_path / "bin"
+    places.mkdir()
+    script = places / "scontrol"
+    script.write_text(f"#!/bin/sh\ncp {folder}/.mirror/uploaded.json {tmp_path}/at_requeue.json\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(places), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    stop = "+callbacks.stop={_target_: tests.support.probes.StopAt, step: 2, number: " + f"{int(signal.SIGUSR1)}}}"
+    outcome = run("train", *short(tiny, pairs, URL, 8), "resume=auto", stop, ok=False)
+    assert outcome.status == 128 + signal.SIGUSR1, outcome.text
+    assert "job 7 is queued again" in outcome.text
+    files = json.loads((tmp_path / "at_requeue.json").read_text())["files"]
+    assert files["checkpoints/last.ckpt"][0] == (folder / "checkpoints" / "last.ckpt").stat().st_size
+    assert files.keys() == names(bucket)
+
+
+@pytest.mark.slow
+def test_processes_of_a_fresh_machine_download_a_run_once(bucket, start, tiny, pairs, tmp_path):
+    """As torchrun starts them: at the same time, and nobody yet knows of the others."""
+    settings = ["save_every=2", "scheduler=constant", "resume=auto"]
+    for steps in (2, 4):
+        command = [*short(tiny, pairs, URL, steps), *settings, f"trainer.max_steps={steps}"]
+        processes = start_two(start, [command], cwd=tmp_path)
+        texts = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], texts
+        assert sum(text.count("downloading") for text in texts) == (steps > 2), texts
+        shutil.rmtree(tmp_path / "outputs")
+
+
+def test_a_bucket_that_is_not_there_is_named_and_leaves_nothing(bucket, run, tiny, pairs, tmp_path):
+    for setting, url in (("output_dir", "s3://mistyped/run"), ("data.cache_dir", "s3://mistyped/cache")):
+        overrides = [*short(tiny, pairs, tmp_path / "run", 1), f"{setting}={url}"]
+        error = run("train", *overrides, ok=False).error
+        assert re.fullmatch(rf"error: {setting}: {url}\S* is not there: there is no bucket mistyped", error)
+    assert not (tmp_path / "outputs" / "mistyped" / "run").exists()

@@ -128,6 +128,18 @@ class StopTwice(L.Callback):
                 signal.raise_signal(number)
 
 
+class StopAt(L.Callback):
+    """A signal in the middle of a step."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step = step
+        self.number = number
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            signal.raise_signal(self.number)
+
+
 class CountShares(L.Callback):
     """Writes down how many sample pictures and validation losses each process made: rank0, rank1."""
 

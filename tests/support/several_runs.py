@@ -33,17 +33,17 @@ def as_rank(rank: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in of_torchrun.items()})
 
 
-def start_two(start, runs):
+def start_two(start, runs, **more):
     """Two processes such as torchrun starts."""
-    return start_ranks(start, [runs, runs])
+    return start_ranks(start, [runs, runs], **more)
 
 
-def start_ranks(start, runs):
+def start_ranks(start, runs, **more):
     """Two processes such as torchrun starts, each with runs of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     script = "tests.support.several_runs"
-    return [start(script, arguments_of(runs[rank]), before=partial(as_rank, rank, port)) for rank in range(2)]
+    return [start(script, arguments_of(runs[rank]), before=partial(as_rank, rank, port), **more) for rank in range(2)]
 
 
 def main() -> None:
