@@ -14,6 +14,7 @@ from datamodules.shards import leases, transfer
 from datamodules.shards.bucket import Bucket
 from datamodules.shards.bucket_cache import cache_of
 from datamodules.shards.index import ShardIndex
+from datamodules.shards.stores import local_folder
 from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
 from tests.support.caches import cache_overrides, encoded, only
 from tests.support.commands import kill_when, lora_bytes, short, wait_until
@@ -185,6 +186,100 @@ def test_what_is_lost_of_a_bucket_is_found_again(bucket, filled, tmp_path):
     assert filled.sample_ids() == set()
 
 
+@pytest.fixture
+def tars_moved(monkeypatch):
+    """The names of those that are uploaded or downloaded."""
+    moved = []
+    for name in ("write", "download"):
+        work = getattr(Bucket, name)
+
+        def noted(self, name, *args, work=work):
+            if name.endswith(".tar"):
+                moved.append(name)
+            return work(self, name, *args)
+
+        monkeypatch.setattr(Bucket, name, noted)
+    return moved
+
+
+def test_a_damaged_copy_of_the_index_is_downloaded_again(bucket, filled, tmp_path, tars_moved):
+    """And the bucket's is as it was: of a large cache all tars would be downloaded and uploaded again."""
+    whole = content(downloaded(bucket, tmp_path / "copy"))
+    index = filled.folder / "index.jsonl"
+    changed = bytearray(index.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    index.write_bytes(changed)
+    filled.recover()
+    filled.merge()
+    assert not tars_moved
+    shutil.rmtree(tmp_path / "copy")
+    assert content(downloaded(bucket, tmp_path / "copy")) == whole
+
+
+def test_a_build_killed_between_the_uploads_of_index_and_manifest_moves_no_tar(
+    bucket, filled, tmp_path, monkeypatch, tars_moved
+):
+    write = Bucket.write
+
+    def killed(self, name, *args):
+        if name == "manifest.json":
+            raise KeyboardInterrupt
+        write(self, name, *args)
+
+    filled.seal(fill(filled, 4, rank=1, full=10**9, first=10))
+    tars_moved.clear()
+    with monkeypatch.context() as context:
+        context.setattr(Bucket, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            filled.merge()
+    elsewhere(tmp_path, monkeypatch, "another")
+    for cache in (cache_of(URL, filled.folder.name, filled.parts), filled):
+        cache.recover()
+        cache.merge()
+        assert cache.sample_ids() == {f"id{number}" for number in range(14)}
+    assert not tars_moved
+    assert len(downloaded(bucket, tmp_path / "copy").sample_ids()) == 14
+
+
+def test_what_a_killed_process_has_written_and_not_uploaded_counts_when_it_is(bucket, filled, tmp_path, monkeypatch):
+    """Of a unit that its own machine takes again: all its samples are there, and no tar is opened any more."""
+    shard = fill(filled, 2, rank=1, full=10**9, first=10)
+    shard._file.close()
+    assert len(filled.sample_ids()) == 10
+    filled.recover_units({1: False})
+    assert len(filled.sample_ids()) == 12
+    elsewhere(tmp_path, monkeypatch, "another")
+    other = cache_of(URL, filled.folder.name, filled.parts)
+    other.recover()
+    other.merge()
+    assert other.sample_ids() == {f"id{number}" for number in range(12)}
+
+
+def test_units_are_taken_without_asking_the_bucket_for_each(filled, monkeypatch):
+    asked, names = [], Bucket.names
+    monkeypatch.setattr(Bucket, "names", lambda self, deep=False: asked.append(1) or names(self, deep))
+    filled.recover_units(dict.fromkeys(range(500), False))
+    assert len(asked) == 1
+
+
+def test_clean_leaves_what_is_being_filled_and_names_what_is_not_uploaded(bucket, run, tiny, pairs, tmp_path):
+    overrides = bucket_overrides(tiny, pairs, tmp_path)
+    run("predict", *overrides)
+    (used,) = (note.parent for note in local_folder(URL, "cache").glob("*/.used"))
+    old = cache_of(URL, "0" * len(used.name), {})
+    assert old.touch()
+    fill(old, 2)._file.close()
+    clean = ["task=clean", *overrides[1:], "delete=true"]
+    with old.leases().working(lambda: None):
+        assert f"{old.folder} is being filled: it stays" in run("predict", *clean).text
+    text = run("predict", *clean[:-1]).text
+    assert f"{old.folder}  " in text
+    assert "never finished, 1 shards of it not uploaded" in text
+    assert "freed" in run("predict", *clean).text
+    assert not old.folder.exists()
+    assert used.exists()
+
+
 def test_a_bucket_that_may_only_be_read_is_read(bucket, run, tiny, pairs, tmp_path, monkeypatch):
     run("predict", *bucket_overrides(tiny, pairs, tmp_path))
     elsewhere(tmp_path, monkeypatch, "another")
@@ -193,6 +288,9 @@ def test_a_bucket_that_may_only_be_read_is_read(bucket, run, tiny, pairs, tmp_pa
         monkeypatch.setattr(Bucket, name, partial(pytest.fail, f"{name} was called"))
     text = run("train", *short(tiny, pairs, tmp_path / "run", 2), f"data.cache_dir={URL}").text
     assert f"encoded in {URL}/" in text
+    more = make_pairs(tmp_path / "more", [(64, 32)])
+    error = run("train", *short(tiny, more, tmp_path / "more_run", 2), f"data.cache_dir={URL}", ok=False).error
+    assert re.search(r"00 not in the cache s3://caches/of/all/\w+: fill it from where it can be written", error)
 
 
 def test_leases_in_a_bucket_are_taken_once(bucket, monkeypatch):

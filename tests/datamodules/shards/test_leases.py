@@ -1,6 +1,8 @@
 """Work that is divided by leases: one process at a time does a unit, and another when that one has ended."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -94,6 +96,57 @@ def test_a_process_elsewhere_that_gives_no_sign_of_life_loses_its_units(tmp_path
         assert here.take(["a"], 1) == {"a": True}, "it may still write to its tar"
         with pytest.raises(UserError, match=r"gave no sign of life in .* others may do its work: start again"):
             gone.require_mine()
+
+
+SUSPENDED = """
+import sys
+from pathlib import Path
+from datamodules.shards import leases
+from datamodules.shards.places import Folder
+leases.BEAT, leases.STALE = 0.05, 2.0
+mine = leases.Leases(Folder(Path(sys.argv[1])))
+with mine.working(lambda: None):
+    print("working", flush=True)
+    for _ in sys.stdin:
+        mine.require_mine()
+        print("goes on", flush=True)
+"""
+
+
+def test_a_process_that_was_suspended_never_believes_its_units_its_own_again(tmp_path):
+    """Nor when it has given signs of life since."""
+    command = [sys.executable, "-c", SUSPENDED, tmp_path / "work"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, **pipes, text=True, cwd=ROOT)
+    process.stdout.readline()
+
+    def ask():
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+
+    time.sleep(0.2)
+    assert ask() == "goes on\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    assert ask() == ""
+    assert "gave no sign of life in" in process.communicate()[1].splitlines()[-1]
+
+
+def test_nobody_joins_what_those_have_left_who_have_ended(tmp_path):
+    """What is to be done may have changed since. Where one of them works on, others help it."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "work"], stdout=subprocess.PIPE, cwd=ROOT)
+    holder.stdout.readline()
+    leases = Leases(Folder(tmp_path / "work"))
+    with leases.working(never):
+        assert leases.open(["a", "b"]) == ["b"]
+    holder.kill()
+    holder.wait()
+    with leases.working(never):
+        assert leases.open(["a", "b"]) == ["a", "b"]
+        assert leases.take(["a", "b"], 2) == {"a": False, "b": False}
 
 
 def test_clocks_that_jump_take_nothing_from_anybody(tmp_path, monkeypatch):
