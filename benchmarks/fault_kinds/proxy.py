@@ -4,6 +4,7 @@ import http.client
 import http.server
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -121,12 +122,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+class Server(http.server.ThreadingHTTPServer):
+    """Says nothing of commands that are killed while they ask."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 @contextmanager
 def proxy(weather: Weather) -> Iterator[str]:
     """Its address, as long as it is there."""
     handler = type("Handler", (Handler,), {"weather": weather})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

@@ -155,7 +155,7 @@ class Round:
 
     def kept(self, saved: list[dict[str, str]], run: Path | None = None) -> None:
         """Raise a BadError where a step that was saved was made again: its times differ then."""
-        if rows((run or self.folder / "run") / "metrics.csv")[: len(saved)] != saved:
+        if saved and rows((run or self.folder / "run") / "metrics.csv")[: len(saved)] != saved:
             raise BadError(f"the {len(saved)} steps that were saved were made again")
 
     def take_cache(self) -> Path:

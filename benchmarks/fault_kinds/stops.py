@@ -48,7 +48,7 @@ def kill_train(round: Round) -> None:
     saved: list[dict[str, str]] = []
     for _ in range(round.random.randint(1, 3)):
         round.kill(round.moment(kind), "train", *command, also=[FINELY])
-        round.kept(saved) if saved else None
+        round.kept(saved)
         saved = round.saved()
     round.run("train", *command, also=[FINELY])
     round.same_run(kind)

@@ -82,17 +82,24 @@ def in_weather(round: Round, weather: Weather, script: str, command: list[str]) 
 
 
 def mirrored(round: Round) -> None:
-    """A run is copied to a store that is slow, fails or lies, is killed, and goes on on a machine that has nothing."""
+    """A run is copied to a store that is slow, fails or lies, and is killed, in downloads too; its disk may be lost."""
     weather = bad_weather(round, FAILS + LIES)
     round.take_cache()
     name = f"{round.name}-{round.seed}"
     command = round.shop.train(output_dir=f"s3://{BUCKET}/{name}")
+    run = round.folder / "outputs" / BUCKET / name
+    saved: list[dict[str, str]] = []
     with proxy(weather) as address:
         round.environment = environment(address)
-        for _ in range(round.random.randint(1, 2)):
+        for _ in range(round.random.randint(1, 3)):
             round.kill(round.moment("train", RUN_FILES), "train", *command)
-            shutil.rmtree(round.folder / "outputs", ignore_errors=True)
+            round.kept(saved, run)
+            if round.random.random() < 0.6:
+                round.words.append("its disk is lost")
+                shutil.rmtree(round.folder / "outputs", ignore_errors=True)
+            saved = round.saved(run)
         in_weather(round, weather, "train", command)
+    round.kept(saved, run)
     round.words.append(str(dict(weather.done)))
     same_in_bucket(round, name)
 
