@@ -49,6 +49,10 @@ class RunFolder:
     def __str__(self) -> str:
         return str(self.path)
 
+    def relative(self, path: Path) -> str:
+        """The name of a file within the run."""
+        return str(path.relative_to(self.path))
+
     def checkpoint_of(self, step: int) -> Path:
         """Where the checkpoint of a step is kept once there is a newer one."""
         return self.checkpoint.with_name(f"step-{step:06d}.ckpt")

@@ -1,4 +1,4 @@
-"""Files that are replaced atomically, read with one-line errors, and known by their checksums."""
+"""Files that are replaced atomically, and read with one-line errors."""
 
 import errno
 import hashlib

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,19 @@ class FileHashes:
     """Known checksums of files, valid as long as their size and times are the same.
 
     Args:
-        paths: files with one JSON list per line, as `line` writes it; later lines override earlier ones.
+        paths: files with lines as `line` writes them; later ones override earlier ones.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known: dict[str, Hashed] = {}
         for path in paths:
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                # A line cut short by a killed process is skipped, and its file hashed again.
+                # A damaged line, or one cut short by a killed process, is skipped, and its file hashed again.
                 with contextlib.suppress(ValueError, TypeError):
-                    name, size, modified, changed, checksum, *more = json.loads(line)
-                    self._known[name] = (name, size, modified, changed, checksum, *more)
+                    crc32, _, text = line.partition(" ")
+                    if int(crc32) == zlib.crc32(text.encode()):
+                        name, size, modified, changed, checksum, *more = json.loads(text)
+                        self._known[name] = (name, size, modified, changed, checksum, *more)
 
     def get(self, path: Path | Packed) -> str | None:
         """The checksum, or None if the file is new or has changed."""
@@ -59,8 +62,9 @@ class FileHashes:
 
     @staticmethod
     def line(hashed: Hashed) -> str:
-        """A file's checksum as a line of a list."""
-        return json.dumps(hashed) + "\n"
+        """A file's checksum as a line of a list: the line's own, and a list in JSON."""
+        text = json.dumps(hashed)
+        return f"{zlib.crc32(text.encode())} {text}\n"
 
     def lines(self) -> str:
         """All known checksums, one line per file."""

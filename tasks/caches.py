@@ -72,7 +72,7 @@ def clean(cfg: DictConfig, _: Path) -> None:
     found: list[tuple[Path, str, float]] = []
     for note in used.parent.glob(f"{'?' * len(used.name)}/{USED}"):
         cache = cache_of(data.cache_dir, note.parent.name, {})
-        if cache.folder != used and cache.leases().others():
+        if cache.folder != used and cache.leases().is_in_use():
             log.info(f"{cache.folder} is being filled: it stays")
         elif cache.folder != used:
             found.append((cache.folder, _described(cache), note.stat().st_mtime))

@@ -190,8 +190,9 @@ class CacheBuild:
         from callbacks.watchdog import Watchdog
         from datamodules.encoding import EncodingDataModule
 
-        self.cache.recover_units({int(name): silent[name] for name in units})
         data, leases = self.data, self.leases
+        leases.require_mine()
+        self.cache.recover_units({int(name): silent[name] for name in units})
         writer = ShardWriter(self.cache, data.shard_size, leases, len(units) / open, (self._encoded, self._added))
         watchdog = Watchdog(self.cfg.get("watchdog_minutes"))
         callbacks = [watchdog, writer, EncodingProgress(line_every=10), GracefulStop(self.processes.signal)]
@@ -215,6 +216,7 @@ class CacheBuild:
         """By one process, when all is encoded."""
         before = self.cache.sample_ids()
         self.cache.recover()
+        self.leases.require_mine()
         self.cache.merge()
         if lost := len(before - self.cache.sample_ids()):
             self.leases.close()

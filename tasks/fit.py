@@ -51,7 +51,7 @@ class StartOfTraining(L.Callback):
         if (step := of_first(trainer, trainer.global_step)) != trainer.global_step:
             raise UserError(
                 f"process {trainer.global_rank} starts after step {trainer.global_step}, the first one after step "
-                f"{step}: output_dir must be a folder that all machines see"
+                f"{step}: output_dir must be a folder that all machines see; where it is in a bucket, start again"
             )
         trainer.fit_loop.epoch_loop.max_steps = self.max_steps
 

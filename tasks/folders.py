@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, without_credentials
+from datamodules.files import remove_temporary
 from datamodules.shards.leases import Leases
 from datamodules.shards.places import Folder
 from tasks.resuming import check_resume
@@ -120,6 +121,7 @@ def by_one_process(folder: Path, work: Callable[[], None]) -> None:
     with leases.working(wait):
         leases.once("work", work, wait)
     leases.close()
+    remove_temporary(folder.glob("*/.*.tmp"))
 
 
 def require_empty(folder: Path) -> None:

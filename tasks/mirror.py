@@ -1,26 +1,25 @@
 """output_dir=s3://...: a run's folder on this machine, and its copy in a bucket."""
 
-import contextlib
 import math
-import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from callbacks.peers import peers
 from callbacks.run_folder import RunFolder
 from callbacks.signals import Stopped
-from datamodules.errors import UserError
-from datamodules.files import sha256
+from datamodules.errors import UserError, printable
+from datamodules.files import reason
 from datamodules.shards.bucket import Bucket
 from datamodules.shards.failures import failure
 from tasks.folders import MIRROR, by_one_process
-from tasks.resuming import checkpoint_step
-from tasks.terminal import is_first_process, log
-from tasks.uploaded import Uploaded, facts_of, tag_of
+from tasks.run_download import RunDownload
+from tasks.terminal import is_first_process, log, machine_count, started_by_lightning
+from tasks.uploaded import Uploaded, facts_of, files_of, tag_of
 
 # Seconds between two looks at what has changed.
 LOOK = 5.0
@@ -47,7 +46,8 @@ def mirrored(url: str | None, folder: Path, resumes: bool) -> Iterator[None]:
         return
     mirror = Mirror(url, RunFolder(folder))
     try:
-        by_one_process(folder / MIRROR / "fetching", lambda: mirror.fetch(resumes))
+        if is_first_process() or not started_by_lightning():  # those come later
+            by_one_process(folder / MIRROR / "fetching", lambda: mirror.fetch(resumes))
     except UserError:
         if is_first_process() and not mirror.uploaded.path.exists():
             shutil.rmtree(folder / MIRROR, ignore_errors=True)
@@ -55,7 +55,7 @@ def mirrored(url: str | None, folder: Path, resumes: bool) -> Iterator[None]:
     if not is_first_process():
         yield
         return
-    mirror.start()
+    mirror.start(at_once=machine_count() > 1)
     try:
         yield
     except BaseException as error:
@@ -87,6 +87,7 @@ class Mirror:
         self.bucket = Bucket(url.rstrip("/"), "output_dir")
         self.uploaded = Uploaded(run.path / MIRROR / "uploaded.json", str(self.bucket))
         self._failure: str | None = None
+        self._moved = 0.0  # when something was uploaded
         self._ended, self._given_up, self._complete = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="mirror")
 
@@ -94,67 +95,25 @@ class Mirror:
         return str(self.bucket)
 
     def fetch(self, resumes: bool) -> None:
-        """Download the run where the bucket has more of it than this folder; only one process may do this.
+        """Download the run where the bucket has more of it; as `RunDownload.fetch`."""
+        RunDownload(self.run, self.bucket, self.uploaded).fetch(resumes)
 
-        Where it is broken off, it is completed by the next start: the last checkpoint comes at the end.
+    def start(self, at_once: bool = False) -> None:
+        """Upload what changes, in a thread of its own.
 
-        Raises:
-            UserError: the run is not to be resumed, or the folder holds another one.
+        Args:
+            at_once: what the bucket lacks first: other machines resume from it.
         """
-        is_copy = self.uploaded.read()
-        there = {name: tag_of(one["e_tag"]) for name, one in self.bucket.names(deep=True).items()}
-        self.uploaded.compare(there)
-        last = str(self.run.checkpoint.relative_to(self.run.path))
-        if last in there:
-            if not resumes:
-                raise UserError(
-                    f"output_dir={self} already contains a run: resume it with resume=auto, or choose another"
-                )
-            if self.run.config.is_file() and not is_copy:
-                raise UserError(
-                    f"{self.run} and {self} both contain a run: remove the folder, or choose another output_dir"
-                )
-            self.uploaded.write()  # from now on this folder is the bucket's copy
-            newest = self.uploaded.path.with_name("last.ckpt")
-            try:
-                if self._is_behind(last, newest):
-                    self._download(there, last, newest)
-            finally:
-                newest.unlink(missing_ok=True)
-        elif is_copy:
-            self.uploaded.write()
-
-    def _is_behind(self, last: str, newest: Path) -> bool:
-        """Whether the bucket's last checkpoint, then in `newest` unless there is none here, is of a later step."""
-        if self.run.checkpoints():
-            checksum = self.bucket.checksum(last)
-            if any(sha256(path) == checksum for path in self.run.checkpoints()):
-                return False
-            self.bucket.download(last, newest)
-        here = max(map(_step, self.run.checkpoints()), default=-1)
-        return here < 0 or here < _step(newest)
-
-    def _download(self, there: dict[str, str | None], last: str, newest: Path) -> None:
-        log.info(f"downloading {self}")
-        for name in sorted(there, key=self._order):
-            path = self.run.path / name
-            if name == last and newest.is_file():
-                os.replace(newest, path)
-            elif not path.is_file() or self.uploaded.files.get(name) != [*facts_of(path), there[name]]:
-                self.bucket.download(name, path)
-            self.uploaded.files[name] = [*facts_of(path), there[name]]
-            self.uploaded.write()
-
-    def start(self) -> None:
-        """Upload what changes, in a thread of its own."""
         self.uploaded.read()
+        if at_once:
+            self._try()
         self._thread.start()
 
     def finish(self, limit: float = math.inf) -> None:
         """Upload what has changed since.
 
         Args:
-            limit: seconds for that; a bucket that fails has PATIENCE at most.
+            limit: seconds for that; a bucket that fails all the time has PATIENCE at most.
 
         Raises:
             UserError: not all is uploaded; also where a signal ends the waiting.
@@ -163,11 +122,12 @@ class Mirror:
         start, left = time.monotonic(), f"{self.run} is not all in {self}"
         try:
             while not self._complete.wait(0.1):
-                spent = time.monotonic() - start
-                failed = self._failure is not None and spent > PATIENCE
-                broken = not self._thread.is_alive() and not self._complete.is_set()
-                if failed or broken or spent > limit:
-                    why = self._failure or f"{spent:.0f} s were not enough"
+                now = time.monotonic()
+                failed = self._failure is not None and now - max(start, self._moved) > PATIENCE
+                if not self._thread.is_alive() and not self._complete.is_set():
+                    raise UserError(f"{left}: the copying has failed; the same command uploads it")
+                if failed or now - start > limit:
+                    why = self._failure or f"{now - start:.0f} s were not enough"
                     raise UserError(f"{left}: {why}; the same command uploads it")
         except Stopped as stopped:
             stopped.add_note(f"{left}; the same command uploads it")
@@ -190,21 +150,25 @@ class Mirror:
         try:
             self._upload()
         except (BaseError, OSError, UserError) as error:
-            if isinstance(error, UserError):  # the note cannot be written
-                reason = str(error)
-            else:
-                reason = failure(error, self.bucket.url, known=True, done="written").what
+            what = self._reason(error)
             if self._failure is None:
-                log.warning(f"note: {self}: {reason}; the run goes on, and is uploaded when that is over")
-            self._failure = reason
-            return reason
+                log.warning(f"note: {self}: {what}; the run goes on, and is uploaded when that is over")
+            self._failure = what
+            return what
         if self._failure is not None:
             log.info(f"{self} has all of the run again")
         self._failure = None
         return None
 
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, UserError):  # the note cannot be written
+            return str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            return f"{error.filename}: {reason(error)}"
+        return failure(error, self.bucket.url, known=True, done="written").what
+
     def _upload(self) -> None:
-        here, uploaded = self._files(), self.uploaded.files
+        here, uploaded = files_of(self.run.path), self.uploaded.files
         changed, gone = self.uploaded.changed(here), uploaded.keys() - here.keys()
         if not changed and not gone:
             return
@@ -217,34 +181,30 @@ class Mirror:
                 continue
             with file:
                 if path == self.run.checkpoint and facts_of(path) != here[name]:
-                    continue  # a newer one, whose weights may not be there yet
-                put = self.bucket.put(name, file if path.suffix in REPLACED else file.read())
-            uploaded[name] = [*here[name], tag_of(put["e_tag"])]
+                    break  # a newer one, whose weights may not be there yet
+                tag = self._put(name, file if path.suffix in REPLACED else file.read())
+            uploaded[name] = [*here[name], tag]
+            self._moved = time.monotonic()
             if self._given_up.is_set():
                 return
-        self.bucket.delete(gone)
-        for name in gone:
-            del uploaded[name]
+        if self.run.relative(self.run.checkpoint) not in gone:  # else the run is gone, which the bucket still has
+            self._delete([name for name in gone if not (self.run.path / name).exists()])
         self.uploaded.write()
 
-    def _files(self) -> dict[str, list[int]]:
-        """The files of the folder by name, with their sizes and times; not those that are being written."""
-        found = {}
-        for path in self.run.path.rglob("*"):
-            name = path.relative_to(self.run.path)
-            with contextlib.suppress(FileNotFoundError):  # it was there
-                if path.is_file() and not any(part.startswith(".") for part in name.parts):
-                    found[str(name)] = facts_of(path)
-        return found
+    def _put(self, name: str, content: bytes | BinaryIO) -> str | None:
+        """What the bucket calls the version; None for a name that cannot be an object's."""
+        try:
+            return tag_of(self.bucket.put(name, content)["e_tag"])
+        except ValueError as error:
+            log.warning(f"note: {self}: {printable(name)} is left out: {printable(reason(error))}")
+        return None
 
-    def _order(self, name: str) -> tuple[bool, bool]:
-        """Checkpoints last, and of them the newest."""
-        path = self.run.path / name
-        return path.parent == self.run.checkpoint.parent, path == self.run.checkpoint
+    def _delete(self, names: list[str]) -> None:
+        self.bucket.delete(names)
+        for name in names:
+            del self.uploaded.files[name]
 
-
-def _step(checkpoint: Path) -> int:
-    """Of one that can be read; -1 of others."""
-    with contextlib.suppress(UserError):
-        return checkpoint_step(checkpoint, "")
-    return -1
+    def _order(self, name: str) -> tuple[bool, bool, bool]:
+        """Checkpoints behind what belongs to them; of these the last one; then that the run is finished."""
+        path, last = self.run.path / name, self.run.checkpoint
+        return path == self.run.finished, path == last, path.parent == last.parent

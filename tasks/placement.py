@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from datamodules.errors import UserError
+from tasks.terminal import machine_count
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -20,14 +21,13 @@ def join_processes(cfg: DictConfig) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher, count = "torchrun", int(os.environ["WORLD_SIZE"])
-        nodes = count // int(os.environ["LOCAL_WORLD_SIZE"])
     else:
         launcher, count = "srun", int(os.environ.get("SLURM_NTASKS", 1))
-        nodes = int(os.environ.get("SLURM_NNODES", 1))
         if count > 1 and "SLURM_STEP_ID" not in os.environ:
             raise UserError(f"this Slurm job has {count} tasks, and one command was started: srun python train.py ...")
     if count == 1:
         return
+    nodes = machine_count()
     devices = count // nodes
     if cfg.trainer.devices in (1, "auto") and cfg.trainer.num_nodes == 1:
         cfg.trainer.devices, cfg.trainer.num_nodes = devices, nodes

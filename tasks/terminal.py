@@ -49,6 +49,18 @@ def launched_from_outside() -> bool:
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
+def started_by_lightning() -> bool:
+    """Whether this process was started by the first one of its machine, in the middle of its work."""
+    return "LOCAL_RANK" in os.environ and not launched_from_outside()
+
+
+def machine_count() -> int:
+    """On how many machines torchrun or srun has started processes."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    return int(os.environ.get("SLURM_NNODES", 1))
+
+
 @contextmanager
 def command_line() -> Iterator[None]:
     """Around a whole command: set up logging, survive a closed or broken output pipe, answer Ctrl-C in one line."""

@@ -1,12 +1,14 @@
 """What of a run's folder is in a bucket, noted beside the run: what was uploaded once is not uploaded again."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError
-from datamodules.files import reading, replacing
+from datamodules.files import DAMAGED, replacing
 
 # Of a file that was uploaded: its size and time here, and what the bucket calls this version.
 UNKNOWN = [None, None, None]
@@ -29,15 +31,17 @@ class Uploaded:
         """Whether there is a note: then the run's folder is a copy of the bucket's.
 
         Raises:
-            UserError: of another one's; or the note is damaged.
+            UserError: of another one's.
         """
         if not self.path.is_file():
             return False
-        run = self.path.parent.parent
-        with reading(self.path, f"remove {run}, and the run is downloaded again"):
+        try:
             note = json.loads(self.path.read_text())
             url, self.files = note["url"], dict(note["files"])
+        except DAMAGED:  # then all is uploaded again
+            return True
         if url != self.url:
+            run = self.path.parent.parent
             raise UserError(f"{run} is the copy of {url}, not of {self.url}: remove the folder, or choose another")
         return True
 
@@ -48,12 +52,13 @@ class Uploaded:
                 temporary.write_text(json.dumps({"url": self.url, "files": self.files}))
 
     def compare(self, there: Mapping[str, str | None]) -> None:
-        """Forget what the bucket has lost, or has got from another machine: it is uploaded again.
+        """Forget what the bucket has lost, and the facts of what it has otherwise: both are uploaded again.
 
         Args:
             there: the names in the bucket, with what it calls their versions.
         """
-        self.files = {name: facts for name, facts in self.files.items() if there.get(name) == facts[-1]}
+        known = {name: facts for name, facts in self.files.items() if name in there}
+        self.files = {name: facts if facts[-1] == there[name] else UNKNOWN for name, facts in known.items()}
 
     def changed(self, here: Mapping[str, list[int]]) -> list[str]:
         """The names of those files that are not uploaded as they are here."""
@@ -63,6 +68,26 @@ class Uploaded:
         """Note, before they are uploaded, that these may be in the bucket."""
         self.files.update(dict.fromkeys(names, UNKNOWN))
         self.write()
+
+
+def files_of(folder: Path) -> dict[str, list[int]]:
+    """The files below a folder by name, with their facts; not those that are being written.
+
+    Raises:
+        OSError: it is not there, or a folder in it cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError) or error.filename == str(folder):
+            raise error  # else one that has just been replaced
+
+    found = {}
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(place, name) for name in names if not name.startswith(".")):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                found[str(path.relative_to(folder))] = facts_of(path)
+    return found
 
 
 def facts_of(path: Path) -> list[int]:

@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from datamodules.errors import UserError, without_credentials
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 # What an object says of its content beside it.
 CHECKSUM = "sha256"
+# Of 5 MiB, uploaded at once. Few: each must have been sent within READ_TIMEOUT, on a slow line too.
+PARTS = 2
 
 
 class Bucket:
@@ -40,6 +42,7 @@ class Bucket:
             raise UserError(f"{setting}={without_credentials(url)}: name a folder, or one in s3://, gs:// or az://")
         self.url = url
         self.setting = setting
+        self._reached = False
         self.store, path = locate(url, setting)
         self.prefix = f"{path.strip('/')}/" if path.strip("/") else ""
 
@@ -54,7 +57,7 @@ class Bucket:
         """What `work` makes, tried several times.
 
         Args:
-            done: read or written: what the folder is to be, for messages.
+            done: read or written, for messages.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -62,10 +65,12 @@ class Bucket:
         """
         from obstore.exceptions import BaseError
 
-        attempts = Attempts(self.url, known=False, stopped=threading.Event(), setting=self.setting, done=done)
+        attempts = Attempts(self.url, self._reached, threading.Event(), self.setting, done)
         while True:
             try:
-                return work()
+                made = work()
+                self._reached = True
+                return made
             except (BaseError, OSError, DamagedError) as error:
                 if isinstance(error, FileNotFoundError) and not is_bucket_absent(error):
                     raise
@@ -84,7 +89,10 @@ class Bucket:
                 return obstore.list(self.store, self.prefix).collect()
             return obstore.list_with_delimiter(self.store, self.prefix)["objects"]
 
-        return {one["path"].removeprefix(self.prefix): one for one in self.attempt(listed)}
+        found = {one["path"]: one for one in self.attempt(listed)}
+        # S3's console makes an empty object of the name of a folder.
+        folders = {str(folder) for path in (*found, f"{self.prefix}x") for folder in PurePosixPath(path).parents}
+        return {path.removeprefix(self.prefix): one for path, one in found.items() if path not in folders}
 
     def folders(self) -> list[str]:
         """The folders in this one."""
@@ -138,15 +146,15 @@ class Bucket:
 
         return self.attempt(read)
 
-    def download(self, name: str, path: Path) -> str | None:
-        """Replace a file by an object; returns what the store calls this version of it.
+    def download(self, name: str, path: Path) -> None:
+        """Replace a file by an object.
 
         Raises:
             FileNotFoundError: there is no such object.
         """
         import obstore
 
-        def fetch() -> str | None:
+        def fetch() -> None:
             got = obstore.get(self.store, self.prefix + name)
             digest = hashlib.sha256()
             with replacing(path) as temporary, temporary.open("wb") as file:
@@ -156,9 +164,8 @@ class Bucket:
                 _compare(got, name, digest.hexdigest())
                 if file.tell() != got.meta["size"]:
                     raise DamagedError(f"broke off after {file.tell()} of {got.meta['size']} bytes")
-            return got.meta["e_tag"]
 
-        return self.attempt(fetch)
+        self.attempt(fetch)
 
     def write(self, name: str, content: bytes | Path) -> None:
         """Make or replace an object."""
@@ -173,11 +180,7 @@ class Bucket:
         self.attempt(write, "written")
 
     def put(self, name: str, content: bytes | BinaryIO, mode: "PutMode" = "overwrite") -> "PutResult":
-        """Upload, once, bytes or a file with their checksum, to which all that is read is held.
-
-        Raises:
-            BaseError: of obstore.
-        """
+        """Upload, trying once, with the checksum to which all that is read is held. Raises a BaseError of obstore."""
         import obstore
 
         if isinstance(content, bytes):
@@ -185,8 +188,9 @@ class Bucket:
         else:
             digest = hashlib.file_digest(content, "sha256")  # type: ignore[arg-type]
             content.seek(0)
-        attributes = {CHECKSUM: digest.hexdigest()}
-        return obstore.put(self.store, self.prefix + name, content, attributes=attributes, mode=mode)
+        checked = {CHECKSUM: digest.hexdigest()}
+        path = self.prefix + name
+        return obstore.put(self.store, path, content, attributes=checked, mode=mode, max_concurrency=PARTS)
 
     def may_write(self, name: str) -> bool:
         """Make or replace an empty object, to see whether the credentials allow it."""
@@ -221,21 +225,16 @@ class Bucket:
         self.attempt(lambda: self.delete(listed), "written")
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects, once; some may not be there.
-
-        Raises:
-            BaseError: of obstore.
-        """
+        """Remove objects, trying once; some may not be there. Raises a BaseError of obstore."""
         import obstore
 
-        paths = [self.prefix + name for name in names]
-        try:
-            if paths:
+        if paths := [self.prefix + name for name in names]:
+            try:
                 obstore.delete(self.store, paths)
-        except FileNotFoundError:  # of Google's and Azure's stores, which S3's do not raise
-            for path in paths:
-                with suppress(FileNotFoundError):
-                    obstore.delete(self.store, path)
+            except FileNotFoundError:  # Google's and Azure's stores stop at the first one that is not there
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(self.store, path)
 
     def drop(self, folder: str) -> None:
         """Remove a folder with its objects."""

@@ -1,13 +1,16 @@
 """A cache in a bucket: what is small of it has a copy on this machine, tars are read as rows are needed."""
 
 import logging
+import os
 import secrets
 import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from datamodules.errors import without_credentials
@@ -17,7 +20,7 @@ from datamodules.shards.cache import USED, Cache
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.index_arrays import ARRAYS
 from datamodules.shards.leases import Leases
-from datamodules.shards.manifest import INDEX, MANIFEST, index_matches
+from datamodules.shards.manifest import INDEX, MANIFEST, index_matches, write_index_and_manifest
 from datamodules.shards.stores import local_folder
 from datamodules.shards.tar import OpenShard, Row, count_rows, facts_beside, rows_path, scan, write_rows
 from datamodules.shards.transfer import DamagedError
@@ -64,7 +67,7 @@ class BucketCache(Cache):
         return super().touch() and self.bucket.may_write(USED)
 
     def tars(self) -> dict[str, int]:
-        return {name: one["size"] for name, one in self.bucket.names().items() if _is_tar(name)}
+        return {name: one["size"] for name, one in self.bucket.names().items() if fnmatch(name, "latents-*.tar")}
 
     def readable_tars(self, limit: int) -> "BucketTars":
         return BucketTars(self.bucket, self.folder.parent / READ, self.folder.name, limit)
@@ -97,18 +100,16 @@ class BucketCache(Cache):
             if rows_path(tar).name not in there:  # merged by another machine
                 rows_path(tar).unlink(missing_ok=True)
         for name in there:
-            if _is_rows(name) and not (self.folder / name).exists():
+            if fnmatch(name, "latents-*.jsonl") and not (self.folder / name).exists():
                 self.bucket.download(name, self.folder / name)
 
     def _has_index(self) -> bool:
-        """Whether the index is here as it was written."""
         return (self.folder / INDEX).is_file() and index_matches(self.folder, self.manifest())
 
     def _counts(self, manifest: Mapping[str, Any]) -> Counter[str]:
         # What `refresh` has downloaded is as it was uploaded: newer than the manifest, with rows of more tars, where a
         # build was killed between the two.
-        index = self.folder / INDEX
-        return (count_rows(index) if index.is_file() else None) or Counter()
+        return (count_rows(self.folder / INDEX) if (self.folder / INDEX).is_file() else None) or Counter()
 
     def seal(self, shard: OpenShard) -> None:
         super().seal(shard)
@@ -125,8 +126,10 @@ class BucketCache(Cache):
             facts = facts_beside(tar)
             if facts is not None and facts["sha256"] == sha256(tar):
                 self._upload(tar)
+            elif (shard := OpenShard(tar)).rows:
+                self.seal(shard)
             else:
-                self.seal(OpenShard(tar))
+                tar.unlink()
 
     def recover_units(self, units: Mapping[int, bool]) -> None:
         for unit in units:
@@ -154,23 +157,20 @@ class BucketCache(Cache):
         return 0
 
     def _write_index(self, rows: Iterable[Row], shards: dict[str, Any]) -> None:
-        super()._write_index(rows, shards)
-        for name in (INDEX, ARRAYS, MANIFEST):
-            if (path := self.folder / name).exists():
-                self.bucket.write(name, path)
+        # Elsewhere than another command of this machine downloads the bucket's to.
+        with TemporaryDirectory(f".{os.getpid()}.tmp", ".merged-", self.folder) as made:
+            folder = Path(made, self.folder.name)
+            folder.mkdir()
+            write_index_and_manifest(folder, self.parts, rows, shards)
+            for path in (folder / name for name in (INDEX, ARRAYS, MANIFEST)):
+                if path.exists():
+                    self.bucket.write(path.name, path)
+                    path.replace(self.folder / path.name)
 
     def _drop_rows(self, tars: Iterable[Path]) -> None:
         tars = list(tars)
         super()._drop_rows(tars)
         self.bucket.remove(rows_path(tar).name for tar in tars)
-
-
-def _is_tar(name: str) -> bool:
-    return name.startswith("latents-") and name.endswith(".tar")
-
-
-def _is_rows(name: str) -> bool:
-    return name.startswith("latents-") and name.endswith(".jsonl")
 
 
 class FetchedRow:

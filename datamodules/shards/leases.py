@@ -20,7 +20,7 @@ from typing import Any
 
 from datamodules.errors import UserError
 from datamodules.shards.places import Place
-from datamodules.shards.processes import has_ended, identity, new_name
+from datamodules.shards.processes import Seen, identity, new_name, now
 
 # Seconds between two signs of life, and after which a process without one is taken for dead.
 BEAT, STALE = 5.0, 60.0
@@ -41,7 +41,7 @@ class Leases:
     def __init__(self, root: Place) -> None:
         self.root = root
         self.me = new_name()
-        self._seen: dict[str, tuple[bytes, float]] = {}  # by process its last sign of life, and when it was new
+        self._seen = Seen()
         self._beaten = 0.0
         self._silent = 0.0  # the longest time without a sign of life of this process
         self._ended = threading.Event()
@@ -67,7 +67,7 @@ class Leases:
         while True:
             self._enter_open_round(wait)
             self.me = new_name()  # what was taken before and not finished is not held any more
-            self._beaten, self._silent = _now(), 0.0
+            self._beaten, self._silent = now(), 0.0
             self._beat(0)
             # Who closes a round looks for signs of life afterwards: one of the two sees the other.
             if max(self._rounds(), default=0) == self._number and self.here.read(CLOSED) is None:
@@ -81,7 +81,8 @@ class Leases:
         finally:
             self._ended.set()
             thread.join()
-            self.here.remove([f"{self.me}.alive"])
+            with suppress(UserError):  # a bucket that is away: it will be found silent
+                self.here.remove([f"{self.me}.alive"])
 
     def _enter_open_round(self, wait: Callable[[], None]) -> None:
         while True:
@@ -89,10 +90,10 @@ class Leases:
             files, others = list(self.here.names()), self.others()
             if CLOSED in files and not others:
                 return self._enter(self._number + 1)
-            if CLOSED in files:
-                wait()
-            elif others or not files:
+            if not files or (CLOSED not in files and self._seen.certain.intersection(others)):
                 return
+            if others:
+                wait()
             else:
                 self.close()
 
@@ -136,7 +137,8 @@ class Leases:
         return taken
 
     def finish(self, name: str) -> None:
-        """Note that a unit is done."""
+        """Note that a unit is done; raises a UserError where it may be another's by now."""
+        self.require_mine()
         self.here.create(f"{name}.done", self._signed())
 
     def open(self, names: Iterable[str]) -> list[str]:
@@ -167,14 +169,22 @@ class Leases:
         with suppress(ValueError):
             return json.loads(self.here.read(name) or b"null")
 
+    def is_in_use(self) -> bool:
+        """Whether somebody is at work here for certain; of another machine's process that is seen by its next sign."""
+        while others := self.others():
+            if self._seen.certain.intersection(others):
+                return True
+            time.sleep(self.root.look)
+        return False
+
     def others(self) -> list[str]:
-        """The processes that are at work here, without this one."""
+        """The processes that are at work here, or may be, without this one."""
         names = [name.removesuffix(".alive") for name in self.here.names() if name.endswith(".alive")]
         return [name for name in names if name != self.me and self._is_alive(name)]
 
     def require_mine(self) -> None:
         """Raise a UserError where this process was ever silent so long that others may have taken over its units."""
-        silent = max(self._silent, _now() - self._beaten)
+        silent = max(now() - self._beaten, self._silent)  # in this order: a sign may be given between the two
         if silent > STALE / 2:
             raise UserError(
                 f"this process gave no sign of life in {self.here} for {silent:.0f} s, so others may do its work: "
@@ -201,13 +211,7 @@ class Leases:
         sign = self.here.read(f"{process}.alive") or b""
         if not sign and "." not in process:
             return False
-        if sign and has_ended(sign):
-            return False
-        before, since = self._seen.get(process, (None, 0.0))
-        if sign != before:
-            since = _now()
-            self._seen[process] = sign, since
-        return True if _now() - since < STALE else None
+        return self._seen.is_alive(process, sign, STALE)
 
     def _keep_beating(self) -> None:
         number = 0
@@ -218,13 +222,8 @@ class Leases:
 
     def _beat(self, number: int) -> None:
         self.write(f"{self.me}.alive", {"beat": number, **identity(os.getpid())})
-        now = _now()
-        self._silent, self._beaten = max(self._silent, now - self._beaten), now
-
-
-def _now() -> float:
-    """Seconds, of those too in which the machine was suspended, where its system counts them."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+        beaten = now()
+        self._silent, self._beaten = max(self._silent, beaten - self._beaten), beaten
 
 
 def _done(files: Iterable[str]) -> set[str]:

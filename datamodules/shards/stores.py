@@ -22,7 +22,7 @@ KINDS = {
     **dict.fromkeys(("http", "https"), "http"),
 }
 CONNECT_TIMEOUT = timedelta(seconds=30)
-READ_TIMEOUT = timedelta(seconds=30)  # between bytes; the transfer itself may take as long as training
+READ_TIMEOUT = timedelta(seconds=30)  # between bytes of an answer; of a part of an upload in all
 ACCESS_KEY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 REGION = ("AWS_REGION", "AWS_DEFAULT_REGION")
 ENDPOINT = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
