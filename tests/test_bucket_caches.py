@@ -241,6 +241,50 @@ def test_a_build_killed_between_the_uploads_of_index_and_manifest_moves_no_tar(
     assert len(downloaded(bucket, tmp_path / "copy").sample_ids()) == 14
 
 
+def test_another_command_of_the_machine_reverts_no_merge(bucket, filled, tmp_path, monkeypatch):
+    """It looks at the bucket while the new index is being uploaded."""
+    filled.seal(fill(filled, 4, rank=1, full=10**9, first=10))
+    write = Bucket.write
+
+    def looked_at(self, name, *args):
+        cache_of(URL, filled.folder.name, filled.parts).refresh()
+        write(self, name, *args)
+        cache_of(URL, filled.folder.name, filled.parts).refresh()
+
+    with monkeypatch.context() as context:
+        context.setattr(Bucket, "write", looked_at)
+        filled.merge()
+    assert len(downloaded(bucket, tmp_path / "copy").sample_ids()) == 14
+    assert len(filled.sample_ids()) == 14
+    assert not filled.unmerged()
+
+
+def test_a_tar_without_a_sample_is_not_uploaded(bucket, filled):
+    """As a process leaves that is killed as soon as it has opened one."""
+    before = names(bucket)
+    filled.open_shard(3, 10**9)._file.close()
+    filled.recover_units({3: False})
+    assert names(bucket) == before
+    assert not list(filled.folder.glob("*.tar"))
+
+
+def test_a_name_that_is_not_found_once_is_asked_for_again(filled, monkeypatch):
+    """The bucket's server was reached before: its name is right."""
+    from obstore.exceptions import GenericError
+
+    bucket, listing, failures = filled.bucket, obstore.list_with_delimiter, []
+
+    def unknown(*args):
+        if not failures:
+            failures.append(1)
+            raise GenericError("Generic S3 error: dns error: failed to lookup address information")
+        return listing(*args)
+
+    monkeypatch.setattr(obstore, "list_with_delimiter", unknown)
+    assert bucket.names()
+    assert failures
+
+
 def test_what_a_killed_process_has_written_and_not_uploaded_counts_when_it_is(bucket, filled, tmp_path, monkeypatch):
     """Of a unit that its own machine takes again: all its samples are there, and no tar is opened any more."""
     shard = fill(filled, 2, rank=1, full=10**9, first=10)

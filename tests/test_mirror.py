@@ -1,6 +1,7 @@
 """output_dir=s3://...: runs that are resumed on a machine that has nothing of them."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -111,6 +112,7 @@ def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch
     checkpoints.mkdir()
     for name in ("last.ckpt", "step-000002.ckpt"):
         (checkpoints / name).write_text(name)
+    mirror.run.finished.write_text("that it is finished")
     order, put = [], obstore.put
 
     def noted(store, name, content, **more):
@@ -123,7 +125,7 @@ def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch
     mirror._upload()
     assert order == ["config.yaml", "step-000002.ckpt"]
     mirror._upload()
-    assert order[2:] == ["last.ckpt"]
+    assert order[2:] == ["last.ckpt", "finished.json"]
 
 
 def test_a_folder_with_another_run_is_not_written_over(mirror, bucket, tmp_path):
@@ -292,6 +294,7 @@ def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, 
     (first,) = names(bucket)
     (mirror.run.path / first).unlink()
     again = Mirror(URL, mirror.run)
+    again.fetch(resumes=True)
     again.start()
     again.finish()
     assert names(bucket) == {"config.yaml", "metrics.csv"} - {first}
@@ -356,3 +359,96 @@ def test_a_bucket_that_is_not_there_is_named_and_leaves_nothing(bucket, run, tin
         error = run("train", *overrides, ok=False).error
         assert re.fullmatch(rf"error: {setting}: {url}\S* is not there: there is no bucket mistyped", error)
     assert not (tmp_path / "outputs" / "mistyped" / "run").exists()
+
+
+def test_a_folder_that_is_gone_empties_no_bucket(mirror, bucket, capfd):
+    """Removed, or on a disk that is not mounted any more; nor does a part of it that is replaced just now."""
+    save(mirror.run, 2, ["lora/last/weights.safetensors"])
+    mirror._upload()
+    everything = names(bucket)
+    away = mirror.run.path.with_name("away")
+    mirror.run.path.rename(away)
+    assert mirror._try() == f"{mirror.run.path}: No such file or directory"
+    mirror.run.path.mkdir()
+    assert mirror._try() is None
+    assert names(bucket) == everything
+    shutil.rmtree(mirror.run.path)
+    away.rename(mirror.run.path)
+    assert mirror._try() is None
+    assert names(bucket) == everything
+
+
+def test_what_is_replaced_while_it_is_looked_for_stays_in_the_bucket(mirror, bucket, monkeypatch):
+    save(mirror.run, 2, ["lora/last/weights.safetensors"])
+    mirror._upload()
+    files_of, weights = module.files_of, "lora/last/weights.safetensors"
+    monkeypatch.setattr(
+        module, "files_of", lambda folder: {name: facts for name, facts in files_of(folder).items() if name != weights}
+    )
+    mirror._upload()
+    assert weights in names(bucket)
+
+
+def test_a_name_that_no_object_can_have_is_left_out(mirror, bucket, capfd):
+    save(mirror.run, 2)
+    (mirror.run.path / os.fsdecode(b"\xff.png")).write_text("a picture")
+    assert [mirror._try(), mirror._try()] == [None, None]
+    assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
+    assert capfd.readouterr().err.count(r"note: s3://runs/of/snow: \udcff.png is left out: ") == 1
+
+
+def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere, bucket):
+    for key in ("of/snow/", "of/snow/checkpoints/"):
+        bucket.put_object(Bucket="runs", Key=key)
+    save(mirror.run, 2)
+    mirror._upload()
+    Mirror(URL, elsewhere).fetch(resumes=True)
+    assert told(elsewhere) == told(mirror.run)
+
+
+def test_what_is_removed_while_it_is_downloaded_is_looked_for_again(mirror, elsewhere, bucket, monkeypatch):
+    """By another machine, which rotates its checkpoints."""
+    import obstore
+
+    save(mirror.run, 2, ["checkpoints/step-000001.ckpt"])
+    mirror._upload()
+    get = obstore.get
+
+    def rotated(store, path, options=None):
+        bucket.delete_object(Bucket="runs", Key="of/snow/checkpoints/step-000001.ckpt")
+        return get(store, path, options=options)
+
+    monkeypatch.setattr(obstore, "get", rotated)
+    Mirror(URL, elsewhere).fetch(resumes=True)
+    assert elsewhere.checkpoint.read_bytes() == mirror.run.checkpoint.read_bytes()
+    assert not elsewhere.checkpoint_of(1).exists()
+
+
+def test_a_damaged_note_costs_no_more_than_uploads(mirror, bucket, elsewhere):
+    save(mirror.run, 2)
+    mirror._upload()
+    mirror.uploaded.path.write_text("{")
+    again = Mirror(URL, mirror.run)
+    again.fetch(resumes=True)
+    again.start()
+    again.finish()
+    Mirror(URL, elsewhere).fetch(resumes=True)
+    assert told(elsewhere) == told(mirror.run)
+
+
+def test_with_several_machines_the_bucket_has_all_before_the_others_are_met(mirror, bucket, monkeypatch):
+    monkeypatch.setattr(module, "LOOK", 1000.0)
+    save(mirror.run, 2)
+    mirror.start(at_once=True)
+    assert "checkpoints/last.ckpt" in names(bucket)
+    mirror.finish()
+
+
+def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, tmp_path, monkeypatch):
+    """It comes when the first one of its machine, which has started it, is at work in the folder."""
+    save(mirror.run, 2)
+    mirror._upload()
+    for rank, downloads in (("1", False), ("0", True)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with module.mirrored(URL, tmp_path / "machine", resumes=True):
+            assert (tmp_path / "machine" / "config.yaml").exists() == downloads

@@ -107,8 +107,10 @@ leases.BEAT, leases.STALE = 0.05, 2.0
 mine = leases.Leases(Folder(Path(sys.argv[1])))
 with mine.working(lambda: None):
     print("working", flush=True)
-    for _ in sys.stdin:
-        mine.require_mine()
+    mine.take(["a", "b"], 2)
+    for name in "ab":
+        sys.stdin.readline()
+        mine.finish(name)
         print("goes on", flush=True)
 """
 
@@ -147,6 +149,56 @@ def test_nobody_joins_what_those_have_left_who_have_ended(tmp_path):
     with leases.working(never):
         assert leases.open(["a", "b"]) == ["a", "b"]
         assert leases.take(["a", "b"], 2) == {"a": False, "b": False}
+
+
+def test_of_another_machine_that_is_lost_nobody_waits_for_the_next_sign_in_vain(tmp_path, monkeypatch):
+    """What it has left is not joined; one that lives gives another sign soon."""
+    monkeypatch.setattr(module, "STALE", 0.6)
+    lost = Leases(Folder(tmp_path / "work"))
+    with lost.working(never):
+        lost.once("prepare", lambda: None, never)
+        from_elsewhere(lost)
+        (kept,) = lost.here.path.glob("*.alive")
+        sign = json.loads(kept.read_text())
+    kept.write_text(json.dumps(sign))
+    other = Leases(Folder(tmp_path / "work"))
+    assert not other.is_in_use()
+    assert Leases(Folder(tmp_path / "work")).others(), "as far as one look tells"
+    waits = []
+    with other.working(lambda: waits.append(time.sleep(0.05))):
+        assert other.open(["prepare"]) == ["prepare"]
+    alive = threading.Event()
+
+    def beat():
+        while not alive.wait(0.1):
+            sign["beat"] += 1
+            other.write("elsewhere-1.alive", sign)
+
+    other = Leases(Folder(tmp_path / "work"))
+    with other.working(never):
+        other.once("prepare", lambda: None, never)
+        thread = threading.Thread(target=beat)
+        thread.start()
+        time.sleep(0.2)
+    late = Leases(Folder(tmp_path / "work"))
+    assert late.is_in_use()
+    with late.working(lambda: time.sleep(0.05)):
+        assert late.open(["prepare"]) == []
+    alive.set()
+    thread.join()
+
+
+def test_who_stops_is_told_so_where_the_place_is_away(tmp_path, monkeypatch):
+    def away(*args):
+        raise UserError("it is away")
+
+    def stopped():
+        with Leases(Folder(tmp_path / "work")).working(never):
+            monkeypatch.setattr(Folder, "remove", away)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
 
 
 def test_clocks_that_jump_take_nothing_from_anybody(tmp_path, monkeypatch):
