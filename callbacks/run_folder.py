@@ -1,5 +1,6 @@
 """Where a run keeps what: every path below its output_dir."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -76,8 +77,9 @@ class RunFolder:
         return self.checkpoint.with_name(f".{self.checkpoint.name}.failed.tmp")
 
     def remove_unfinished(self) -> None:
-        """Remove the temporary files and folders that a killed run leaves."""
-        remove_temporary([*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")])
+        """Remove the temporary files and folders that a killed run leaves; not those of this process."""
+        left = [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]
+        remove_temporary(left, is_writing=os.getpid().__eq__)
 
     def weights(self, kind: str, name: str) -> Path:
         """A folder of weights: step-000100, last or best, below the adapter's `folder`."""

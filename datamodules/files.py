@@ -7,7 +7,7 @@ import pickle
 import shutil
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -114,11 +114,15 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
 
 
-def remove_temporary(paths: Iterable[Path]) -> None:
-    """Remove temporary files and folders that killed processes have left; not what one of this machine is writing."""
+def remove_temporary(paths: Iterable[Path], is_writing: Callable[[int], bool] = psutil.pid_exists) -> None:
+    """Remove temporary files and folders that killed processes have left.
+
+    Args:
+        is_writing: whether the process with this number may still write its own; one that runs here, unless it is known.
+    """
     for path in paths:
         process = path.name.split(".")[-2]
-        if process.isdecimal() and psutil.pid_exists(int(process)):
+        if process.isdecimal() and is_writing(int(process)):
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
