@@ -118,7 +118,7 @@ def remove_temporary(paths: Iterable[Path], is_writing: Callable[[int], bool] = 
     """Remove temporary files and folders that killed processes have left.
 
     Args:
-        is_writing: whether the process with this number may still write its own; one that runs here, unless it is known.
+        is_writing: whether the process with this number may be writing; by default any that runs here.
     """
     for path in paths:
         process = path.name.split(".")[-2]

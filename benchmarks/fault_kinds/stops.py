@@ -86,7 +86,6 @@ def kill_one_of_two(round: Round) -> None:
     other = other or round.start("predict", *names[1], also=[FINELY])
     round.ended(killed, (0, -signal.SIGKILL))
     round.ended(other)
-    round.same_cache()
     text = round.run("predict", *names[0], also=[FINELY])
     if re.search(r"encoded \d+ samples", text):
         raise BadError("the killed one's command encodes again what is there")
