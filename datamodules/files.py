@@ -164,6 +164,8 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
         UserError: the folder could not be written (disk full, no permission).
     """
     temporary, old = (_beside(folder, end) for end in ("tmp", "old"))
+    for left in (temporary, old):  # by a process of the same number, as in a container, that was killed
+        shutil.rmtree(left, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary

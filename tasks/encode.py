@@ -218,6 +218,8 @@ class CacheBuild:
         self.cache.recover()
         self.leases.require_mine()
         self.cache.merge()
+        if before - self.cache.sample_ids():
+            self.cache.refresh()  # another command may have brought here what the bucket had a moment ago
         if lost := len(before - self.cache.sample_ids()):
             self.leases.close()
             raise UserError(

@@ -88,6 +88,7 @@ class Mirror:
         self.uploaded = Uploaded(run.path / MIRROR / "uploaded.json", str(self.bucket))
         self._failure: str | None = None
         self._moved = 0.0  # when something was uploaded
+        self._left_out: set[str] = set()  # names that no object can have
         self._ended, self._given_up, self._complete = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="mirror")
 
@@ -148,7 +149,8 @@ class Mirror:
         from obstore.exceptions import BaseError
 
         try:
-            self._upload()
+            if not self._upload():
+                return "it is still being written"
         except (BaseError, OSError, UserError) as error:
             what = self._reason(error)
             if self._failure is None:
@@ -167,37 +169,42 @@ class Mirror:
             return f"{error.filename}: {reason(error)}"
         return failure(error, self.bucket.url, known=True, done="written").what
 
-    def _upload(self) -> None:
-        here, uploaded = files_of(self.run.path), self.uploaded.files
-        changed, gone = self.uploaded.changed(here), uploaded.keys() - here.keys()
+    def _upload(self) -> bool:
+        """Whether the bucket has all that there was when it was looked for."""
+        last, uploaded = self.run.relative(self.run.checkpoint), self.uploaded
+        checkpoint = facts_of(self.run.checkpoint)  # before what belongs to it
+        # A run that is refused leaves no folder. One whose checkpoint is in the bucket, and that has none, is away.
+        refused = last not in uploaded.files and not self.run.path.is_dir()
+        here = {} if refused else files_of(self.run.path)
+        changed, gone = uploaded.changed(here) - self._left_out, uploaded.files.keys() - here.keys()
         if not changed and not gone:
-            return
-        self.uploaded.expect(changed)
+            return True
+        uploaded.expect(changed)
         for name in sorted(changed, key=self._order):
+            if self._given_up.is_set():
+                return False
             path = self.run.path / name
             try:
                 file = path.open("rb")  # this handle keeps what is replaced meanwhile
             except FileNotFoundError:  # removed meanwhile
                 continue
             with file:
-                if path == self.run.checkpoint and facts_of(path) != here[name]:
-                    break  # a newer one, whose weights may not be there yet
-                tag = self._put(name, file if path.suffix in REPLACED else file.read())
-            uploaded[name] = [*here[name], tag]
-            self._moved = time.monotonic()
-            if self._given_up.is_set():
-                return
-        if self.run.relative(self.run.checkpoint) not in gone:  # else the run is gone, which the bucket still has
+                if name == last and not checkpoint == here[name] == facts_of(path):
+                    return False  # a newer one, whose weights may not be there yet
+                self._put(name, here[name], file if path.suffix in REPLACED else file.read())
+        if last not in gone:
             self._delete([name for name in gone if not (self.run.path / name).exists()])
-        self.uploaded.write()
+        uploaded.write()
+        return True
 
-    def _put(self, name: str, content: bytes | BinaryIO) -> str | None:
-        """What the bucket calls the version; None for a name that cannot be an object's."""
+    def _put(self, name: str, facts: list[int], content: bytes | BinaryIO) -> None:
         try:
-            return tag_of(self.bucket.put(name, content)["e_tag"])
+            self.uploaded.files[name] = [*facts, tag_of(self.bucket.put(name, content)["e_tag"])]
         except ValueError as error:
             log.warning(f"note: {self}: {printable(name)} is left out: {printable(reason(error))}")
-        return None
+            self._left_out.add(name)
+            del self.uploaded.files[name]
+        self._moved = time.monotonic()
 
     def _delete(self, names: list[str]) -> None:
         self.bucket.delete(names)

@@ -11,7 +11,7 @@ from datamodules.files import sha256
 from datamodules.shards.bucket import Bucket
 from tasks.resuming import checkpoint_step
 from tasks.terminal import log
-from tasks.uploaded import Uploaded, facts_of, tag_of
+from tasks.uploaded import UNKNOWN, Uploaded, facts_of, tag_of
 
 # How often a bucket whose files change is listed again.
 ATTEMPTS = 5
@@ -51,15 +51,15 @@ class RunDownload:
         self.uploaded.compare(there)
         if self.last in there:
             self._check(resumes, is_copy)
-            self.uploaded.write()  # from now on this folder is the bucket's copy
             newest = self.uploaded.path.with_name("last.ckpt")
             newest.unlink(missing_ok=True)
             try:
                 if self._is_behind(newest):
                     self._download(there, newest)
+                self.uploaded.downloading = False
             finally:
                 newest.unlink(missing_ok=True)
-        elif is_copy:
+        if is_copy or self.last in there:
             self.uploaded.write()
 
     def _check(self, resumes: bool, is_copy: bool) -> None:
@@ -72,24 +72,33 @@ class RunDownload:
 
     def _is_behind(self, newest: Path) -> bool:
         """Whether the bucket's last checkpoint, then in `newest` unless there is none here, is of a later step."""
-        if self.run.checkpoints():
+        mine = self.run.checkpoints()
+        if self.uploaded.downloading:  # others may be a part of what is to be completed
+            mine = [path for path in mine if path == self.run.checkpoint]
+        if mine:
             checksum = self.bucket.checksum(self.last)
-            if any(sha256(path) == checksum for path in self.run.checkpoints()):
+            if any(sha256(path) == checksum for path in mine):
                 return False
             self.bucket.download(self.last, newest)
-        here = max(map(_step, self.run.checkpoints()), default=-1)
+        here = max(map(_step, mine), default=-1)
         return here < 0 or here < _step(newest)
 
     def _download(self, there: Mapping[str, str | None], newest: Path) -> None:
         log.info(f"downloading {self.bucket}")
+        self.uploaded.downloading = True
+        self.uploaded.write()  # from now on this folder is the bucket's copy, and not yet all of it
         for name in sorted(there, key=lambda name: name == self.last):  # so it says that all is here
             path = self.run.path / name
             if name == self.last and newest.is_file():
                 os.replace(newest, path)
-            elif not path.is_file() or self.uploaded.files.get(name) != [*facts_of(path), there[name]]:
+            elif not self._has(name, there[name]):
                 self.bucket.download(name, path)
-            self.uploaded.files[name] = [*facts_of(path), there[name]]
+            self.uploaded.files[name] = [*(facts_of(path) or UNKNOWN[:2]), there[name]]
             self.uploaded.write()
+
+    def _has(self, name: str, tag: str | None) -> bool:
+        facts = facts_of(self.run.path / name)
+        return facts is not None and self.uploaded.files.get(name) == [*facts, tag]
 
 
 def _step(checkpoint: Path) -> int:

@@ -1,10 +1,11 @@
 """What of a run's folder is in a bucket, noted beside the run: what was uploaded once is not uploaded again."""
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from datamodules.errors import UserError
@@ -20,12 +21,16 @@ class Uploaded:
     Args:
         path: of the note.
         url: of the bucket's folder.
+
+    Attributes:
+        downloading: whether a download has begun that was not completed.
     """
 
     def __init__(self, path: Path, url: str) -> None:
         self.path = path
         self.url = url
         self.files: dict[str, list[Any]] = {}
+        self.downloading = False
 
     def read(self) -> bool:
         """Whether there is a note: then the run's folder is a copy of the bucket's.
@@ -37,7 +42,7 @@ class Uploaded:
             return False
         try:
             note = json.loads(self.path.read_text())
-            url, self.files = note["url"], dict(note["files"])
+            url, self.files, self.downloading = note["url"], dict(note["files"]), note["downloading"]
         except DAMAGED:  # then all is uploaded again
             return True
         if url != self.url:
@@ -49,7 +54,8 @@ class Uploaded:
         """Write the note, unless the run's folder is gone."""
         if self.path.parent.parent.is_dir():
             with replacing(self.path) as temporary:
-                temporary.write_text(json.dumps({"url": self.url, "files": self.files}))
+                note = {"url": self.url, "downloading": self.downloading, "files": self.files}
+                temporary.write_text(json.dumps(note))
 
     def compare(self, there: Mapping[str, str | None]) -> None:
         """Forget what the bucket has lost, and the facts of what it has otherwise: both are uploaded again.
@@ -60,9 +66,9 @@ class Uploaded:
         known = {name: facts for name, facts in self.files.items() if name in there}
         self.files = {name: facts if facts[-1] == there[name] else UNKNOWN for name, facts in known.items()}
 
-    def changed(self, here: Mapping[str, list[int]]) -> list[str]:
+    def changed(self, here: Mapping[str, list[int]]) -> set[str]:
         """The names of those files that are not uploaded as they are here."""
-        return [name for name, facts in here.items() if self.files.get(name, UNKNOWN)[:2] != facts]
+        return {name for name, facts in here.items() if self.files.get(name, UNKNOWN)[:2] != facts}
 
     def expect(self, names: Iterable[str]) -> None:
         """Note, before they are uploaded, that these may be in the bucket."""
@@ -85,15 +91,20 @@ def files_of(folder: Path) -> dict[str, list[int]]:
     for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(place, name) for name in names if not name.startswith(".")):
-            with suppress(FileNotFoundError):  # removed meanwhile
-                found[str(path.relative_to(folder))] = facts_of(path)
+            if (facts := facts_of(path)) is not None:
+                found[str(path.relative_to(folder))] = facts
     return found
 
 
-def facts_of(path: Path) -> list[int]:
-    """A file's size and time, which tell whether it has changed."""
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
+def facts_of(path: Path) -> list[int] | None:
+    """A file's size and time, which tell whether it has changed; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
+        return None
+    return [status.st_size, status.st_mtime_ns] if S_ISREG(status.st_mode) else None
 
 
 def tag_of(tag: str | None) -> str | None:

@@ -94,12 +94,14 @@ def test_a_run_goes_on_while_its_bucket_is_away_and_is_uploaded_afterwards(mirro
     with monkeypatch.context() as away:
         away.setattr(obstore, "put", fail)
         assert [mirror._try(), mirror._try()] == ["reset", "reset"]
-        mirror.start()
+        said = f"note: {URL}: reset; the run goes on, and is uploaded when that is over\n"
+        assert capfd.readouterr().err == said, "once"
+        at_its_end = Mirror(URL, mirror.run)
+        at_its_end.start()
         with pytest.raises(UserError, match=r"run is not all in s3://runs/of/snow: reset; the same command uploads it"):
-            mirror.finish(0.2)
-        mirror._thread.join()
-    said = f"note: {URL}: reset; the run goes on, and is uploaded when that is over\n"
-    assert capfd.readouterr().err == said, "once"
+            at_its_end.finish(0.2)
+        at_its_end._thread.join()
+        capfd.readouterr()
     assert mirror._try() is None
     assert capfd.readouterr().err == f"{URL} has all of the run again\n"
     assert names(bucket) == {"config.yaml"}
@@ -190,15 +192,21 @@ def elsewhere(tmp_path):
     return RunFolder(tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("with_older", [False, True])
-def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewhere, monkeypatch, with_older):
-    """After each of its files, of a folder that was empty, or held an earlier state."""
+def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewhere, monkeypatch, with_older, twice):
+    """After each of its files, of a folder that was empty, or held an earlier state.
+
+    Twice: of a run that was killed when its last checkpoint had got its second name, and was not yet replaced.
+    """
     import obstore
 
     save(mirror.run, 2)
     mirror._upload()
     older = told(mirror.run)
-    save(mirror.run, 4, ["lora/last/weights.safetensors", "finished.json"])
+    save(mirror.run, 4, ["lora/last/weights.safetensors", "finished.json", "checkpoints/step-000002.ckpt"])
+    if twice:
+        shutil.copy(mirror.run.checkpoint, mirror.run.checkpoint_of(4))
     if with_older:
         Mirror(URL, elsewhere).fetch(resumes=True)
         assert told(elsewhere) == older
@@ -395,6 +403,11 @@ def test_a_name_that_no_object_can_have_is_left_out(mirror, bucket, capfd):
     assert [mirror._try(), mirror._try()] == [None, None]
     assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
     assert capfd.readouterr().err.count(r"note: s3://runs/of/snow: \udcff.png is left out: ") == 1
+    (mirror.run.path / os.fsdecode(b"\xff.png")).unlink()
+    save(mirror.run, 4)
+    mirror.start()
+    mirror.finish()
+    assert bucket.get_object(Bucket="runs", Key="of/snow/metrics.csv")["Body"].read() == b"of step 4"
 
 
 def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere, bucket):
@@ -434,6 +447,22 @@ def test_a_damaged_note_costs_no_more_than_uploads(mirror, bucket, elsewhere):
     again.finish()
     Mirror(URL, elsewhere).fetch(resumes=True)
     assert told(elsewhere) == told(mirror.run)
+
+
+def test_a_mistake_in_the_settings_is_said_at_once(bucket, run, tiny, tmp_path):
+    """The run is refused, and leaves no folder: there is nothing to be uploaded."""
+    error = run("train", *short(tiny, tmp_path / "nowhere", URL, 1), ok=False).error
+    assert error.startswith("error: data.root=")
+    assert "is not all in" not in error
+    assert not names(bucket)
+    assert not (tmp_path / local_folder(URL)).exists()
+
+
+def test_what_is_no_file_is_not_waited_for(mirror, bucket):
+    os.mkfifo(mirror.run.path / "pipe")
+    (mirror.run.path / "loop").symlink_to("loop")
+    assert mirror._try() is None
+    assert names(bucket) == {"config.yaml"}
 
 
 def test_with_several_machines_the_bucket_has_all_before_the_others_are_met(mirror, bucket, monkeypatch):
