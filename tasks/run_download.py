@@ -84,7 +84,7 @@ class RunDownload:
         return here < 0 or here < _step(newest)
 
     def _download(self, there: Mapping[str, str | None], newest: Path) -> None:
-        log.info(f"downloading {self.bucket}")
+        log.warning(f"downloading {self.bucket}")  # whichever process does it
         self.uploaded.downloading = True
         self.uploaded.write()  # from now on this folder is the bucket's copy, and not yet all of it
         for name in sorted(there, key=lambda name: name == self.last):  # so it says that all is here
