@@ -9,7 +9,7 @@ import pytest
 from callbacks.watchdog import Watchdog
 from lightning_modules.timing import LOADING, NOT_TRAINING, StageTimer
 
-SECONDS = 0.5
+SECONDS = 1.0
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ import sys
 from pathlib import Path
 from datamodules.shards import leases
 from datamodules.shards.places import Folder
-leases.BEAT, leases.STALE = 0.05, 2.0
+leases.BEAT, leases.STALE = 0.05, 4.0
 mine = leases.Leases(Folder(Path(sys.argv[1])))
 with mine.working(lambda: None):
     print("working", flush=True)
@@ -130,7 +130,7 @@ def test_a_process_that_was_suspended_never_believes_its_units_its_own_again(tmp
     time.sleep(0.2)
     assert ask() == "goes on\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(1.5)
+    time.sleep(2.5)
     os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.5)
     assert ask() == ""
@@ -153,7 +153,7 @@ def test_nobody_joins_what_those_have_left_who_have_ended(tmp_path):
 
 def test_of_another_machine_that_is_lost_nobody_waits_for_the_next_sign_in_vain(tmp_path, monkeypatch):
     """What it has left is not joined; one that lives gives another sign soon."""
-    monkeypatch.setattr(module, "STALE", 0.6)
+    monkeypatch.setattr(module, "STALE", 2.0)
     lost = Leases(Folder(tmp_path / "work"))
     with lost.working(never):
         lost.once("prepare", lambda: None, never)
