@@ -218,12 +218,13 @@ class CacheBuild:
         self.cache.recover()
         self.leases.require_mine()
         self.cache.merge()
-        if before - self.cache.sample_ids():
+        if lost := before - self.cache.sample_ids():
             self.cache.refresh()  # another command may have brought here what the bucket had a moment ago
-        if lost := len(before - self.cache.sample_ids()):
+            lost = before - self.cache.sample_ids()
+        if lost:
             self.leases.close()
             raise UserError(
-                f"{self.cache}: tars of the build that was interrupted have been damaged since, and {lost} "
+                f"{self.cache}: tars of the build that was interrupted have been damaged since, and {len(lost)} "
                 "samples are lost: start again, and they are encoded again"
             )
 

@@ -46,7 +46,7 @@ def mirrored(url: str | None, folder: Path, resumes: bool) -> Iterator[None]:
         return
     mirror = Mirror(url, RunFolder(folder))
     try:
-        if is_first_process() or not started_by_lightning():  # those come later
+        if not started_by_lightning():  # else its machine's first one has done so
             by_one_process(folder / MIRROR / "fetching", lambda: mirror.fetch(resumes))
     except UserError:
         if is_first_process() and not mirror.uploaded.path.exists():

@@ -54,7 +54,8 @@ class RunDownload:
             newest = self.uploaded.path.with_name("last.ckpt")
             newest.unlink(missing_ok=True)
             try:
-                if self._is_behind(newest):
+                # Most starts find the checkpoint as it was noted, and read none.
+                if not self._has(self.last, there[self.last]) and self._is_behind(newest):
                     self._download(there, newest)
                 self.uploaded.downloading = False
             finally:

@@ -50,8 +50,8 @@ def launched_from_outside() -> bool:
 
 
 def started_by_lightning() -> bool:
-    """Whether this process was started by the first one of its machine, in the middle of its work."""
-    return "LOCAL_RANK" in os.environ and not launched_from_outside()
+    """Whether the first process of this machine started this one, in the middle of its work."""
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not launched_from_outside()
 
 
 def machine_count() -> int:

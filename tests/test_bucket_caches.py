@@ -16,7 +16,7 @@ from datamodules.shards.bucket_cache import cache_of
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.stores import local_folder
 from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
-from tests.support.caches import cache_overrides, encoded, only
+from tests.support.caches import cache_overrides, encoded, flip, only
 from tests.support.commands import kill_when, lora_bytes, short, wait_until
 from tests.support.hold import divide_and_hold
 from tests.support.latents import content, fill
@@ -205,10 +205,7 @@ def tars_moved(monkeypatch):
 def test_a_damaged_copy_of_the_index_is_downloaded_again(bucket, filled, tmp_path, tars_moved):
     """And the bucket's is as it was: of a large cache all tars would be downloaded and uploaded again."""
     whole = content(downloaded(bucket, tmp_path / "copy"))
-    index = filled.folder / "index.jsonl"
-    changed = bytearray(index.read_bytes())
-    changed[len(changed) // 2] ^= 1
-    index.write_bytes(changed)
+    flip(filled.folder / "index.jsonl", 0.5)
     filled.recover()
     filled.merge()
     assert not tars_moved

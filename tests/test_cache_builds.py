@@ -8,7 +8,7 @@ import pytest
 
 from datamodules.shards.tar import scan
 from tests.datamodules.images.test_transforms import unreadable
-from tests.support.caches import cache_overrides, encoded, only, short
+from tests.support.caches import cache_overrides, encoded, flip, only, short
 from tests.support.commands import kill_when, wait_until
 from tests.support.hold import divide_and_hold, divide_finely, hold_build
 from tests.support.latents import content
@@ -185,9 +185,7 @@ def test_what_is_damaged_while_a_build_is_interrupted_is_found(run, start, tiny,
     path = {"rows": rows, "tar": rows.with_suffix(".tar"), "plan": rows.parent / "building" / "000000" / "plan.json"}[
         damaged
     ]
-    changed = bytearray(path.read_bytes())
-    changed[len(changed) // 2 if damaged != "plan" else 0] ^= 1
-    path.write_bytes(changed)
+    flip(path, 0 if damaged == "plan" else 0.5)
     run("predict", *command)
     assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
 
@@ -201,9 +199,7 @@ def test_what_is_damaged_while_a_build_runs_is_said(run, start, tiny, tmp_path, 
     wait_until((tmp_path / "held").exists, process)
     name = {"tar": "latents-00000-*.tar", "plan": "building/*/plan.json"}[damaged]
     [path] = tmp_path.glob(f"cache/*/{name}")
-    changed = bytearray(path.read_bytes())
-    changed[len(changed) // 2 if damaged == "tar" else 0] ^= 1
-    path.write_bytes(changed)
+    flip(path, 0 if damaged == "plan" else 0.5)
     if damaged == "plan":
         text, _ = start("predict", *command).communicate(timeout=60)
         assert "plan.json is damaged: start again" in text

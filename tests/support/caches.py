@@ -33,3 +33,10 @@ def encoded(outcome) -> int:
     """How many samples a command says it has encoded."""
     match = re.search(r"encoded (\d+) samples", outcome.text)
     return int(match[1]) if match else 0
+
+
+def flip(path, share=0.25):
+    """Change one bit of a file, at this share of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * share)] ^= 1
+    path.write_bytes(data)

@@ -15,6 +15,7 @@ from datamodules.shards.index import ShardIndex
 from datamodules.shards.opened import LocalTars
 from datamodules.shards.reader import LatentReader
 from datamodules.shards.tar import OpenShard, scan
+from tests.support.caches import flip
 from tests.support.latents import content, fill
 
 
@@ -196,12 +197,6 @@ def test_damaged_list_of_checksums_is_passed_over(tmp_path):
     for place in range(len(line) - 1):
         memo.write_bytes(line[:place] + bytes([line[place] ^ 1]) + line[place + 1 :])
         assert FileHashes([memo]).get(file) in (None, hash_file(file)[4]), "one bit less is another checksum"
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 4] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
