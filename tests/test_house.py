@@ -1,4 +1,4 @@
-"""The house stands as docs/architecture.md says: arrows go down, no circles, no file longer than a sitting."""
+"""The house stands as docs/architecture.md says: arrows go down, no circles, no file over 400 lines."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -13,7 +13,7 @@ from tests.support.commands import ROOT, compose
 
 # Each may import from those behind it. What stands in lightning_modules/ and datamodules/ is a room of its own there.
 FLOORS = ["train", "predict", "tasks", "callbacks", "lightning_modules", "datamodules"]
-LINES = 250
+LINES = 400
 PUBLIC_NAMES = 50
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
