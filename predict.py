@@ -8,26 +8,13 @@ from omegaconf import DictConfig
 
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
-from tasks.chosen import check_task_settings, chosen_task
+from tasks.arguments import hydras_errors, read_arguments
 from tasks.folders import in_use
+from tasks.keys import check_keys, check_read, chosen_task
 from tasks.resolvers import CONF
 from tasks.settings import PREDICTION, check_settings
-from tasks.terminal import command_line, end_workers, one_line_errors, quote_values
+from tasks.terminal import command_line, end_workers, log, one_line_errors
 
-# By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
-TASKS = {
-    "edit": "tasks.edit.edit",
-    "cache": "tasks.caches.cache",
-    "preview": "tasks.caches.preview",
-    "clean": "tasks.caches.clean",
-    "quantize": "tasks.quantize.quantize",
-    "inspect": "tasks.inspect.inspect",
-    "compare_precision": "tasks.compare_precision.compare_precision",
-    "caption": "tasks.caption.caption",
-    "export": "tasks.export.export",
-    "average": "tasks.average.average",
-    "lora_info": "tasks.lora_info.lora_info",
-}
 # These write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")
 
@@ -40,9 +27,11 @@ def run(cfg: DictConfig) -> None:
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     try:
         with one_line_errors(), stop.listening():
+            task = chosen_task(cfg.task, "predict")
+            check_keys(cfg, "predict")
             check_settings(cfg, PREDICTION)
-            task = chosen_task(cfg, TASKS)
-            check_task_settings(cfg.task, HydraConfig.get().overrides.task)
+            check_read(cfg.task, HydraConfig.get().overrides.task)
+            log.info("starting: PyTorch and diffusers are imported")
             with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else in_use(output_dir):
                 get_method(task)(cfg, output_dir)
             stop.check()
@@ -54,8 +43,8 @@ def run(cfg: DictConfig) -> None:
 
 def main() -> None:
     """The command line."""
-    with command_line():
-        sys.argv[1:] = quote_values(sys.argv[1:])
+    with command_line(), hydras_errors("predict"):
+        sys.argv[1:] = read_arguments(sys.argv[1:], "predict")
         run()
 
 

@@ -9,16 +9,14 @@ from omegaconf import DictConfig
 
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
-from tasks.chosen import chosen_task
+from tasks.arguments import hydras_errors, read_arguments
 from tasks.folders import in_use
+from tasks.keys import check_keys, chosen_task
 from tasks.mirror import mirrored
 from tasks.resolvers import CONF
 from tasks.settings import TRAINING, check_settings
 from tasks.slurm import queued_again
-from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors, quote_values
-
-# By task=. They are imported when they are chosen: a mistake in the settings is answered before that.
-TASKS = {"fit": "tasks.fit.fit", "dry_run": "tasks.dry_run.dry_run"}
+from tasks.terminal import command_line, configure_logging, end_workers, log, one_line_errors
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -47,8 +45,10 @@ def job(cfg: DictConfig) -> float | None:
     resumes = cfg.resume is not None or cfg.ckpt_path is not None
     try:
         with one_line_errors(in_sweep), stop.listening():
+            task = chosen_task(cfg.task, "train")
+            check_keys(cfg, "train")
             check_settings(cfg, TRAINING)
-            task = chosen_task(cfg, TASKS)
+            log.info("starting: PyTorch and diffusers are imported")
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
             with in_use(output_dir), queued_again(cfg.resume), mirrored(url, output_dir, resumes):
@@ -62,13 +62,13 @@ def job(cfg: DictConfig) -> float | None:
 
 
 def with_examples(arguments: list[str]) -> list[str]:
-    """The command line; where it names no model, with the embedded one's settings, and without data its examples."""
+    """Return the arguments; without a model, with the embedded one's settings, and without data, with its examples."""
 
     def names(*keys: str) -> bool:
-        return any(one.startswith(keys) and one != "model=embedded" for one in arguments)
+        return any(one.lstrip("+~").startswith(keys) and one != "model=embedded" for one in arguments)
 
     own_config = names("-cp", "-cn", "-cd", "--config")
-    if own_config or names("experiment=", "model=", "model.pretrained_model_name_or_path="):
+    if own_config or names("experiment", "model=", "model.pretrained_model_name_or_path="):
         return arguments
     # What only shows the settings shows those that one's own data would get.
     own_data = names("data=", "data.root=", "data.shards=", "-c", "--cfg")
@@ -76,18 +76,14 @@ def with_examples(arguments: list[str]) -> list[str]:
         return arguments
     # Both experiments set a learning rate for AdamW and a LoRA.
     if names("optimizer=", "adapter=full"):
-        chosen = [] if own_data else ["data=shapes"]
-    else:
-        chosen = ["experiment=embedded" if own_data else "experiment=shapes"]
-    # Overrides must stand together: options may come before or after them.
-    first = next((place for place, one in enumerate(arguments) if "=" in one and not one.startswith("-")), 0)
-    return [*arguments[:first], *chosen, *arguments[first:]]
+        return arguments if own_data else ["data=shapes", *arguments]
+    return ["experiment=embedded" if own_data else "experiment=shapes", *arguments]
 
 
 def main() -> None:
     """The command line."""
-    with command_line():
-        sys.argv[1:] = with_examples(quote_values(sys.argv[1:]))
+    with command_line(), hydras_errors("train"):
+        sys.argv[1:] = read_arguments(sys.argv[1:], "train", with_examples)
         run()
 
 

@@ -66,6 +66,8 @@ SHARED: dict[str, Rule] = {
     "data.source.seed": SEED,
     "data.source.change_weight": POSITIVE,
 }
+# By pattern or by role: mappings whose keys are part of the value.
+OPEN_MAPPINGS = ("data.columns", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.lr_pattern", "lora_scale")
 TRAINING: dict[str, Rule] = {
     **SHARED,
     "trainer.max_steps": COUNT,

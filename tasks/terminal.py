@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from callbacks.peers import peers
-from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
 from callbacks.signals import Abandoned, Stopped
 from datamodules.errors import UserError
 
@@ -63,7 +62,7 @@ def machine_count() -> int:
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Around a whole command: set up logging, survive a closed or broken output pipe, answer Ctrl-C in one line."""
+    """Around a whole command: set up logging, survive a closed or broken output pipe, answer mistakes in one line."""
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -72,6 +71,9 @@ def command_line() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         raise SystemExit(130) from None
@@ -137,23 +139,6 @@ def silence_libraries() -> None:
         library.set_verbosity_error()
 
 
-def quote_values(arguments: list[str]) -> list[str]:
-    """Protect prompts and paths from Hydra, to which commas, brackets, quotes and letters beyond ASCII mean something.
-
-    `prompt=snow, please` becomes `prompt="snow, please"`, and a path's ~ the home folder. What is quoted, a list or
-    null stays as it is; so does a path with a comma that does not exist, which may be a sweep over two.
-    """
-
-    def quote(argument: str) -> str:
-        key, _, value = argument.partition("=")
-        if key not in PATHS | TEXTS or has_a_meaning(key, value):
-            return argument
-        value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
-        return f"{key}={literal(value)}"
-
-    return [quote(argument) for argument in arguments]
-
-
 def end_workers() -> None:
     """Kill data workers that an error left behind: they ignore SIGTERM, by which Python would end them."""
     for child in multiprocessing.active_children():
@@ -210,6 +195,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 def _one_line(error: BaseException) -> str | None:
     """What to tell the person; None where it is no mistake of theirs but of ours."""
     from hydra.errors import InstantiationException
+    from omegaconf.errors import OmegaConfBaseException
 
     where = ""
     while isinstance(error, InstantiationException):
@@ -221,6 +207,8 @@ def _one_line(error: BaseException) -> str | None:
     line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
     if isinstance(error, UserError):
         return line
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key or 'settings'}: {str(error).splitlines()[0]}"
     # Imported here: it takes seconds, and mistakes in the settings are reported before.
     import torch
     from lightning.pytorch.utilities.exceptions import MisconfigurationException

@@ -1,0 +1,172 @@
+"""The arguments of a command, before Hydra reads them: put in order, quoted, and each mistake answered in one line."""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import NoReturn
+
+import hydra._internal.utils
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException, HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
+from datamodules.errors import UserError, listing
+from tasks.keys import Declared, declared, distance
+
+
+def read_arguments(
+    arguments: Sequence[str], script: str, complete: Callable[[list[str]], list[str]] = list
+) -> list[str]:
+    """Return the arguments as Hydra is to get them: first the settings, then its options.
+
+    Args:
+        arguments: of the command line.
+        script: train or predict.
+        complete: adds settings to arguments in this order, which were checked.
+
+    Raises:
+        UserError: an argument is neither an option nor KEY=VALUE, or its key is no setting.
+    """
+    options, settings = _split(arguments, script)
+    known = declared(script)
+    return complete([*(_checked(_quoted(setting), known) for setting in settings), *options])
+
+
+def quote_values(arguments: list[str]) -> list[str]:
+    """Protect prompts and paths from Hydra, to which commas, brackets, quotes and letters beyond ASCII mean something.
+
+    `prompt=snow, please` becomes `prompt="snow, please"`, and a path's ~ the home folder. What is quoted, a list or
+    null stays as it is; so does a path with a comma that does not exist, which may be a sweep over two.
+    """
+    return [_quoted(argument) for argument in arguments]
+
+
+def _quoted(argument: str) -> str:
+    key, _, value = argument.partition("=")
+    if key not in PATHS | TEXTS or has_a_meaning(key, value):
+        return argument
+    value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
+    return f"{key}={literal(value)}"
+
+
+def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]:
+    """Return Hydra's options, and the settings, which may stand before, between and after them."""
+    if "--version" in arguments:
+        print(f"retouch {version('retouch')}")
+        raise SystemExit
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message}. Settings are written KEY=VALUE, without dashes: python {script}.py --help.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    found, unknown = parser.parse_known_intermixed_args(arguments)
+    known, settings, options = declared(script), list(found.overrides), []
+    for flag in unknown:
+        name, _, value = flag.lstrip("-").replace("-", "_").partition("=")
+        following = list(arguments)[list(arguments).index(flag) + 1 :]
+        value = value or next((one for one in following[:1] if one in settings and "=" not in one), "VALUE")
+        near = name if known.knows(name) else known.nearest(name)
+        raise UserError(f"{flag}: write KEY=VALUE, without dashes{f': {near}={value}' if near else ''}.")
+    for number, word in enumerate(settings):
+        if "=" not in word and not word.startswith("~"):
+            _refuse_word(word, settings, number, known)
+    rest = list(settings)
+    for argument in arguments:
+        if rest and argument == rest[0]:
+            rest.pop(0)
+        else:
+            options.append(argument)
+    return options, settings
+
+
+def _refuse_word(word: str, settings: list[str], number: int, known: Declared) -> NoReturn:
+    """Raise a UserError for a word that is no KEY=VALUE: an option of a group, a key, or the rest of a value."""
+    before = settings[number - 1] if number else ""
+    key, _, value = before.partition("=")
+    groups = [group for group, options in known.groups.items() if word in options]
+    if before and (key in TEXTS | PATHS or not groups):
+        rest = [value, *settings[number:]]
+        end = next((place for place, one in enumerate(rest) if place and "=" in one), len(rest))
+        raise UserError(f'{word}: it is not KEY=VALUE. Quote the {key}: {key}="{" ".join(rest[:end])}".')
+    if groups:
+        raise UserError(f"{word}: it is not KEY=VALUE. Write {groups[0]}={word}.")
+    near = word if known.knows(word) else known.nearest(word)
+    raise UserError(f"{word}: it is not KEY=VALUE. Write {near or 'KEY'}=VALUE.")
+
+
+def _checked(setting: str, known: Declared) -> str:
+    """Return a setting as Hydra is to get it; raise a UserError if its key is no setting."""
+    try:
+        override = OverridesParser.create().parse_override(setting)
+    except HydraException as error:
+        key, _, value = setting.partition("=")
+        raise UserError(
+            f"{setting}: {_first_line(error)}. If the value is text, quote it twice: {key}='\"{value}\"'."
+        ) from error
+    key = override.key_or_group
+    if key.startswith("hydra") or "@" in setting.partition("=")[0]:
+        return setting
+    value = setting.partition("=")[2]
+    if override.value() is None and key in known.groups and not override.is_delete():
+        if key not in known.may_be_null:
+            raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
+        return f"~{key}"
+    dotted = key.replace("/", ".")
+    is_new = override.is_add() or override.is_force_add()
+    of_class = known.takes_arguments(dotted)
+    if key not in known.groups and not known.knows(dotted) and not (is_new and of_class):
+        known.refuse(key, "" if override.is_delete() else f"={value}", of_class)
+    # What is there already may be given with a +.
+    return f"+{setting}" if override.is_add() and known.knows(dotted) and key not in known.groups else setting
+
+
+@contextmanager
+def hydras_errors(script: str) -> Iterator[None]:
+    """Turn Hydra's errors about settings into one line of ours, and exit status 1."""
+    # Hydra would print its own advice, such as to write +KEY=VALUE, and exit.
+    hydra._internal.utils.run_and_report = lambda function: function()
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        if type(error) is CompactHydraException:  # of a sweep's job, by `one_line_errors`
+            print(error, file=sys.stderr)
+            raise SystemExit(1) from None
+        in_job = any(frame.f_code.co_name == "run_job" for frame, _ in traceback.walk_tb(error.__traceback__))
+        if in_job or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        raise UserError(explained(error, declared(script))) from error
+
+
+def explained(error: Exception, known: Declared) -> str:
+    """Return one line about an error of Hydra, of OmegaConf or of a YAML file."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = [one for one in error.options if not one.startswith("_")]
+        near = min(options, key=lambda one: distance(name, one))
+        hint = f"Did you mean {near}?" if distance(name, near) <= len(name) / 3 else f"Choose {', '.join(options)}."
+        return f"{group}={name}: there is no such choice. {hint}"
+    if match := re.match(r"Could not override '(.+)'|Could not delete from config. '(.+)' does", str(error)):
+        key = match[1] or match[2]
+        if choices := known.leaves.get(key):
+            return f"{key}: it is no setting of what was chosen, but of {listing(choices)}."
+        known.refuse(key)
+    if match := re.match(r"Ambiguous value for argument '(.+)'", str(error)):
+        return f"{match[1]}: several values are a sweep, which needs -m; text with a comma needs quotes."
+    if match := re.match(r"Could not delete '(.+)'. No match", str(error)):
+        return f"{match[1]}=null: nothing was chosen there. Leave it out."
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}, line {mark.line + 1}: this is not YAML ({error.problem})."
+    return ": ".join(_first_line(one) for one in (error, error.__cause__) if one is not None)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,300 @@
+"""Which settings there are, and which a task reads: every other key is refused, wherever it comes from."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from os.path import commonprefix
+from typing import Any, NoReturn
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from datamodules.errors import UserError, listing
+from tasks.resolvers import CONF
+from tasks.settings import OPEN_MAPPINGS
+
+# By script and task=. They are imported when they are chosen: a mistake in the settings is answered before that.
+TASKS = {
+    "train": {"fit": "tasks.fit.fit", "dry_run": "tasks.dry_run.dry_run"},
+    "predict": {
+        "edit": "tasks.edit.edit",
+        "cache": "tasks.caches.cache",
+        "preview": "tasks.caches.preview",
+        "clean": "tasks.caches.clean",
+        "quantize": "tasks.quantize.quantize",
+        "inspect": "tasks.inspect.inspect",
+        "compare_precision": "tasks.compare_precision.compare_precision",
+        "caption": "tasks.caption.caption",
+        "export": "tasks.export.export",
+        "average": "tasks.average.average",
+        "lora_info": "tasks.lora_info.lora_info",
+    },
+}
+# Files of these groups choose values for settings that are declared elsewhere.
+CHOOSING = ("experiment", "debug", "hparams_search")
+# Below these, any class may be added by its _target_.
+OPEN = ("callbacks", "callbacks.validation.metrics", "logger")
+OTHER = {"train": "predict", "predict": "train"}
+
+DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")
+COMPUTING = ("edit", "cache", "caption", "export", "quantize", "compare_precision")
+# Settings of predict.py that only some tasks read, with all below them; the longest name counts.
+READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("format", "merge", "merge_weights", "rank", "extract", "fuse", "export"), ("export",)),
+    **dict.fromkeys(("lora_scale", "lora_weights", "merge_lora", "image", "prompt", "prompts_file"), ("edit",)),
+    **dict.fromkeys(("negative_prompt", "guidance_scale", "true_cfg_scale", "num_images_per_prompt"), ("edit",)),
+    **dict.fromkeys(("height", "width", "max_area", "batch_size"), ("edit",)),
+    "num_inference_steps": ("edit", "export"),
+    "lora": ("edit", "export", "average", "lora_info"),
+    "average": ("average",),
+    "overwrite": ("caption", "export", "average"),
+    "delete": ("clean",),
+    "captioner": ("caption",),
+    "seed": ("edit", *DATA),
+    "output_dir": ("edit", "preview", "inspect", "caption", "export", "average", "lora_info", "quantize")
+    + ("compare_precision",),
+    "data": DATA,
+    "data.cache_dir": ("edit", "export", "quantize", *DATA),
+    "trainer": COMPUTING,
+    "model": ("edit", "export", "lora_info", "quantize", *DATA),
+    "model.sampling": ("edit", "export"),
+    **dict.fromkeys(("model.compile", "model.attention_backend"), ("edit", "compare_precision")),
+    "model.training_guidance_scale": ("compare_precision",),
+    "model.vae_encode_mode": ("cache", "clean", "compare_precision"),
+    **dict.fromkeys(("model.timesteps", "model.gradient_checkpointing", "model.max_nonfinite_steps"), ()),
+    **dict.fromkeys(("model.training_adapter", "model.offload.activations", "model.seed"), ()),
+}
+
+
+class Declared:
+    """The settings that the files of conf/ declare for train.py or predict.py.
+
+    Attributes:
+        leaves: every setting with a value, each with the group options that declare it; "" for the primary config.
+        groups: the groups, such as `model` and `model/quantization`, each with its options.
+        may_be_null: groups without an option by default.
+    """
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+        self.leaves: dict[str, list[str]] = {}
+        self.groups: dict[str, list[str]] = {}
+        self.may_be_null: set[str] = set()
+        primary = self._add(f"{script}.yaml", "", "")
+        names = [name for entry in primary.get("defaults", ()) if isinstance(entry, dict) for name in entry]
+        for path in sorted(file for name in names if " " not in name for file in (CONF / name).rglob("*.yaml")):
+            group = path.parent.relative_to(CONF).as_posix()
+            option = f"{group}={path.stem}"
+            if not path.stem.startswith("_"):
+                self.groups.setdefault(group, []).append(path.stem)
+            self._add(f"{group}/{path.name}", group, option, declares=group not in CHOOSING)
+
+    def _add(self, name: str, group: str, option: str, declares: bool = True) -> dict[str, Any]:
+        text = (CONF / name).read_text(encoding="utf-8")
+        content: dict[str, Any] = yaml.load(text, yaml.CSafeLoader) or {}
+        header = re.search(r"^# @package (\S+)", text)
+        package = header[1].removeprefix("_global_") if header else group.replace("/", ".")
+        defaults = content.pop("defaults", ())
+        for entry in defaults:
+            if isinstance(entry, str) and entry.endswith("@_here_"):
+                self._add(f"{entry[1:].removesuffix('@_here_')}.yaml", group, option)
+            elif isinstance(entry, dict):
+                nulls = (one.removeprefix("override /") for one, value in entry.items() if value is None)
+                self.may_be_null.update(one if one in entry and not group else f"{group}/{one}" for one in nulls)
+        if declares:
+            for key in _leaves(content, f"{package}." if package else ""):
+                if not key.startswith("hydra."):
+                    self.leaves.setdefault(key, []).append(option)
+        return content | {"defaults": defaults}
+
+    @cached_property
+    def nodes(self) -> set[str]:
+        """The mappings that hold settings."""
+        return {key[: match.start()] for key in self.leaves for match in re.finditer(r"\.", key)}
+
+    def knows(self, key: str) -> bool:
+        """Return whether a key is a setting, a mapping of settings, or part of a value such as adapter.rank_pattern."""
+        return key in self.leaves or key in self.nodes or any(key.startswith(f"{one}.") for one in OPEN_MAPPINGS)
+
+    def takes_arguments(self, key: str) -> bool:
+        """Return whether a key is below a class, whose other arguments may be set, or where classes may be added."""
+        parents = [key[: match.start()] for match in re.finditer(r"\.", key)]
+        return any(one in OPEN or f"{one}._target_" in self.leaves for one in parents)
+
+    def nearest(self, key: str) -> str | None:
+        """Return the setting whose name is most like this one; None if none is alike."""
+        named = {group.replace("/", "."): group for group in self.groups if f"{group.replace('/', '.')}." not in key}
+        names = [name for name in (*self.leaves, *sorted(self.nodes), *named) if "._" not in name]
+        least, _, found = min((_unlikeness(key, name), name.count("."), name) for name in names)
+        return named.get(found, found) if least <= max(1.5, len(key) / 5) else None
+
+    def refuse(self, key: str, value: str = "", of_class: bool = False) -> NoReturn:
+        """Raise a UserError for a key that is no setting, naming the nearest.
+
+        Args:
+            of_class: whether it may be an argument of a class that conf/ leaves out.
+        """
+        other = f"{OTHER[self.script]}.py"
+        if declared(OTHER[self.script]).knows(key):
+            raise UserError(f"{key}{value}: {self.script}.py has no such setting, it is one of {other}. Leave it out.")
+        near = self.nearest(key)
+        argument = f" An argument that conf/ leaves out needs a +: +{key}{value}." if of_class else ""
+        if near is not None:
+            argument = argument if _unlikeness(key, near) > 1 else ""
+            raise UserError(f"{key}{value}: there is no such setting. Did you mean {near}?{argument}")
+        if argument:
+            raise UserError(f"{key}{value}: there is no such setting.{argument}")
+        raise UserError(
+            f"{key}{value}: there is no such setting. `python {self.script}.py --help` names those that people change "
+            "most, --cfg job all of them."
+        )
+
+
+@cache
+def declared(script: str) -> Declared:
+    """Return what conf/ declares; its files are read once."""
+    return Declared(script)
+
+
+def check_keys(cfg: DictConfig, script: str) -> None:
+    """Compare the keys of a composed config with those of conf/, before anything is made of it.
+
+    An argument that conf/ leaves out of a class that it names is compared with the class's signature.
+
+    Raises:
+        UserError: a key that nothing would read.
+    """
+    known = declared(script)
+    for key, target in _unknown(OmegaConf.to_container(cfg), known):
+        parent, _, name = key.rpartition(".")
+        if target is None:
+            known.refuse(key)
+        arguments = _arguments(target, parent)
+        if arguments is not None and name not in arguments:
+            near = known.nearest(key)
+            if near is None or near.rpartition(".")[0] != parent:
+                best = min(arguments, key=lambda one: _unlikeness(name, one), default=None)
+                near = f"{parent}.{best}" if best is not None and _unlikeness(name, best) <= 2 else near
+            hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
+            raise UserError(f"{key}: {target} has no argument {name}. {hint}")
+    for key in sorted(known.nodes):
+        node = OmegaConf.select(cfg, key) if f"{key}._target_" in known.leaves else None
+        if isinstance(node, DictConfig) and "_target_" not in node:
+            group = key.replace(".", "/")
+            options = ", ".join(known.groups.get(group, ()))
+            choose = f"Choose {group}=NAME first: {options}." if options else f"{key}._target_ is missing."
+            raise UserError(f"{key}.{next(iter(node), '')}: nothing would read it. {choose}")
+
+
+def _unknown(node: Mapping[Any, Any], known: Declared, path: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yield the keys that conf/ does not declare, each with the class whose argument it may be."""
+    target = node.get("_target_") if known.takes_arguments(f"{path}x") else None
+    for name, value in node.items():
+        key = f"{path}{name}"
+        if isinstance(value, dict) and value and (key in known.nodes or (path[:-1] in OPEN and "_target_" in value)):
+            yield from _unknown(value, known, f"{key}.")
+        elif isinstance(value, dict) and value and target is None and not known.knows(key):
+            yield from _unknown(value, known, f"{key}.")
+        elif not known.knows(key) and not (target is not None and str(name).startswith("_")):
+            yield key, target
+
+
+def _arguments(target: str, where: str) -> set[str] | None:
+    """Return the arguments that a class or function takes by name; None if it takes any.
+
+    Raises:
+        UserError: it is not there.
+    """
+    from hydra.utils import get_object
+
+    try:
+        function = get_object(target)
+    except Exception as error:  # whatever importing it raises
+        reason = (str(error.__cause__ or error).splitlines() or [""])[0]
+        raise UserError(f"{where}._target_={target}: it cannot be imported ({reason}).") from error
+    found: set[str] = set()
+    # A class that passes **settings on takes its parent's arguments as well.
+    bases = [base for base in getattr(function, "__mro__", ()) if "__init__" in vars(base)]
+    for one in [base.__init__ for base in bases] or [function]:
+        if one is object.__init__:
+            return found if function.__new__ is object.__new__ else None
+        try:
+            parameters = inspect.signature(one).parameters.values()
+        except (TypeError, ValueError):  # of C
+            return None
+        found |= {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+            return found - {"self"}
+    return None
+
+
+def chosen_task(task: str, script: str) -> str:
+    """Return the full name of the function that task= names; raise a UserError if the script has no such task."""
+    tasks, other = TASKS[script], OTHER[script]
+    if task in tasks:
+        return tasks[task]
+    if task in TASKS[other]:
+        raise UserError(f"task={task}: it is a task of {other}.py: python {other}.py task={task} ...")
+    near = min(tasks, key=lambda one: distance(str(task), one))
+    hint = f"Did you mean {near}? " if distance(str(task), near) <= 2 else ""
+    *names, last = tasks
+    raise UserError(f"task={task}: there is no such task. {hint}Choose {', '.join(names)} or {last}.")
+
+
+def check_read(task: str, overrides: Sequence[str]) -> None:
+    """Raise a UserError for a setting on the command line that a task of predict.py does not read."""
+    for override in overrides:
+        if override.startswith("~"):  # such as captioner=null
+            continue
+        name = override.lstrip("+").partition("=")[0].partition("@")[0]
+        key = name.replace("/", ".")
+        parents = [key[: match.start()] for match in re.finditer(r"\.|$", key)]
+        tasks = next((READ_BY[one] for one in reversed(parents) if one in READ_BY), (task,))
+        if task not in tasks:
+            whose = f"of task={listing(list(tasks))}" if tasks else "of train.py"
+            raise UserError(f"{name} has no effect with task={task}: it is a setting {whose}. Leave it out.")
+
+
+def _leaves(node: Mapping[Any, Any], path: str) -> Iterator[str]:
+    for name, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def _unlikeness(key: str, name: str) -> float:
+    """Return how many letters differ; less where only the words before the last part do, or are left out."""
+    (before, _, own), (parent, _, last) = key.rpartition("."), name.rpartition(".")
+    found = [float(distance(key, name))]
+    if own == last:
+        found.append(1.1 + 0.05 * distance(before, parent))
+    if not before:
+        found += [distance(own, last) + 0.5, distance(own, name.replace(".", "_")) + 0.5]
+        shares_word = len(min(own, last, key=len)) > 2 and (own in last.split("_") or last in own.split("_"))
+        if shares_word or last == "".join(word[:1] for word in own.split("_")):
+            found.append(1.5)
+    return min(found)
+
+
+def distance(one: str, other: str) -> int:
+    """Return how many letters to insert, delete, replace or swap with the next make one word the other.
+
+    Words of very different lengths share none.
+    """
+    if abs(len(one) - len(other)) > 5:
+        return max(len(one), len(other))
+    shared = len(commonprefix([one, other]))
+    one, other = one[shared:][::-1], other[shared:][::-1]
+    shared = len(commonprefix([one, other]))
+    one, other = one[shared:], other[shared:]
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        earlier, before, row = before, row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted)))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                row[j] = min(row[j], earlier[j - 2] + 1)
+    return row[-1]

@@ -1,0 +1,287 @@
+"""No key is accepted that nothing reads, wherever it comes from, and the setting that was meant is named."""
+
+import random
+import shlex
+from copy import deepcopy
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from datamodules.errors import UserError
+from tasks.arguments import hydras_errors, read_arguments
+from tasks.keys import OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
+from tests.support.commands import ROOT, compose
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def keys_of(script):
+    return [key for key in declared(script).leaves if "._" not in key and not key.startswith(OPEN_MAPPINGS)]
+
+
+def misspelt(key, chance):
+    """The key with one letter replaced, added, left out or swapped with the next."""
+    place = chance.choice([number for number, letter in enumerate(key) if letter != "."])
+    letter, before, here, after = chance.choice(LETTERS), key[:place], key[place], key[place + 1 :]
+    made = [before + letter + after, before + letter + here + after, before + after]
+    made += [before + after[:1] + here + after[1:]] if after[:1] not in ("", ".") else []
+    return chance.choice([one for one in made if one != key and ".." not in one and one.strip(".") == one])
+
+
+@pytest.fixture(scope="module")
+def composed():
+    return {script: compose(script) for script in TASKS}
+
+
+@pytest.mark.parametrize("script", TASKS)
+def test_any_key_misspelt_by_a_letter_is_refused_wherever_it_is_given(composed, script):
+    """On the command line, with a +, in a sweep, and in one's own YAML."""
+    chance, known = random.Random(0), declared(script)
+    for key in keys_of(script):
+        wrong = misspelt(key, chance)
+        if known.knows(wrong):
+            continue
+        meant = f"Did you mean {key}?"
+        place = chance.choice(["", "+", "++", "-m"])
+        arguments = ["-m", f"{wrong}=1,2"] if place == "-m" else [f"{place}{wrong}=1"]
+        with pytest.raises(UserError) as raised:
+            read_arguments(arguments, script)
+            with_it(composed[script], wrong)
+        assert meant in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+def with_it(cfg, key):
+    """What composing a + or one's own YAML leaves, which is what is looked at then."""
+    cfg = deepcopy(cfg)
+    with open_dict(cfg):
+        OmegaConf.update(cfg, key, 1, force_add=True)
+    check_keys(cfg, "train" if "optimizer" in cfg else "predict")
+
+
+@pytest.mark.parametrize("script", TASKS)
+def test_own_yaml_with_a_misspelt_key_is_refused(composed, script):
+    chance = random.Random(1)
+    for key in chance.sample(keys_of(script), 60):
+        wrong = misspelt(key, chance)
+        if declared(script).knows(wrong) or not isinstance(parent_of(composed[script], wrong), DictConfig | None):
+            continue
+        with pytest.raises(UserError, match=rf"^{wrong}: .*Did you mean {key}\?"):
+            with_it(composed[script], wrong)
+
+
+def parent_of(cfg, key):
+    return OmegaConf.select(cfg, key.rpartition(".")[0] or "x")
+
+
+@pytest.mark.parametrize("script", TASKS)
+def test_all_that_conf_composes_is_declared(script):
+    for group, options in declared(script).groups.items():
+        for option in options:
+            if group.startswith("captioner/"):
+                check_keys(compose(script, "captioner=qwen3_vl", f"{group}={option}"), script)
+            elif (group, option) not in (("trainer", "predict"), ("trainer", "default"), ("trainer", "fsdp")):
+                check_keys(compose(script, f"{group}={option}"), script)
+
+
+LINES = [
+    ("train", "optimzer.lr=1", "optimzer.lr=1: there is no such setting. Did you mean optimizer.lr?"),
+    ("train", "+lr=1e-5 +batch_size=2", "lr=1e-5: there is no such setting. Did you mean optimizer.lr?"),
+    ("train", "+batch_size=2", "Did you mean data.batch_size?"),
+    ("train", "ema.halflife=3", "Did you mean ema.half_life?"),
+    ("train", "--lr 1e-4", "--lr: write KEY=VALUE, without dashes: optimizer.lr=1e-4."),
+    ("train", "--learning-rate=1e-4", "--learning-rate=1e-4: write KEY=VALUE, without dashes: optimizer.lr=1e-4."),
+    ("train", "--data-root my_pairs", "without dashes: data.root=my_pairs."),
+    ("predict", "prompt=segment the shapes", 'Quote the prompt: prompt="segment the shapes".'),
+    ("predict", "lora=my run image=x.png", 'Quote the lora: lora="my run".'),
+    ("predict", "steps=5", "Did you mean num_inference_steps?"),
+    ("predict", "+control_image=a.png", "Did you mean image?"),
+    ("predict", "optimizer.lr=1", "optimizer.lr=1: predict.py has no such setting, it is one of train.py. Leave it out."),
+    ("train", "lora_scale=1", "train.py has no such setting, it is one of predict.py"),
+    ("train", "flux_kontext", "flux_kontext: it is not KEY=VALUE. Write model=flux_kontext."),
+    ("train", "model=flux_kontext tlora", "Write adapter=tlora."),
+    ("train", "resume", "Write resume=VALUE."),
+    ("train", "model/quantisation=fp8", "Did you mean model/quantization?"),
+    ("train", "modle=flux_kontext", "Did you mean model?"),
+    ("train", "adapter=null", "adapter=null: a choice is needed. Choose dora, full, loha"),
+    ("train", "optimizer.amsgrad=true", "needs a +: +optimizer.amsgrad=true."),
+    ("train", "~callbacks.sample_imges", "Did you mean callbacks.sample_images?"),
+    ("train", "optimizer.lr=[", "optimizer.lr=[: no viable alternative at input '['"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "words"), LINES)
+def test_a_mistake_in_the_arguments_is_one_line(script, arguments, words):
+    with pytest.raises(UserError) as raised:
+        read_arguments(shlex.split(arguments), script)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "words"),
+    [
+        ("train", ["model=flux_kontex"], "model=flux_kontex: there is no such choice. Did you mean flux_kontext?"),
+        ("train", ["model/quantization=fp88"], "Did you mean fp8?"),
+        ("train", ["data=parquet"], "there is no such choice. Choose cached, captions, pairs, shapes."),
+        ("train", ["optimizer.momentum=3"], "no setting of what was chosen, but of optimizer=muon."),
+        ("train", ["optimizer.lr=1,2"], "several values are a sweep, which needs -m"),
+        ("train", ["hydra.swep.dir=x"], "hydra.swep.dir: there is no such setting."),
+        ("predict", ["~captioner/quantization"], "captioner/quantization=null: nothing was chosen there."),
+    ],
+)
+def test_hydras_own_errors_are_one_line_of_ours(script, overrides, words):
+    with pytest.raises(UserError) as raised, hydras_errors(script):
+        compose(script, *overrides)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "+" not in str(raised.value)
+
+
+def test_yaml_with_a_mistake_names_its_line(tmp_path):
+    (tmp_path / "mine.yaml").write_text("seed: 1\nadapter: {rank: [}\n")
+    with pytest.raises(UserError, match=r"mine.yaml, line 2: this is not YAML"), hydras_errors("train"):
+        yaml.safe_load((tmp_path / "mine.yaml").open())
+
+
+def added(cfg, **values):
+    cfg = deepcopy(cfg)
+    for key, value in values.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    return cfg
+
+
+def test_arguments_of_a_class_are_compared_with_its_signature(composed):
+    cfg = composed["train"]
+    for values in (
+        {"trainer__max_time": "00:08:00:00"},
+        {"optimizer__amsgrad": True},
+        {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "output_dir": "x", "line_every": 1}},
+        {"callbacks__validation__metrics__mae": {"_target_": "torchmetrics.MeanAbsoluteError", "num_outputs": 1}},
+        {"logger__mine": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}},
+        {"adapter__rank_pattern": {"transformer_blocks.*": 8}},
+        {"data__columns": {"control": "before", "prompt": "text"}},
+    ):
+        check_keys(added(cfg, **values), "train")
+    for values, words in (
+        ({"trainer__max_tme": 1}, "trainer.max_tme: lightning.pytorch.Trainer has no argument max_tme. Did you mean"),
+        ({"optimizer__amsgrd": True}, "torch.optim.AdamW has no argument amsgrd. Did you mean optimizer.amsgrad?"),
+        ({"model__anything": 1}, "module.FluxKontext has no argument anything. It takes adapter"),
+        (
+            {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "line_evry": 1}},
+            "callbacks.mine.line_evry: callbacks.progress.TrainingProgress has no argument line_evry. Did you mean",
+        ),
+        ({"callbacks__mine": {"_target_": "callbacks.overfit.Overfit", "every": 1}}, "It takes none."),
+        ({"callbacks__mine": {"_target_": "no.such.Callback", "every": 1}}, "it cannot be imported ("),
+        ({"callbacks__mine": {"every": 1}}, "callbacks.mine.every: there is no such setting."),
+        ({"mine": {"_target_": "callbacks.overfit.Overfit"}}, "mine._target_: there is no such setting."),
+        ({"model__quantization": {"format": "fp8"}}, "Choose model/quantization=NAME first: fp4, fp8."),
+    ):
+        with pytest.raises(UserError) as raised:
+            check_keys(added(cfg, **values), "train")
+        assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "override", "words"),
+    [
+        ("edit", "model.timesteps.shift=9", "no effect with task=edit: it is a setting of train.py"),
+        ("edit", "model.training_adapter=x", "it is a setting of train.py"),
+        ("edit", "data.root=x", "of task=cache, clean, preview"),
+        ("edit", "data=captions", "data has no effect with task=edit"),
+        ("edit", "format=kohya", "it is a setting of task=export"),
+        ("cache", "output_dir=x", "output_dir has no effect with task=cache"),
+        ("cache", "prompt=x", "it is a setting of task=edit"),
+        ("lora_info", "seed=3", "seed has no effect with task=lora_info"),
+        ("average", "model=flux_kontext", "model has no effect with task=average"),
+        ("inspect", "trainer.devices=2", "trainer.devices has no effect with task=inspect"),
+        ("inspect", "model.sampling.num_inference_steps=3", "has no effect with task=inspect"),
+    ],
+)
+def test_a_setting_that_the_task_does_not_read_is_refused(task, override, words):
+    with pytest.raises(UserError, match=words):
+        check_read(task, [override])
+
+
+def test_what_a_task_reads_is_accepted():
+    check_read("edit", ["lora=x", "model.devices.vae=cpu", "data.cache_dir=x", "trainer.precision=32-true", "~captioner"])
+    check_read("cache", ["data.root=x", "model=flux_kontext", "model/quantization=fp8", "trainer.devices=2"])
+    check_read("clean", ["delete=true", "data.cache_dir=x", "model.vae_encode_mode=mode"])
+    for key, tasks in READ_BY.items():
+        assert declared("predict").knows(key) or key == "lora_weights", key
+        assert set(tasks) <= TASKS["predict"].keys(), key
+
+
+def test_tasks_of_the_other_command_are_named():
+    with pytest.raises(UserError, match=r"task=inspect: it is a task of predict.py: python predict.py task=inspect"):
+        chosen_task("inspect", "train")
+    with pytest.raises(UserError, match=r"task=fit: it is a task of train.py"):
+        chosen_task("fit", "predict")
+    with pytest.raises(UserError, match=r"there is no such task. Did you mean dry_run\? Choose fit or dry_run."):
+        chosen_task("dryrun", "train")
+
+
+@pytest.mark.parametrize("group", sorted({*declared("train").may_be_null, *declared("predict").may_be_null}))
+def test_null_is_no_choice_for_every_group_whose_default_it_is(group):
+    script = "predict" if group.startswith("captioner") else "train"
+    more = ["captioner=qwen3_vl"] if group == "captioner/quantization" else []
+    more = ["model=flux_kontext_fp4"] if group == "model/quantization" else more
+    with hydras_errors(script):
+        cfg = compose(script, *read_arguments([*more, f"{group}=null"], script))
+    assert OmegaConf.select(cfg, group.replace("/", "."), default=None) is None or group == "callbacks/metrics"
+    check_keys(cfg, script)
+
+
+def test_options_and_settings_may_stand_in_any_order():
+    expected = ["data.root=x", "optimizer.lr=1e-5,1e-4"]
+    for arguments in (
+        ["data.root=x", "-m", "optimizer.lr=1e-5,1e-4"],
+        ["-m", "data.root=x", "optimizer.lr=1e-5,1e-4"],
+        ["data.root=x", "optimizer.lr=1e-5,1e-4", "-m"],
+    ):
+        assert read_arguments(arguments, "train") == ['data.root="x"', expected[1], "-m"]
+    assert read_arguments(["seed=1", "--cfg", "job", "save_every=2"], "train") == [
+        *("seed=1", "save_every=2"),
+        *("--cfg", "job"),
+    ]
+    # What is there may be given with a +, which changes nothing.
+    assert read_arguments(["+seed=1"], "train") == ["++seed=1"]
+
+
+def test_the_command_refuses_what_only_an_own_yaml_says(run, tmp_path):
+    """Each place once as a whole command: no folder is made, and Hydra's own words are not seen."""
+    own = tmp_path / "conf" / "experiment"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\nsample_evry: 5\nema: {halflife: 3}\n")
+    output = f"output_dir={tmp_path / 'out'}"
+    for script, *arguments, words in (
+        ("train", "-cd", str(tmp_path / "conf"), "experiment=mine", "Did you mean"),
+        ("train", "-m", "optimzer.lr=1,2", "Did you mean optimizer.lr?"),
+        ("train", "+optimizer.lrr=1", "Did you mean optimizer.lr?"),
+        ("predict", "--help", "-q", "without dashes"),
+        ("train", "task=inspect", "it is a task of predict.py"),
+    ):
+        outcome = run(script, *arguments, output, ok=False)
+        assert words in outcome.error
+        assert len(outcome.text.splitlines()) == 1, outcome.text
+        assert not (tmp_path / "out").exists()
+
+
+def test_version_is_ours(run):
+    assert run("train", "--version").text.startswith("retouch ")
+
+
+def test_readme_and_docs_name_only_settings_that_there_are():
+    import re
+
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for command in re.findall(r"python (train|predict)\.py([^`\n]*)", page.read_text(encoding="utf-8")):
+            script, rest = command
+            for key in re.findall(r"(?<=\s)\+*([a-z_]+(?:[./][a-z_0-9]+)*)=", rest):
+                known = declared(script)
+                assert key in known.groups or known.knows(key.replace("/", ".")) or known.takes_arguments(key), (
+                    page.name,
+                    key,
+                )
