@@ -60,7 +60,7 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
     """Return Hydra's options, and the settings, which may stand before, between and after them."""
     if "--version" in arguments:
         print(f"retouch {version('retouch')}")
-        raise SystemExit
+        raise SystemExit(0)
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -70,7 +70,8 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
     found, unknown = parser.parse_known_intermixed_args(arguments)
     known, settings, options = declared(script), list(found.overrides), []
     for flag in unknown:
-        name, _, value = flag.lstrip("-").replace("-", "_").partition("=")
+        name, _, value = flag.lstrip("-").partition("=")
+        name = name.replace("-", "_")
         following = list(arguments)[list(arguments).index(flag) + 1 :]
         value = value or next((one for one in following[:1] if one in settings and "=" not in one), "VALUE")
         near = name if known.knows(name) else known.nearest(name)
@@ -132,7 +133,7 @@ def _checked(setting: str, known: Declared) -> str:
 def hydras_errors(script: str) -> Iterator[None]:
     """Turn Hydra's errors about settings into one line of ours, and exit status 1."""
     # Hydra would print its own advice, such as to write +KEY=VALUE, and exit.
-    hydra._internal.utils.run_and_report = lambda function: function()
+    hydra._internal.utils.run_and_report = lambda func: func()
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:

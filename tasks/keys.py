@@ -4,8 +4,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from os.path import commonprefix
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -35,6 +34,7 @@ TASKS = {
 CHOOSING = ("experiment", "debug", "hparams_search")
 # Below these, any class may be added by its _target_.
 OPEN = ("callbacks", "callbacks.validation.metrics", "logger")
+OURS = ("callbacks.", "datamodules.", "lightning_modules.")
 OTHER = {"train": "predict", "predict": "train"}
 
 DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")
@@ -52,8 +52,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "delete": ("clean",),
     "captioner": ("caption",),
     "seed": ("edit", *DATA),
-    "output_dir": ("edit", "preview", "inspect", "caption", "export", "average", "lora_info", "quantize")
-    + ("compare_precision",),
+    "output_dir": tuple(task for task in TASKS["predict"] if task not in ("cache", "clean")),
     "data": DATA,
     "data.cache_dir": ("edit", "export", "quantize", *DATA),
     "trainer": COMPUTING,
@@ -135,10 +134,11 @@ class Declared:
         Args:
             of_class: whether it may be an argument of a class that conf/ leaves out.
         """
-        other = f"{OTHER[self.script]}.py"
-        if declared(OTHER[self.script]).knows(key):
-            raise UserError(f"{key}{value}: {self.script}.py has no such setting, it is one of {other}. Leave it out.")
-        near = self.nearest(key)
+        near, other = self.nearest(key), OTHER[self.script]
+        if declared(other).knows(key) and (near is None or _unlikeness(key, near) > 1):
+            raise UserError(
+                f"{key}{value}: {self.script}.py has no such setting, it is one of {other}.py. Leave it out."
+            )
         argument = f" An argument that conf/ leaves out needs a +: +{key}{value}." if of_class else ""
         if near is not None:
             argument = argument if _unlikeness(key, near) > 1 else ""
@@ -165,43 +165,44 @@ def check_keys(cfg: DictConfig, script: str) -> None:
     Raises:
         UserError: a key that nothing would read.
     """
-    known = declared(script)
-    for key, target in _unknown(OmegaConf.to_container(cfg), known):
+    known, settings = declared(script), cast(dict[str, Any], OmegaConf.to_container(cfg))
+    for key, target, leaf in _unknown(settings, known):
         parent, _, name = key.rpartition(".")
         if target is None:
-            known.refuse(key)
+            known.refuse(leaf)
         arguments = _arguments(target, parent)
-        if arguments is not None and name not in arguments:
-            near = known.nearest(key)
-            if near is None or near.rpartition(".")[0] != parent:
-                best = min(arguments, key=lambda one: _unlikeness(name, one), default=None)
-                near = f"{parent}.{best}" if best is not None and _unlikeness(name, best) <= 2 else near
-            hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
-            raise UserError(f"{key}: {target} has no argument {name}. {hint}")
+        if arguments is None or name in arguments:
+            continue
+        near = known.nearest(leaf)
+        if near is None or not near.startswith(f"{parent}."):
+            best = min(sorted(arguments), key=lambda one: distance(name, one), default="")
+            near = f"{parent}.{best}" if best and distance(name, best) <= 2 else None
+        hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
+        raise UserError(f"{leaf}: {target} has no argument {name}. {hint}")
     for key in sorted(known.nodes):
         node = OmegaConf.select(cfg, key) if f"{key}._target_" in known.leaves else None
         if isinstance(node, DictConfig) and "_target_" not in node:
             group = key.replace(".", "/")
             options = ", ".join(known.groups.get(group, ()))
             choose = f"Choose {group}=NAME first: {options}." if options else f"{key}._target_ is missing."
-            raise UserError(f"{key}.{next(iter(node), '')}: nothing would read it. {choose}")
+            raise UserError(f"{key}.{next(map(str, node), '')}: nothing would read it. {choose}")
 
 
-def _unknown(node: Mapping[Any, Any], known: Declared, path: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yield the keys that conf/ does not declare, each with the class whose argument it may be."""
+def _unknown(node: Mapping[Any, Any], known: Declared, path: str = "") -> Iterator[tuple[str, str | None, str]]:
+    """Yield the keys that conf/ does not declare, each with the class whose argument it may be, and a setting in it."""
     target = node.get("_target_") if known.takes_arguments(f"{path}x") else None
     for name, value in node.items():
         key = f"{path}{name}"
-        if isinstance(value, dict) and value and (key in known.nodes or (path[:-1] in OPEN and "_target_" in value)):
-            yield from _unknown(value, known, f"{key}.")
-        elif isinstance(value, dict) and value and target is None and not known.knows(key):
+        below = next(_leaves(value, f"{key}."), None) if isinstance(value, dict) else None
+        added = path[:-1] in OPEN and isinstance(value, dict) and "_target_" in value
+        if below is not None and (key in known.nodes or added or (target is None and not known.knows(key))):
             yield from _unknown(value, known, f"{key}.")
         elif not known.knows(key) and not (target is not None and str(name).startswith("_")):
-            yield key, target
+            yield key, target, below or key
 
 
 def _arguments(target: str, where: str) -> set[str] | None:
-    """Return the arguments that a class or function takes by name; None if it takes any.
+    """Return the arguments that a class or function takes by name; None if it takes any. conf/ has all of ours.
 
     Raises:
         UserError: it is not there.
@@ -225,8 +226,10 @@ def _arguments(target: str, where: str) -> set[str] | None:
             return None
         found |= {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
-            return found - {"self"}
-    return None
+            break
+    else:
+        return found if target.startswith(OURS) else None
+    return found - {"self"}
 
 
 def chosen_task(task: str, script: str) -> str:
@@ -285,10 +288,11 @@ def distance(one: str, other: str) -> int:
     """
     if abs(len(one) - len(other)) > 5:
         return max(len(one), len(other))
-    shared = len(commonprefix([one, other]))
-    one, other = one[shared:][::-1], other[shared:][::-1]
-    shared = len(commonprefix([one, other]))
-    one, other = one[shared:], other[shared:]
+    for _ in range(2):  # only what differs is compared: without the common beginning, then without the common end
+        shared = next(
+            (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
+        one, other = one[shared:][::-1], other[shared:][::-1]
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):

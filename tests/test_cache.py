@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from tasks.terminal import quote_values
+from tasks.arguments import quote_values
 from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes

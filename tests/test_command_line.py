@@ -4,6 +4,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 import train
+from tasks.arguments import read_arguments
 from tests.support.commands import compose, metrics, short, weights
 
 
@@ -58,7 +59,10 @@ def test_help_explains_itself_quickly(run):
     ],
 )
 def test_settings_of_the_embedded_model_are_for_those_who_name_none(arguments, added):
-    before, after = (get_args_parser().parse_args(one) for one in (arguments, train.with_examples(arguments)))
+    before, after = (
+        get_args_parser().parse_args(one)
+        for one in (arguments, read_arguments(arguments, "train", train.with_examples))
+    )
     assert set(after.overrides) == {*before.overrides, *([added] if added else [])}
     assert after.multirun == before.multirun
 

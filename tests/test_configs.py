@@ -8,6 +8,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from tasks.keys import check_keys
 from tests.support.commands import ROOT, compose
 
 # Not those that others build on.
@@ -31,6 +32,7 @@ def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
         pytest.importorskip(NEEDS[file])
     primary, overrides = choice(file)
     cfg = compose(primary, *overrides, f"output_dir={tmp_path}")
+    check_keys(cfg, primary)
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     nodes = [cfg[key] for key in ("model", "data", "trainer", "captioner") if cfg.get(key) is not None]
     nodes += [node for group in ("callbacks", "logger") for node in cfg.get(group, {}).values()]

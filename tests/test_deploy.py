@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tasks.terminal import quote_values
+from tasks.arguments import quote_values
 from tests.support.commands import ROOT, compose
 from train import with_examples
 

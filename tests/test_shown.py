@@ -22,8 +22,8 @@ from callbacks.report.figures import POINTS, curves
 from callbacks.sample_images import file_names
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
+from tasks.arguments import quote_values
 from tasks.contact_sheet import contact_sheet
-from tasks.terminal import quote_values
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs
 

@@ -42,14 +42,17 @@ def test_any_key_misspelt_by_a_letter_is_refused_wherever_it_is_given(composed, 
         wrong = misspelt(key, chance)
         if known.knows(wrong):
             continue
-        meant = f"Did you mean {key}?"
         place = chance.choice(["", "+", "++", "-m"])
         arguments = ["-m", f"{wrong}=1,2"] if place == "-m" else [f"{place}{wrong}=1"]
-        with pytest.raises(UserError) as raised:
+        try:
             read_arguments(arguments, script)
             with_it(composed[script], wrong)
-        assert meant in str(raised.value)
-        assert "\n" not in str(raised.value)
+        except UserError as raised:
+            line = str(raised)
+        else:
+            raise AssertionError(f"{wrong} is accepted")
+        assert f"Did you mean {key}?" in line.replace("/", "."), line
+        assert "\n" not in line
 
 
 def with_it(cfg, key):
@@ -67,22 +70,18 @@ def test_own_yaml_with_a_misspelt_key_is_refused(composed, script):
         wrong = misspelt(key, chance)
         if declared(script).knows(wrong) or not isinstance(parent_of(composed[script], wrong), DictConfig | None):
             continue
-        with pytest.raises(UserError, match=rf"^{wrong}: .*Did you mean {key}\?"):
+        try:
             with_it(composed[script], wrong)
+        except UserError as raised:
+            line = str(raised).replace("/", ".")
+        else:
+            raise AssertionError(f"{wrong} is accepted")
+        assert line.startswith(f"{wrong}: ")
+        assert f"Did you mean {key}?" in line, line
 
 
 def parent_of(cfg, key):
     return OmegaConf.select(cfg, key.rpartition(".")[0] or "x")
-
-
-@pytest.mark.parametrize("script", TASKS)
-def test_all_that_conf_composes_is_declared(script):
-    for group, options in declared(script).groups.items():
-        for option in options:
-            if group.startswith("captioner/"):
-                check_keys(compose(script, "captioner=qwen3_vl", f"{group}={option}"), script)
-            elif (group, option) not in (("trainer", "predict"), ("trainer", "default"), ("trainer", "fsdp")):
-                check_keys(compose(script, f"{group}={option}"), script)
 
 
 LINES = [
@@ -97,7 +96,11 @@ LINES = [
     ("predict", "lora=my run image=x.png", 'Quote the lora: lora="my run".'),
     ("predict", "steps=5", "Did you mean num_inference_steps?"),
     ("predict", "+control_image=a.png", "Did you mean image?"),
-    ("predict", "optimizer.lr=1", "optimizer.lr=1: predict.py has no such setting, it is one of train.py. Leave it out."),
+    (
+        "predict",
+        "optimizer.lr=1",
+        "optimizer.lr=1: predict.py has no such setting, it is one of train.py. Leave it out.",
+    ),
     ("train", "lora_scale=1", "train.py has no such setting, it is one of predict.py"),
     ("train", "flux_kontext", "flux_kontext: it is not KEY=VALUE. Write model=flux_kontext."),
     ("train", "model=flux_kontext tlora", "Write adapter=tlora."),
@@ -205,7 +208,9 @@ def test_a_setting_that_the_task_does_not_read_is_refused(task, override, words)
 
 
 def test_what_a_task_reads_is_accepted():
-    check_read("edit", ["lora=x", "model.devices.vae=cpu", "data.cache_dir=x", "trainer.precision=32-true", "~captioner"])
+    check_read(
+        "edit", ["lora=x", "model.devices.vae=cpu", "data.cache_dir=x", "trainer.precision=32-true", "~captioner"]
+    )
     check_read("cache", ["data.root=x", "model=flux_kontext", "model/quantization=fp8", "trainer.devices=2"])
     check_read("clean", ["delete=true", "data.cache_dir=x", "model.vae_encode_mode=mode"])
     for key, tasks in READ_BY.items():
@@ -279,7 +284,7 @@ def test_readme_and_docs_name_only_settings_that_there_are():
     for page in pages:
         for command in re.findall(r"python (train|predict)\.py([^`\n]*)", page.read_text(encoding="utf-8")):
             script, rest = command
-            for key in re.findall(r"(?<=\s)\+*([a-z_]+(?:[./][a-z_0-9]+)*)=", rest):
+            for key in re.findall(r"(?<=\s)\+*((?!hydra)[a-z_]+(?:[./][a-z_0-9]+)*)=", rest):
                 known = declared(script)
                 assert key in known.groups or known.knows(key.replace("/", ".")) or known.takes_arguments(key), (
                     page.name,
