@@ -4,7 +4,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 import train
-from tasks.arguments import read_arguments
+from tasks.arguments import quote_values, read_arguments
 from tests.support.commands import compose, metrics, short, weights
 
 
@@ -59,10 +59,8 @@ def test_help_explains_itself_quickly(run):
     ],
 )
 def test_settings_of_the_embedded_model_are_for_those_who_name_none(arguments, added):
-    before, after = (
-        get_args_parser().parse_args(one)
-        for one in (arguments, read_arguments(arguments, "train", train.with_examples))
-    )
+    complete = read_arguments(arguments, "train", train.with_examples)
+    before, after = (get_args_parser().parse_args(one) for one in (quote_values(arguments), complete))
     assert set(after.overrides) == {*before.overrides, *([added] if added else [])}
     assert after.multirun == before.multirun
 
