@@ -26,12 +26,12 @@ def run(cfg: DictConfig) -> None:
 
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     try:
-        with one_line_errors(), stop.listening():
+        with one_line_errors(task=str(cfg.task)), stop.listening():
             task = chosen_task(cfg.task, "predict")
             check_keys(cfg, "predict")
             check_settings(cfg, PREDICTION)
             check_read(cfg.task, HydraConfig.get().overrides.task)
-            log.info("starting: PyTorch and diffusers are imported")
+            log.info("starting: importing PyTorch takes a few seconds")
             with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else in_use(output_dir):
                 get_method(task)(cfg, output_dir)
             stop.check()

@@ -44,11 +44,11 @@ def job(cfg: DictConfig) -> float | None:
     cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
     resumes = cfg.resume is not None or cfg.ckpt_path is not None
     try:
-        with one_line_errors(in_sweep), stop.listening():
+        with one_line_errors(in_sweep, str(cfg.task)), stop.listening():
             task = chosen_task(cfg.task, "train")
             check_keys(cfg, "train")
             check_settings(cfg, TRAINING)
-            log.info("starting: PyTorch and diffusers are imported")
+            log.info("starting: importing PyTorch takes a few seconds")
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
             with in_use(output_dir), queued_again(cfg.resume), mirrored(url, output_dir, resumes):

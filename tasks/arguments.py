@@ -15,10 +15,11 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
+from rapidfuzz.distance import OSA
 
 from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
 from datamodules.errors import UserError, listing
-from tasks.keys import Declared, declared, distance
+from tasks.keys import Declared, declared
 
 
 def read_arguments(
@@ -151,8 +152,8 @@ def explained(error: Exception, known: Declared) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = [one for one in error.options if not one.startswith("_")]
-        near = min(options, key=lambda one: distance(name, one))
-        hint = f"Did you mean {near}?" if distance(name, near) <= len(name) / 3 else f"Choose {', '.join(options)}."
+        near = min(options, key=lambda one: OSA.distance(name, one))
+        hint = f"Did you mean {near}?" if OSA.distance(name, near) <= len(name) / 3 else f"Choose {', '.join(options)}."
         return f"{group}={name}: there is no such choice. {hint}"
     if match := re.match(r"Could not override '(.+)'|Could not delete from config. '(.+)' does", str(error)):
         key = match[1] or match[2]

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from rapidfuzz.distance import OSA
 
 from datamodules.errors import UserError, listing
 from tasks.resolvers import CONF
@@ -175,8 +176,8 @@ def check_keys(cfg: DictConfig, script: str) -> None:
             continue
         near = known.nearest(leaf)
         if near is None or not near.startswith(f"{parent}."):
-            best = min(sorted(arguments), key=lambda one: distance(name, one), default="")
-            near = f"{parent}.{best}" if best and distance(name, best) <= 2 else None
+            best = min(sorted(arguments), key=lambda one: OSA.distance(name, one), default="")
+            near = f"{parent}.{best}" if best and OSA.distance(name, best) <= 2 else None
         hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
         raise UserError(f"{leaf}: {target} has no argument {name}. {hint}")
     for key in sorted(known.nodes):
@@ -239,8 +240,8 @@ def chosen_task(task: str, script: str) -> str:
         return tasks[task]
     if task in TASKS[other]:
         raise UserError(f"task={task}: it is a task of {other}.py: python {other}.py task={task} ...")
-    near = min(tasks, key=lambda one: distance(str(task), one))
-    hint = f"Did you mean {near}? " if distance(str(task), near) <= 2 else ""
+    near = min(tasks, key=lambda one: OSA.distance(str(task), one))
+    hint = f"Did you mean {near}? " if OSA.distance(str(task), near) <= 2 else ""
     *names, last = tasks
     raise UserError(f"task={task}: there is no such task. {hint}Choose {', '.join(names)} or {last}.")
 
@@ -270,35 +271,12 @@ def _leaves(node: Mapping[Any, Any], path: str) -> Iterator[str]:
 def _unlikeness(key: str, name: str) -> float:
     """Return how many letters differ; less where only the words before the last part do, or are left out."""
     (before, _, own), (parent, _, last) = key.rpartition("."), name.rpartition(".")
-    found = [float(distance(key, name))]
+    found = [float(OSA.distance(key, name))]
     if own == last:
-        found.append(1.1 + 0.05 * distance(before, parent))
+        found.append(1.1 + 0.05 * OSA.distance(before, parent))
     if not before:
-        found += [distance(own, last) + 0.5, distance(own, name.replace(".", "_")) + 0.5]
+        found += [OSA.distance(own, last) + 0.5, OSA.distance(own, name.replace(".", "_")) + 0.5]
         shares_word = len(min(own, last, key=len)) > 2 and (own in last.split("_") or last in own.split("_"))
         if shares_word or last == "".join(word[:1] for word in own.split("_")):
             found.append(1.5)
     return min(found)
-
-
-def distance(one: str, other: str) -> int:
-    """Return how many letters to insert, delete, replace or swap with the next make one word the other.
-
-    Words of very different lengths share none.
-    """
-    if abs(len(one) - len(other)) > 5:
-        return max(len(one), len(other))
-    for _ in range(2):  # only what differs is compared: without the common beginning, then without the common end
-        shared = next(
-            (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-        )
-        one, other = one[shared:][::-1], other[shared:][::-1]
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        earlier, before, row = before, row, [i]
-        for j, wanted in enumerate(other, 1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted)))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                row[j] = min(row[j], earlier[j - 2] + 1)
-    return row[-1]

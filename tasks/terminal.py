@@ -32,6 +32,17 @@ DISK_ERRORS = {
     errno.ENOTDIR,
     errno.EEXIST,
 }
+# By task: the settings that it reads which save memory.
+OUT_OF_MEMORY = {
+    "fit": "lower data.batch_size (and raise trainer.accumulate_grad_batches) or data.resolution, set "
+    "model.gradient_checkpointing=full or model.offload.blocks=N, or choose model/quantization=fp8 or fp4",
+    "edit": "lower batch_size or max_area, set model.offload.encoders=true or model.offload.blocks=N, or choose "
+    "model/quantization=fp8 or fp4",
+    "cache": "set model.devices.text_encoder=cpu, or lower data.resolution",
+    "compare_precision": "set model.devices.text_encoder=cpu, or lower data.resolution",
+    "caption": "lower captioner.batch_size or captioner.max_area, or choose captioner/quantization=nf4",
+    "": "close other programs on the GPU, or compute on the CPU by trainer.accelerator=cpu",
+}
 # Of prctl(2): the signal that a process gets when its parent ends.
 PARENT_DEATH_SIGNAL = 1
 # The variables by which Lightning, torchrun and SLURM tell a process its rank.
@@ -146,7 +157,7 @@ def end_workers() -> None:
 
 
 @contextmanager
-def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
+def one_line_errors(in_sweep: bool = False, task: str = "") -> Iterator[None]:
     """Turn a person's mistake into one line and exit status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
     A signal becomes a line too, and status 128 and its number. What was noted on the way (`add_note`) is in the line.
@@ -169,7 +180,7 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
             if lost := peers.lost():
                 print(f"error: {lost}", file=sys.stderr)
             raise SystemExit(1) from None
-        line = _one_line(error)
+        line = _one_line(error, task)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         line = _with_notes(line, error)
@@ -192,7 +203,7 @@ def _with_notes(line: str, error: BaseException) -> str:
     return "; ".join([line, *getattr(error, "__notes__", [])])
 
 
-def _one_line(error: BaseException) -> str | None:
+def _one_line(error: BaseException, task: str = "") -> str | None:
     """What to tell the person; None where it is no mistake of theirs but of ours."""
     from hydra.errors import InstantiationException
     from omegaconf.errors import OmegaConfBaseException
@@ -214,10 +225,7 @@ def _one_line(error: BaseException) -> str | None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "out of GPU memory: lower data.batch_size (and raise trainer.accumulate_grad_batches), set "
-            "model.gradient_checkpointing=full or model.devices.text_encoder=cpu, or use smaller pictures"
-        )
+        return f"out of GPU memory: {OUT_OF_MEMORY.get(task, OUT_OF_MEMORY[''])}"
     if type(error).__module__.startswith(COMPILERS):
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
         return f"model.compile=true does not run here: {lines[0] if lines else type(error).__name__}; leave it out"

@@ -1,5 +1,6 @@
 """Settings that cannot be: one line that says what and what to do, exit status 1, and nothing lost."""
 
+import re
 import resource
 import zipfile
 
@@ -187,3 +188,26 @@ def test_compiling_that_fails_is_one_line():
     error = torch._dynamo.exc.InternalTorchDynamoError("backend='inductor' raised:\nNo C++ compiler found in x\n\nmore")
     line = _one_line(error)
     assert line == "model.compile=true does not run here: No C++ compiler found in x; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("task", "setting"),
+    [
+        ("fit", "data.batch_size"),
+        ("edit", "max_area"),
+        ("caption", "captioner.batch_size"),
+        ("export", "accelerator=cpu"),
+    ],
+)
+def test_out_of_memory_names_settings_that_the_task_reads(task, setting):
+    from tasks.keys import TASKS, check_read, declared
+    from tasks.terminal import _one_line
+
+    line = _one_line(torch.OutOfMemoryError("CUDA out of memory"), task)
+    assert setting in line
+    script = "train" if task == "fit" else "predict"
+    for key in re.findall(r"\b[a-z_]+(?:[./][a-z_]+)+|batch_size|max_area", line):
+        assert declared(script).knows(key.replace("/", ".")), key
+        if script == "predict":
+            check_read(task, [f"{key}=1"])
+    assert task in TASKS[script]
