@@ -13,7 +13,7 @@ from tasks.folders import in_use
 from tasks.keys import check_keys, check_read, chosen_task
 from tasks.resolvers import CONF
 from tasks.settings import PREDICTION, check_settings
-from tasks.terminal import command_line, end_workers, log, one_line_errors
+from tasks.terminal import command_line, end_workers, one_line_errors
 
 # These write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")
@@ -31,7 +31,6 @@ def run(cfg: DictConfig) -> None:
             check_keys(cfg, "predict")
             check_settings(cfg, PREDICTION)
             check_read(cfg.task, HydraConfig.get().overrides.task)
-            log.info("starting: importing PyTorch takes a few seconds")
             with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else in_use(output_dir):
                 get_method(task)(cfg, output_dir)
             stop.check()

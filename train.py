@@ -16,7 +16,7 @@ from tasks.mirror import mirrored
 from tasks.resolvers import CONF
 from tasks.settings import TRAINING, check_settings
 from tasks.slurm import queued_again
-from tasks.terminal import command_line, configure_logging, end_workers, log, one_line_errors
+from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -48,7 +48,6 @@ def job(cfg: DictConfig) -> float | None:
             task = chosen_task(cfg.task, "train")
             check_keys(cfg, "train")
             check_settings(cfg, TRAINING)
-            log.info("starting: importing PyTorch takes a few seconds")
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
             with in_use(output_dir), queued_again(cfg.resume), mirrored(url, output_dir, resumes):

@@ -20,6 +20,7 @@ from rapidfuzz.distance import OSA
 from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
 from datamodules.errors import UserError, listing
 from tasks.keys import Declared, declared
+from tasks.terminal import log
 
 
 def read_arguments(
@@ -37,7 +38,10 @@ def read_arguments(
     """
     options, settings = _split(arguments, script)
     known = declared(script)
-    return complete([*(_checked(_quoted(setting), known) for setting in settings), *options])
+    checked = [_checked(_quoted(setting), known) for setting in settings]
+    if not set(options) - {"-m", "--multirun"}:  # what is only shown takes no time
+        log.info("starting: importing PyTorch takes a few seconds")
+    return complete([*checked, *options])
 
 
 def quote_values(arguments: list[str]) -> list[str]:
