@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datamodules.errors import UserError, listing
-from datamodules.images.folders import IMAGE_SUFFIXES
+from datamodules.images.folders import CAPTION_SUFFIXES, IMAGE_SUFFIXES
 
 # What the columns of a role are called, the likeliest first. "source", "source_image", "source_file_name" and
 # "Source Images" are one word.
@@ -65,6 +65,7 @@ WORDS = {
         "text",
         "description",
         "edit",
+        "json",
     ),
     "mask": ("mask",),
     "rejected": ("rejected", "dispreferred"),
@@ -207,7 +208,7 @@ def _ambiguous(place: str, role: str, found: Sequence[str], there: Sequence[str]
 def _plain(name: str) -> str:
     """In small letters, without a file's suffix (`source.jpg`, `prompt.txt`, as in tars)."""
     name = name.lower()
-    for suffix in (*IMAGE_SUFFIXES, ".txt", ".json"):
+    for suffix in (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES):
         name = name.removesuffix(suffix)
     return re.sub(r"[\s.-]+", "_", name)
 

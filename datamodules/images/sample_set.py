@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from datamodules.errors import UserError, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
-from datamodules.images.roots import RootSetting, as_roots, with_captions
+from datamodules.images.roots import RootSetting, as_roots, with_settings
 from datamodules.images.sample import Found, Root, Sample, Source, place, refuse_unused
 from datamodules.images.transforms import image_facts, refuse_large, require_sides, require_size, verify_image
 
@@ -139,6 +139,7 @@ class SampleSet:
         self._pass_over(found.incomplete)
         if found.passed_over:
             self.notes.append(f"passed over {found.passed_over} files of the system (hidden, Thumbs.db, __MACOSX)")
+        self.notes += found.notes
         self._check_counts(found.samples)
         return found.samples
 
@@ -164,13 +165,13 @@ class SampleSet:
         self.notes.append(f"skipped {what}")
 
     def _scan(self) -> Found:
-        found = with_captions(self.source(self.roots), self.roots)
+        found = with_settings(self.source(self.roots), self.roots)
         return self._with_held_out(found) if self.val_roots else found
 
     def _with_held_out(self, found: Found) -> Found:
         """The samples of root and of val_root; a target of both is held out."""
         try:
-            held_out = with_captions(self.source(self.val_roots), self.val_roots)
+            held_out = with_settings(self.source(self.val_roots), self.val_roots)
         except UserError as error:  # sources speak of data.root
             raise UserError(str(error).replace("data.root=", "data.val_root=")) from error
         below = len(self.roots)
@@ -184,7 +185,7 @@ class SampleSet:
         learned = [sample for sample in found.samples if place(sample.target) not in targets]
         passed_over = found.passed_over + held_out.passed_over
         incomplete, forms = found.incomplete + held_out.incomplete, found.forms + held_out.forms
-        return Found([*learned, *held_out.samples], incomplete, passed_over, forms)
+        return Found([*learned, *held_out.samples], incomplete, passed_over, forms, found.notes + held_out.notes)
 
     def _check_counts(self, samples: Sequence[Sample]) -> None:
         """Raise a UserError where the model takes fewer or more condition images."""

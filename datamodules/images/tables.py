@@ -11,6 +11,7 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import read_text
+from datamodules.images.prompts import lines_of
 from datamodules.images.rows import Table
 
 # What a folder's table is called.
@@ -85,7 +86,7 @@ def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
 
 def _swallowed_row(table: Path, values: list[str]) -> str | None:
     """The image file named at the start of a line inside a value: a quote left open has swallowed its row."""
-    names = [line.partition(",")[0] for value in values for line in value.splitlines()[1:] if "," in line]
+    names = [line.partition(",")[0] for value in values for line in lines_of(value)[1:] if "," in line]
     return next((name for name in names if name and os.path.isfile(table.parent / name)), None)
 
 

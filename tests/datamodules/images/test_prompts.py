@@ -6,11 +6,16 @@ import pytest
 
 from datamodules.errors import UserError
 from datamodules.images.captions import find_captioned
-from datamodules.images.prompts import read_prompts
+from datamodules.images import prompts as reading
+from datamodules.images.folders import Listing
 from datamodules.images.sample import Root
 from datamodules.images.sources import find_samples
 from tests.support.pictures import make_pairs
 from tests.support.stored import picture
+
+
+def read_prompts(picture, per_line=True):
+    return reading.read_prompts(Listing.of(picture.parent).texts.get(picture.stem, []), per_line)[0]
 
 
 @pytest.mark.parametrize(
