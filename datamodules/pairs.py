@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from datamodules.base import Example, PromptShapes, TrainingData
 from datamodules.batch import LatentBatch, RawBatch, Size
-from datamodules.errors import UserError
+from datamodules.errors import UserError, count_of
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import PairDataset, collate, leave_signals_to_the_trainer, pictures
 from datamodules.images.framing import Framing, View
@@ -28,7 +28,8 @@ class PairsDataModule(TrainingData):
 
     Args:
         root, source, on_missing, on_bad_image, val_root: see `SampleSet`.
-        resolution, prefix, trigger_word, columns, pair_suffixes: of roots that do not set their own; see `Root`.
+        resolution, prefix, trigger_word, columns, pair_suffixes, caption_per_line, alpha_mask: of roots that do not set
+            their own; see `Root`.
         buckets: as for `Framing`; `auto`: aspect where a batch may have several samples, else exact.
         upscale, crop, crop_count, flip: see `Framing`.
         batch_size: samples per step and process; those of a batch have one size.
@@ -61,6 +62,8 @@ class PairsDataModule(TrainingData):
         trigger_word: str | None,
         columns: Mapping[str, Any] | None,
         pair_suffixes: Sequence[str] | None,
+        caption_per_line: bool,
+        alpha_mask: bool,
         batch_size: int,
         num_workers: int,
         on_missing: Literal["error", "skip"],
@@ -89,6 +92,8 @@ class PairsDataModule(TrainingData):
             trigger_word=trigger_word,
             columns=columns,
             pair_suffixes=pair_suffixes,
+            caption_per_line=caption_per_line,
+            alpha_mask=alpha_mask,
         )
         self.roots = self.sample_set.paths
         roots = [*self.sample_set.roots, *self.sample_set.val_roots]
@@ -233,9 +238,8 @@ class PairsDataModule(TrainingData):
 
     def describe(self) -> str:
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
-        noun = self.noun.removesuffix("s") if self.sample_count == 1 else self.noun
-        views = "" if len(self.sizes) == self.sample_count else f" in {len(self.sizes)} views"
-        return f"{self.sample_count} {noun}{views} of {', '.join(map(str, self.sample_set.roots))}{held_out}"
+        views = "" if len(self.sizes) == self.sample_count else f" in {count_of(len(self.sizes), 'views')}"
+        return f"{count_of(self.sample_count, self.noun)}{views} of {', '.join(map(str, self.sample_set.roots))}{held_out}"
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         more = [*self.preserve_prompts, *([""] if self.with_empty_prompt else [])]

@@ -89,7 +89,7 @@ class StreamedDataModule(TrainingData):
         return [Example([], batch) for batch in self.one_by_one(which, empty_prompt)]
 
     def describe(self) -> str:
-        return f"{self.sample_count:,} samples in {len(self.shards)} shards, streamed from {shown(self.pattern)}"
+        return f"{count_of(self.sample_count, 'samples')} in {count_of(len(self.shards), 'shards')}, streamed from {shown(self.pattern)}"
 
     @property
     def sample_count(self) -> int:

@@ -42,6 +42,7 @@ def cached_data(cfg: DictConfig) -> "CachedDataModule":
     silence_libraries()
     if not isinstance(data, CachedDataModule) or data.shards is not None:
         raise UserError(f"task={cfg.task} is about data.root: leave data=cached and data.shards as they are")
+    data.sample_set.scan()  # what is wrong with it comes before questions to the hub
     return data
 
 

@@ -10,20 +10,30 @@ from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
 from datamodules.images.roots import RootSetting, as_roots, with_settings
 from datamodules.images.sample import Found, Root, Sample, Source, place, refuse_unused
-from datamodules.images.transforms import image_facts, refuse_large, require_sides, require_size, verify_image
+from datamodules.images.transforms import (
+    Facts,
+    image_facts,
+    refuse_large,
+    require_sides,
+    require_size,
+    verify_image,
+)
 
 
 class Usable(NamedTuple):
     """A sample whose files were checked.
 
     Attributes:
-        sizes: (width, height) of its target and its controls, upright.
-        frames: whether one of them has several frames.
+        facts: of its target and its controls.
     """
 
     sample: Sample
-    sizes: Sequence[tuple[int, int]]
-    frames: bool = False
+    facts: Sequence[Facts]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(width, height) of each, upright."""
+        return [(one.width, one.height) for one in self.facts]
 
 
 class SampleSet:
@@ -130,9 +140,7 @@ class SampleSet:
             UserError: some are incomplete, unless on_missing is `skip`; or the model takes fewer or more condition
                 images than they have.
         """
-        self.require_root()
-        # Looked for once in a process: of many files, or on a slow disk, it takes long.
-        found = self._found = self._found or self._scan()
+        found = self.scan()
         refuse_unused([*self.roots, *self.val_roots], found.forms)
         self.notes.clear()
         self.incomplete = found.incomplete
@@ -163,6 +171,16 @@ class SampleSet:
         if self.on_missing == "error":
             raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
         self.notes.append(f"skipped {what}")
+
+    def scan(self) -> Found:
+        """Look for the samples, once in a process: of many files, or on a slow disk, it takes long.
+
+        Raises:
+            UserError: no data is named, or a root does not exist or holds none.
+        """
+        self.require_root()
+        self._found = self._found or self._scan()
+        return self._found
 
     def _scan(self) -> Found:
         found = with_settings(self.source(self.roots), self.roots)
@@ -229,7 +247,7 @@ class SampleSet:
         fixed = self.condition_images.vae_image_size
         try:
             facts = [image_facts(path) for path in images]
-            sizes = [(width, height) for width, height, _ in facts]
+            sizes = [(one.width, one.height) for one in facts]
             for path, size in zip(images, sizes, strict=True):
                 require_sides(path, *size)
             if not self.root(sample).resolution:
@@ -241,4 +259,4 @@ class SampleSet:
                 verify_image(path)
         except UserError as error:
             return error
-        return Usable(sample, sizes, any(frames for *_, frames in facts))
+        return Usable(sample, facts)
