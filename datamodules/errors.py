@@ -21,7 +21,8 @@ def count_of(count: int, plural: str) -> str:
     if count != 1:
         return f"{count:,} {plural}"
     noun, *rest = plural.split(" ")
-    return " ".join(["1", noun.removesuffix("s"), *({"have": "has", "are": "is", "say": "says"}.get(w, w) for w in rest)])
+    verbs = {"have": "has", "are": "is"}
+    return " ".join(["1", noun.removesuffix("s"), *(verbs.get(word, word) for word in rest)])
 
 
 # Bytes that are not UTF-8 (surrogates in Python), line ends, and control characters of terminals.

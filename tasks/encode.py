@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from callbacks.best_effort import best_effort
 from callbacks.signals import Stopped
-from datamodules.errors import UserError
+from datamodules.errors import UserError, count_of
 from tasks.folders import by_one_process
 from tasks.placement import Processes, frozen_model, start_processes
 from tasks.terminal import is_first_process, log, silence_libraries
@@ -231,11 +231,12 @@ class CacheBuild:
 
     def _report(self, encoded: int, added: int) -> None:
         if added:
-            log.info(f"encoded {added} prompts more for samples that were there, for objective.preserve.prompts")
+            what = count_of(added, "prompts more for samples that were there, for objective.preserve.prompts")
+            log.info(f"encoded {what}")
         if encoded:
             self.data.open(self.cache)
             preview = self.cache.folder / "preview.png"
-            log.info(f"encoded {encoded} samples; look at them: {preview}")
+            log.info(f"encoded {count_of(encoded, 'samples')}; look at them: {preview}")
             with best_effort("preview.png"):
                 from tasks.contact_sheet import write_contact_sheet
 

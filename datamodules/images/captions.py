@@ -92,14 +92,14 @@ def _pictures(root: Path, instance_prompts: tuple[str, ...], settings: Root) -> 
             mask, caption_file = listed.images.get(f"{stem}_mask"), caption_file or path.with_suffix(".txt")
             samples.append(Sample(key, path, (), prompts or instance_prompts, mask, caption_file=caption_file))
         counts |= {folder: (count, captioned)} if count else {}
-        for stem, path in listed.others.items():
+        for stem, [path, *_] in listed.others.items():
             if stem not in listed.images and stem in listed.texts:
                 unread.append(f"{none_of_the_formats(path)}, but has a caption")
     captioned = any(number for _, number in counts.values())
     bare = [f"{folder} ({count})" for folder, (count, number) in counts.items() if captioned and not number]
     notes = [f"no image has a caption in {listing(bare)}"] if bare else []
-    if repeats := {folder: match[1] for folder in counts if (match := KOHYA.match(folder.name))}:
-        if settings.repeats == 1:
-            roots = ",".join(f'{{path: "{folder}", repeats: {number}}}' for folder, number in repeats.items())
-            notes.append(f"folders are named as kohya's, and not repeated: data.root='[{roots}]' repeats them")
+    repeats = {folder: match[1] for folder in counts if (match := KOHYA.match(folder.name))}
+    if repeats and settings.repeats == 1:
+        roots = ",".join(f'{{path: "{folder}", repeats: {number}}}' for folder, number in repeats.items())
+        notes.append(f"the names of kohya's folders repeat nothing here; this does: data.root='[{roots}]'")
     return Found(samples, unread, passed_over, notes=tuple(notes)), captioned

@@ -7,15 +7,10 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageCms
 
+from datamodules.files import DAMAGED
+
 # What Pillow and LittleCMS raise for damaged profiles and EXIF.
-UNUSABLE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, struct.error, ImageCms.PyCMSError)
-# The mode that a transform reads, by the kind of colours of its profile and the mode of the image.
-MODES = {
-    "RGB": {"RGB": "RGB", "L": "RGB", "I;16": "RGB"},
-    "GRAY": {"L": "L", "I;16": "I;16"},
-    "CMYK": {"CMYK": "CMYK"},
-    "Lab": {"LAB": "LAB"},
-}
+UNUSABLE = (*DAMAGED, OSError, SyntaxError, ArithmeticError, struct.error, ImageCms.PyCMSError)
 # Levels of 255 by which profiles of sRGB differ from each other: their tables are rounded.
 ROUNDING = 2
 SRGB, LAB = (ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in ("sRGB", "LAB"))
@@ -33,8 +28,8 @@ def conversion(image: Image.Image) -> tuple[ImageCms.ImageCmsTransform | None, s
 
     An embedded profile comes first, then the gAMA and cHRM chunks of a PNG, then EXIF's mark of Adobe RGB.
     """
-    mode = "I;16" if image.mode[:1] == "I" else {"1": "L", "LA": "L", "La": "L"}.get(image.mode, image.mode)
-    mode, fault = mode if mode in ("I;16", "L", "CMYK", "LAB") else "RGB", ""
+    modes = {"1": "L", "L": "L", "LA": "L", "La": "L", "CMYK": "CMYK", "LAB": "LAB"}
+    mode, fault = "I;16" if image.mode[:1] == "I" else modes.get(image.mode, "RGB"), ""
     try:
         if (profile := _profile(image)) is not None:
             return _to_srgb(profile, mode), ""
@@ -81,9 +76,10 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     """Return the transform of a mode's pixels; None where the profile is one of sRGB."""
     source = ImageCms.ImageCmsProfile(BytesIO(profile))
     kind = source.profile.xcolor_space.strip()
-    if mode not in MODES.get(kind, {}):
-        raise ValueError(f"it is of {kind} colours, and the image is {mode}")
-    transform = ImageCms.buildTransform(source, SRGB, MODES[kind][mode], "RGB")
+    mode = "RGB" if kind == "RGB" and mode in ("L", "I;16") else mode  # others that differ LittleCMS refuses
+    # Its shortcut is a table too coarse for the shadows of 16 bits.
+    flags = ImageCms.Flags.NOOPTIMIZE if mode == "I;16" else ImageCms.Flags.NONE
+    transform = ImageCms.buildTransform(source, SRGB, mode, "RGB", flags=flags)
     if kind == "RGB":
         levels = np.arange(0, 256, 17, dtype=np.uint8)
         colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(64, 64, 3)

@@ -6,6 +6,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from datamodules.errors import UserError, listing
@@ -41,9 +42,15 @@ def find_file(folder: Path, name: str) -> Path:
     if name.isascii() or os.path.lexists(path):
         return path
     for part in Path(name).parts:
-        there = os.listdir(folder) if folder.is_dir() else []
-        folder /= next((one for one in there if nfc(one) == nfc(part)), part)
+        there = _names(folder, folder.stat().st_mtime_ns) if folder.is_dir() else {}
+        folder /= there.get(nfc(part), part)
     return folder
+
+
+@lru_cache(maxsize=64)
+def _names(folder: Path, changed: int) -> dict[str, str]:
+    """Return the names in a folder, which was changed at a time, by their composed form."""
+    return {nfc(name): name for name in os.listdir(folder)}
 
 
 def targets_folder(root: Path) -> Path | None:
@@ -95,7 +102,7 @@ class Listing:
 
     images: dict[str, Path] = field(default_factory=dict)
     texts: dict[str, list[Path]] = field(default_factory=dict)
-    others: dict[str, Path] = field(default_factory=dict)
+    others: dict[str, list[Path]] = field(default_factory=dict)
     clutter: int = 0
 
     @classmethod
@@ -115,7 +122,7 @@ class Listing:
             elif suffix in CAPTION_SUFFIXES:
                 found.texts.setdefault(stem, []).append(path)
             elif not path.is_dir():
-                found.others.setdefault(stem, path)
+                found.others.setdefault(stem, []).append(path)
         return found
 
 
@@ -132,12 +139,9 @@ def none_of_the_formats(path: Path) -> str:
 def no_caption(target: Path, wanted: Path, listings: Iterable[Listing]) -> str:
     """Return the message about a missing caption, which names the files that are there instead."""
     names = dict.fromkeys([stem_of(wanted), stem_of(target)])
-    there = [str(path) for one in listings for stem in names for path in (*one.texts.get(stem, []), *_alone(one, stem))]
+    kinds = [kind for one in listings for kind in (one.texts, one.others)]
+    there = [str(path) for kind in kinds for stem in names for path in kind.get(stem, [])]
     return f"{target} has no caption {wanted}" + (f" (there is {listing(there)})" if there else "")
-
-
-def _alone(one: Listing, stem: str) -> list[Path]:
-    return [one.others[stem]] if stem in one.others else []
 
 
 def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
@@ -178,14 +182,15 @@ def unread_beside(root: Path, read: Iterable[Path], captions: Iterable[Path]) ->
     kinds: Counter[str] = Counter()
     for place, below, names in os.walk(root):
         depth = len(Path(place).relative_to(root).parts)
+        inside = str(Path(place, "_"))[:-1]  # as paths are written, without ./
         below[:] = [name for name in below if depth < SEARCHED and not is_clutter(name)]
         for name in names:
             stem, suffix = os.path.splitext(name)
             plain = nfc(stem)
             if is_clutter(name) or not (plain in stems or belongs_to_another(plain, stems)):
                 continue
-            is_text = suffix.lower() in CAPTION_SUFFIXES and nfc(os.path.join(place, stem)) in texts
-            if not is_text and os.path.join(place, name) not in known:
-                kinds[os.path.relpath(os.path.join(place, f"*{suffix}"), root)] += 1
+            is_text = suffix.lower() in CAPTION_SUFFIXES and nfc(inside + stem) in texts
+            if not is_text and inside + name not in known:
+                kinds[os.path.relpath(f"{inside}*{suffix}", root)] += 1
     named = listing([f"{kind} ({count})" for kind, count in kinds.items()])
     return [f"{root}: not read, though named like images that are: {named}"] if kinds else []

@@ -32,7 +32,7 @@ def pairs_of_folders(
         lost = next((number for number in range(count) if stem not in controls[number]), None)
         if lost is not None:
             unread = of_controls[lost].others.get(stem)
-            other = "" if unread is None else f": {none_of_the_formats(unread)}"
+            other = f": {none_of_the_formats(unread[0])}" if unread else ""
             incomplete.append(f"{target} has no control image {control_folders[lost] / stem}.*{other}")
             continue
         try:
@@ -43,16 +43,16 @@ def pairs_of_folders(
         if not prompts and root.require_prompt:
             incomplete.append(no_caption(target, target.with_suffix(".txt"), [of_targets, *of_controls]))
             continue
-        own = [(images[stem], *more.get(stem, [])) for images, more in zip(controls, further, strict=True) if stem in images]
+        own = [(one[stem], *more.get(stem, [])) for one, more in zip(controls, further, strict=True) if stem in one]
         pictures = target, tuple(path for some in own for path in some)
         mask, caption_file = masks.get(f"{stem}_mask"), caption_file or target.with_suffix(".txt")
         samples.append(Sample(stem, *pictures, prompts, mask, of_rejected.images.get(stem), caption_file=caption_file))
-    for stem, path in of_targets.others.items():  # else a pair in such a format would be left out silently
+    for stem, [path, *_] in of_targets.others.items():  # else a pair in such a format would be left out silently
         if stem not in targets and (stem in controls[0] or stem in of_targets.texts):
             incomplete.append(f"target {none_of_the_formats(path)}")
     known = {*targets, *of_targets.others}
     for others in (*controls, of_rejected.images):
         incomplete += [f"{path} has no target image" for stem, path in others.items() if stem not in known]
     for one in (of_rejected, *of_controls[1:]):
-        incomplete += [none_of_the_formats(path) for stem, path in one.others.items() if stem not in one.images]
+        incomplete += [none_of_the_formats(path) for stem, [path, *_] in one.others.items() if stem not in one.images]
     return Found(samples, incomplete, sum(one.clutter for one in (of_targets, of_rejected, *of_controls)))

@@ -46,7 +46,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
-    """Return each line that is not empty, or all of the text where it is JSON; the empty caption where there is none."""
+    """Return each line that is not empty, or all of the text if it is JSON; the empty caption if there is none."""
     lines = lines_of(text)
     return as_prompts(lines if per_line and not is_json(text) else "\n".join(lines))
 

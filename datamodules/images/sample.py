@@ -23,8 +23,8 @@ class Alpha(Packed):
         return self.picture.read_bytes() if isinstance(self.picture, Path) else self.picture.read()
 
     def signature(self) -> tuple[str, int, int, int]:
-        name, *numbers = file_signature(self.picture)
-        return f"{name}#alpha", *numbers
+        name, size, modified, changed = file_signature(self.picture)
+        return f"{name}#alpha", size, modified, changed
 
     @property
     def stem(self) -> str:

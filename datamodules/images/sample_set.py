@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from datamodules.errors import UserError, listing, printable
+from datamodules.errors import UserError, count_of, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
 from datamodules.images.roots import RootSetting, as_roots, with_settings
@@ -146,7 +146,8 @@ class SampleSet:
         self.incomplete = found.incomplete
         self._pass_over(found.incomplete)
         if found.passed_over:
-            self.notes.append(f"passed over {found.passed_over} files of the system (hidden, Thumbs.db, __MACOSX)")
+            what = count_of(found.passed_over, "files of the system (hidden, Thumbs.db, __MACOSX)")
+            self.notes.append(f"passed over {what}")
         self.notes += found.notes
         self._check_counts(found.samples)
         return found.samples

@@ -101,7 +101,7 @@ def pairs_by_suffix(folder: Path, control: str, target: str, settings: Root) -> 
             continue
         if source is None or result is None:
             lost = root + (control if source is None else target)
-            other = f": {none_of_the_formats(unread[lost])}" if lost in unread else ""
+            other = f": {none_of_the_formats(unread[lost][0])}" if lost in unread else ""
             incomplete.append(f"{source or result} has no {folder / lost}.*{other}")
             continue
         stems = dict.fromkeys((root, stem_of(result)))  # one, where the target's ending is empty
@@ -122,7 +122,7 @@ def pairs_by_suffix(folder: Path, control: str, target: str, settings: Root) -> 
     ]
     incomplete += [
         none_of_the_formats(path)
-        for stem, path in unread.items()
+        for stem, [path, *_] in unread.items()
         if any(end and stem.endswith(end) and stem.removesuffix(end) not in roots for end in (control, target))
     ]
     return Found(samples, incomplete, listed.clutter, forms=("pair_suffixes",))

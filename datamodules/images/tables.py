@@ -91,17 +91,20 @@ def _swallowed_row(table: Path, values: list[str]) -> str | None:
 
 
 def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _once(table, [name for name, _ in pairs])
+        return dict(pairs)
+
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            pairs = json.loads(line, object_pairs_hook=list)
+            row = json.loads(line, object_pairs_hook=read)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{table} line {number} is not JSON: {getattr(error, 'msg', error)}") from error
-        if not line.lstrip().startswith("{"):
+        if not isinstance(row, dict):
             raise UserError(f"{table} line {number} is not an object of columns")
-        _once(table, [name for name, _ in pairs])
-        yield dict(pairs)
+        yield row
 
 
 def _once(table: Path, columns: list[str]) -> None:

@@ -52,7 +52,7 @@ class Facts(NamedTuple):
         width, height: of the upright image.
         frames: whether it has more frames than the first, which is used.
         alpha: whether it may be transparent.
-        colours: `srgb` where they are converted, by which a cache tells it from the same bytes read otherwise; else empty.
+        colours: `srgb` if they are converted, else empty; part of what a cache knows the image by.
     """
 
     width: int

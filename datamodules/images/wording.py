@@ -16,7 +16,7 @@ AT_ONCE = 1000
 
 
 def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
-    """Captions that are empty, though not all are, or have no letters, and descriptions that a few of many pictures share."""
+    """Captions that are empty, unless all are, or lack letters, and descriptions that a few of many pictures share."""
     found = [
         Finding(Kind.NO_CAPTION, sample.key, "no words", sample)
         for sample in samples
