@@ -13,7 +13,7 @@ import numpy as np
 from datamodules.base import Example, PromptShapes
 from datamodules.batch import LatentBatch, Size
 from datamodules.contents import look_up
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError, count_of, listing
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import pictures
 from datamodules.images.framing import View
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PICTURES_ALONE = {
     **{"buckets": "auto", "upscale": False, "crop": "center", "crop_count": 4, "flip": False},
     **{"prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None},
+    **{"caption_per_line": True, "alpha_mask": False},
 }
 
 
@@ -245,5 +246,5 @@ class CachedDataModule(PairsDataModule):
         if self.shards is None:
             return super().describe() + (f", encoded in {self.encoded}" if self.numbers else "")
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
-        views = "" if len(self.numbers) == self.sample_count else f" in {len(self.numbers):,} views"
-        return f"{self.sample_count:,} samples{views} of {self.encoded}{held_out}"
+        views = "" if len(self.numbers) == self.sample_count else f" in {count_of(len(self.numbers), 'views')}"
+        return f"{count_of(self.sample_count, 'samples')}{views} of {self.encoded}{held_out}"

@@ -9,9 +9,9 @@ from datamodules.errors import UserError
 from datamodules.files import DAMAGED
 from datamodules.hashes import FileHashes
 from datamodules.images.framing import View
-from datamodules.images.sample import Picture, Sample
+from datamodules.images.sample import Alpha, Picture, Sample
 from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.transforms import SIDE_MULTIPLE
+from datamodules.images.transforms import SIDE_MULTIPLE, Facts
 from datamodules.images.window import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.index import ShardIndex
@@ -26,15 +26,15 @@ def roles(sample: Sample) -> list[tuple[str, Picture]]:
     return [*files, *((role, path) for role, path in beside if path is not None)]
 
 
-# Of a picture: its signature (4), its checksum, its width and height, and whether it has several frames.
-REMEMBERED = 8
+# Of a picture: its signature (4), its checksum, and its `Facts`.
+REMEMBERED = 5 + len(Facts._fields)
 
 
 class Content(NamedTuple):
     """What is remembered of a sample's files.
 
     Attributes:
-        checksums: (role, sha256) of each.
+        checksums: (role, sha256) of each; behind the checksum what else decides its pixels, if anything.
         usable: the sample with the sizes of its pictures.
     """
 
@@ -48,11 +48,14 @@ class Content(NamedTuple):
         known = [(role, hashed) for role, hashed in files if hashed is not None and len(hashed) == REMEMBERED]
         if len(known) < len(files):
             return None
-        facts = [hashed[5:8] for role, hashed in known if role in ("target", "control")]
-        if any(min(width, height) < SIDE_MULTIPLE for width, height, _ in facts):  # it cannot be used
+        facts = [Facts(*hashed[5:]) for _, hashed in known]
+        usable = Usable(sample, facts[: 1 + len(sample.controls)])
+        if any(min(size) < SIDE_MULTIPLE for size in usable.sizes):  # it cannot be used
             return None
-        usable = Usable(sample, [(width, height) for width, height, _ in facts], any(frames for *_, frames in facts))
-        return cls([(role, hashed[4]) for role, hashed in known], usable)
+        read_as = [one.colours for one in facts]
+        if sample.mask is not None:  # its values are no colours
+            read_as[1 + len(sample.controls)] = "alpha" if isinstance(sample.mask, Alpha) else ""
+        return cls([(role, hashed[4] + how) for (role, hashed), how in zip(known, read_as, strict=True)], usable)
 
     def id(self, view: View) -> str:
         """The name in a cache of a view of the sample."""

@@ -13,7 +13,15 @@ from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError, printable
 from datamodules.files import read_text
 from datamodules.images.conditions import ConditionImages, model_of
-from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
+from datamodules.images.folders import (
+    FORMATS,
+    IMAGE_SUFFIXES,
+    belongs_to_another,
+    find_file,
+    further_controls,
+    stem_of,
+)
+from datamodules.images.prompts import text_prompts
 from datamodules.images.transforms import image_size, verify_image
 
 
@@ -183,7 +191,7 @@ def find_images(image: str) -> list[tuple[Path, ...]]:
     Raises:
         UserError: there are none.
     """
-    path = Path(image).expanduser()
+    path = find_file(Path(), str(Path(image).expanduser()))
     if path.is_file() and path.suffix.lower() not in IMAGE_SUFFIXES:
         raise UserError(f"image={image}: is none of {FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
@@ -191,12 +199,13 @@ def find_images(image: str) -> list[tuple[Path, ...]]:
     paths = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES)
     beside: dict[Path, dict[str, Path]] = {}
     for folder in {path.parent for path in paths}:
-        beside[folder] = {p.stem: p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES}
+        beside[folder] = {stem_of(p): p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES}
+    further = {folder: further_controls(images) for folder, images in beside.items()}
     if not path.is_file():
-        paths = [path for path in paths if not belongs_to_another(path.stem, beside[path.parent])]
+        paths = [path for path in paths if not belongs_to_another(stem_of(path), beside[path.parent])]
     if not paths:
         raise UserError(f"image={image}: no such file, and no image in a folder or glob of that name")
-    return [(path, *further_controls(beside[path.parent], path.stem)) for path in paths]
+    return [(path, *further[path.parent].get(stem_of(path), [])) for path in paths]
 
 
 def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) -> list[str]:
@@ -206,12 +215,11 @@ def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) 
         raise UserError("both prompt= and prompts_file= are given: choose one")
     if prompt is not None:
         return [prompt] if isinstance(prompt, str) else list(prompt)
-    path = Path(str(prompts_file)).expanduser()
+    path = find_file(Path(), str(Path(str(prompts_file)).expanduser()))
     try:
-        lines = read_text(path).splitlines()
+        prompts = text_prompts(read_text(path))
     except UserError as error:
         raise UserError(f"prompts_file={str(error).removeprefix('cannot read ')}") from error
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
+    if not any(prompts):
         raise UserError(f"prompts_file={path}: the file is empty")
-    return prompts
+    return list(prompts)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
-from datamodules.contents import Content, Entry, entries_by_id, roles
+from datamodules.contents import REMEMBERED, Content, Entry, entries_by_id, roles
 from datamodules.errors import UserError
 from datamodules.hashes import FileHashes, Hashed, hash_file
 from datamodules.images.conditions import ConditionImages
@@ -156,16 +156,19 @@ def hash_files(cache: Cache, process: str, samples: Iterable[Sample]) -> FileHas
         process: the name of this one.
     """
     hashes = cache.checksums.known()
-    paths = dict.fromkeys(path for sample in samples for _, path in roles(sample) if hashes.get(path) is None)
-    if paths:
+    paths = dict.fromkeys(path for sample in samples for _, path in roles(sample))
+    known = {path: hashed for path in paths if len(hashed := hashes.known(path) or ()) < REMEMBERED}
+    if known:
         with ThreadPoolExecutor() as pool:
-            cache.checksums.add(process, (one for one in pool.map(_hash_if_readable, paths) if one is not None))
+            found = pool.map(_hash_if_readable, known, known.values())
+            cache.checksums.add(process, (one for one in found if one is not None))
     return cache.checksums.known()
 
 
-def _hash_if_readable(path: Picture) -> Hashed | None:
+def _hash_if_readable(path: Picture, known: Hashed) -> Hashed | None:
+    """Return what is to be remembered of a file, whose checksum may be known."""
     try:
-        return (*hash_file(path), *image_facts(path))
+        return (*(known[:5] or hash_file(path)), *image_facts(path))
     except (OSError, UserError):
         return None
 

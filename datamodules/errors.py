@@ -16,6 +16,15 @@ def listing(names: list[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def count_of(count: int, plural: str) -> str:
+    """Return a number with what it counts: `3 pairs have`, `1 pair has`."""
+    if count != 1:
+        return f"{count:,} {plural}"
+    noun, *rest = plural.split(" ")
+    verbs = {"have": "has", "are": "is"}
+    return " ".join(["1", noun.removesuffix("s"), *(verbs.get(word, word) for word in rest)])
+
+
 # Bytes that are not UTF-8 (surrogates in Python), line ends, and control characters of terminals.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 

@@ -103,6 +103,14 @@ class Packed(ABC):
         """The name without its folder and suffix."""
 
 
+def file_signature(path: Path | Packed) -> tuple[str, int, int, int]:
+    """Return the name of a file, and three numbers, one of which changes whenever the bytes do."""
+    if isinstance(path, Packed):
+        return path.signature()
+    stat = path.stat()
+    return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file, with or without a byte order mark; raises UserError where it is not one."""
     try:

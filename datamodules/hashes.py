@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from datamodules.files import Packed, require_file, sha256
+from datamodules.files import Packed, file_signature, require_file, sha256
 
 # A file's path, size, modification and change time in ns, and sha256; and what else is to be remembered of it.
 Hashed = tuple[Any, ...]
@@ -19,14 +19,7 @@ def hash_file(path: Path | Packed) -> Hashed:
     if isinstance(path, Packed):
         return (*path.signature(), hashlib.sha256(path.read()).hexdigest())
     require_file(path)
-    return (*_signature(path), sha256(path))
-
-
-def _signature(path: Path | Packed) -> tuple[str, int, int, int]:
-    if isinstance(path, Packed):
-        return path.signature()
-    stat = path.stat()
-    return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return (*file_signature(path), sha256(path))
 
 
 class FileHashes:
@@ -54,7 +47,7 @@ class FileHashes:
     def known(self, path: Path | Packed) -> Hashed | None:
         """All that is remembered of the file; None if it is new or has changed."""
         try:
-            signature = _signature(path)
+            signature = file_signature(path)
         except OSError:
             return None
         hashed = self._known.get(signature[0])

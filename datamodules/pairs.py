@@ -1,7 +1,7 @@
 """Pairs of pictures, decoded in every step."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from datamodules.base import Example, PromptShapes, TrainingData
 from datamodules.batch import LatentBatch, RawBatch, Size
-from datamodules.errors import UserError
+from datamodules.errors import UserError, count_of
 from datamodules.images.conditions import Model, model_of
 from datamodules.images.dataset import PairDataset, collate, leave_signals_to_the_trainer, pictures
 from datamodules.images.framing import Framing, View
@@ -28,7 +28,6 @@ class PairsDataModule(TrainingData):
 
     Args:
         root, source, on_missing, on_bad_image, val_root: see `SampleSet`.
-        resolution, prefix, trigger_word, columns, pair_suffixes: of roots that do not set their own; see `Root`.
         buckets: as for `Framing`; `auto`: aspect where a batch may have several samples, else exact.
         upscale, crop, crop_count, flip: see `Framing`.
         batch_size: samples per step and process; those of a batch have one size.
@@ -37,6 +36,7 @@ class PairsDataModule(TrainingData):
         preview_count: samples on the contact sheet.
         seed: determines the order of the samples.
         val_count: instead of val_root, how many of root's samples are held out; see `choose_held_out`.
+        settings: of roots that do not set their own; see `Root`.
 
     Attributes:
         samples: those to train on.
@@ -51,16 +51,11 @@ class PairsDataModule(TrainingData):
         self,
         root: RootSetting,
         source: Source,
-        resolution: int | Sequence[int] | None,
         upscale: bool,
         buckets: str,
         crop: str,
         crop_count: int,
         flip: bool,
-        prefix: str,
-        trigger_word: str | None,
-        columns: Mapping[str, Any] | None,
-        pair_suffixes: Sequence[str] | None,
         batch_size: int,
         num_workers: int,
         on_missing: Literal["error", "skip"],
@@ -71,6 +66,7 @@ class PairsDataModule(TrainingData):
         val_root: RootSetting,
         val_count: int,
         max_tokens_per_batch: int | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         if val_root is not None and val_count:
@@ -84,11 +80,7 @@ class PairsDataModule(TrainingData):
             on_missing,
             on_bad_image,
             Framing(chosen, upscale, crop, crop_count, flip),
-            resolution=resolution,
-            prefix=prefix,
-            trigger_word=trigger_word,
-            columns=columns,
-            pair_suffixes=pair_suffixes,
+            **settings,
         )
         self.roots = self.sample_set.paths
         roots = [*self.sample_set.roots, *self.sample_set.val_roots]
@@ -233,9 +225,9 @@ class PairsDataModule(TrainingData):
 
     def describe(self) -> str:
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
-        noun = self.noun.removesuffix("s") if self.sample_count == 1 else self.noun
-        views = "" if len(self.sizes) == self.sample_count else f" in {len(self.sizes)} views"
-        return f"{self.sample_count} {noun}{views} of {', '.join(map(str, self.sample_set.roots))}{held_out}"
+        views = "" if len(self.sizes) == self.sample_count else f" in {count_of(len(self.sizes), 'views')}"
+        roots = ", ".join(map(str, self.sample_set.roots))
+        return f"{count_of(self.sample_count, self.noun)}{views} of {roots}{held_out}"
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         more = [*self.preserve_prompts, *([""] if self.with_empty_prompt else [])]

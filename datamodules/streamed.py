@@ -9,6 +9,7 @@ from typing import Any
 
 from datamodules.base import Example, PromptShapes, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
+from datamodules.errors import count_of
 from datamodules.images.conditions import model_of
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.copied import check_preserved
@@ -89,7 +90,8 @@ class StreamedDataModule(TrainingData):
         return [Example([], batch) for batch in self.one_by_one(which, empty_prompt)]
 
     def describe(self) -> str:
-        return f"{self.sample_count:,} samples in {len(self.shards)} shards, streamed from {shown(self.pattern)}"
+        shards = count_of(len(self.shards), "shards")
+        return f"{count_of(self.sample_count, 'samples')} in {shards}, streamed from {shown(self.pattern)}"
 
     @property
     def sample_count(self) -> int:

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
-from datamodules.errors import UserError, listing, without_credentials
+from datamodules.errors import UserError, count_of, listing, without_credentials
 from datamodules.shards.bucket_cache import READ, cache_of
 from datamodules.shards.cache import USED, Cache
 from lightning_modules.pretrained.quantized_cache import quantized_transformers
@@ -33,7 +33,7 @@ def cache(cfg: DictConfig, _: Path) -> None:
     manifest = filled.manifest()
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
-    holds = f"{manifest['samples']} samples, {decimal(manifest['bytes'])}"
+    holds = f"{count_of(manifest['samples'], 'samples')}, {decimal(manifest['bytes'])}"
     log.info(f"done: {filled} holds {holds}; encoded for data.buckets={data.sample_set.framing.buckets}")
     log.info(f"train on it: {' '.join(['python train.py', *_same_data_and_model()])}")
 
@@ -102,4 +102,6 @@ def _described(cache: Cache) -> str:
     model = parts.get("model", {}).get("repository", "a local model")
     what = f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
     left = [] if cache.on_disk else list(cache.folder.glob("latents-*.tar"))
-    return (what if parts else "never finished") + (f", {len(left)} shards of it not uploaded" if left else "")
+    return (what if parts else "never finished") + (
+        f", {count_of(len(left), 'shards')} of it not uploaded" if left else ""
+    )

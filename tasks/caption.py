@@ -15,7 +15,7 @@ from PIL import Image
 
 from callbacks.best_effort import best_effort
 from callbacks.signals import Stopped, stop
-from datamodules.errors import UserError, listing, printable
+from datamodules.errors import UserError, count_of, listing, printable
 from datamodules.files import replacing
 from datamodules.images.sample import Sample
 from datamodules.images.sample_set import SampleSet
@@ -44,6 +44,8 @@ def caption(cfg: DictConfig, output_dir: Path) -> None:
         return
     if packed := [s.key for s in lacking if not all(isinstance(one, Path) for one in (s.target, *s.controls))]:
         raise UserError(f"captions are written for pictures that are files; {listing(packed)} stand in larger ones")
+    if kept := [str(s.caption_file) for s in lacking if s.caption_file and s.caption_file.suffix.lower() == ".json"]:
+        raise UserError(f"overwrite=true: {listing(kept)} hold captions, and only text files are written. Remove them")
     if lacking:
         log.info(f"{len(lacking)} of {len(samples)} samples {'get a new' if cfg.overwrite else 'lack a'} caption")
         captioner.check()
@@ -184,7 +186,7 @@ def _kept(run: Captioning, samples: Sequence[Sample]) -> str:
     if any(sample.caption_file is None for sample in samples):
         place = f" with output_dir={shlex.quote(str(run.proposals.folder))}"
     then = "begins anew" if run.overwrite else "goes on"
-    return f"{run.written} captions are written; the same command{place} {then}"
+    return f"{count_of(run.written, 'captions are')} written; the same command{place} {then}"
 
 
 def _write_page(run: Captioning) -> None:
@@ -200,12 +202,12 @@ def _finish(run: Captioning, samples: Sequence[Sample]) -> None:
     if run.empty:
         log.info(f"note: the model said nothing of {len(run.empty)}, and nothing is written: {listing(run.empty)}")
     if cut := [sample.key for sample in samples if (one := run.proposals.of(sample)) and one.cut]:
-        log.info(f"note: {len(cut)} answers are cut off at captioner.max_new_tokens: {listing(cut)}")
+        log.info(f"note: {count_of(len(cut), 'answers are')} cut off at captioner.max_new_tokens: {listing(cut)}")
     table = _write_table(run, samples)
     if len(run.proposals):
         _write_page(run)
     where = "beside their targets" if table is None else f"to {table}, which has the samples that had one, too"
-    log.info(f"done: {run.written} captions written {where}")
+    log.info(f"done: {count_of(run.written, 'captions')} written {where}")
     if table is not None and len(run.data.roots) > 1:
         log.info(f"name {table} in data.root, in the place of the tables there")
     else:

@@ -29,12 +29,13 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         raise UserError("task=dry_run plans one run: leave -m and the lists out")
     silence_libraries()
+    data = instantiate(cfg.data, _convert_="all")
+    caches = isinstance(data, CachedDataModule)
+    if not isinstance(data, PairsDataModule) or (isinstance(data, CachedDataModule) and data.shards is not None):
+        raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
+    data.sample_set.scan()  # what is wrong with it comes before questions to the hub
     with without_network(cfg.model) as module:
         module.check()
-        data = instantiate(cfg.data, _convert_="all")
-        caches = isinstance(data, CachedDataModule)
-        if not isinstance(data, PairsDataModule) or (isinstance(data, CachedDataModule) and data.shards is not None):
-            raise UserError("task=dry_run plans for pictures: set data.root, not data.shards")
         data.configure_for(module)
         log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
         data.scan()

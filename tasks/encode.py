@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from callbacks.best_effort import best_effort
 from callbacks.signals import Stopped
-from datamodules.errors import UserError
+from datamodules.errors import UserError, count_of
 from tasks.folders import by_one_process
 from tasks.placement import Processes, frozen_model, start_processes
 from tasks.terminal import is_first_process, log, silence_libraries
@@ -42,6 +42,7 @@ def cached_data(cfg: DictConfig) -> "CachedDataModule":
     silence_libraries()
     if not isinstance(data, CachedDataModule) or data.shards is not None:
         raise UserError(f"task={cfg.task} is about data.root: leave data=cached and data.shards as they are")
+    data.sample_set.scan()  # what is wrong with it comes before questions to the hub
     return data
 
 
@@ -230,11 +231,12 @@ class CacheBuild:
 
     def _report(self, encoded: int, added: int) -> None:
         if added:
-            log.info(f"encoded {added} prompts more for samples that were there, for objective.preserve.prompts")
+            what = count_of(added, "prompts more for samples that were there, for objective.preserve.prompts")
+            log.info(f"encoded {what}")
         if encoded:
             self.data.open(self.cache)
             preview = self.cache.folder / "preview.png"
-            log.info(f"encoded {encoded} samples; look at them: {preview}")
+            log.info(f"encoded {count_of(encoded, 'samples')}; look at them: {preview}")
             with best_effort("preview.png"):
                 from tasks.contact_sheet import write_contact_sheet
 

@@ -71,6 +71,6 @@ def compare_pictures(cfg: DictConfig, lora: Path, exported: Path, output_dir: Pa
 
 
 def _pictures(folder: Path, scale: float) -> list[np.ndarray]:
-    lines = (folder / PREDICTIONS).read_text(encoding="utf-8").splitlines()
+    lines = (folder / PREDICTIONS).read_text(encoding="utf-8").rstrip("\n").split("\n")  # prompts may hold U+2028
     files = [row["file"] for row in map(json.loads, lines) if row["lora_scale"] == scale]
     return [np.asarray(Image.open(folder / file)).astype(float) for file in files]

@@ -27,6 +27,7 @@ from callbacks.watchdog import Watchdog
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.files import replacing
+from datamodules.pairs import PairsDataModule
 from datamodules.shards.stores import local_folder
 from tasks.encode import build_cache
 from tasks.folders import NOT_OF_A_RUN
@@ -106,6 +107,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     L.seed_everything(cfg.seed, verbose=False)
     # Plain lists and dicts: what goes into a checkpoint must load without this project's libraries.
     data = instantiate(cfg.data, _convert_="all")
+    if isinstance(data, PairsDataModule) and data.sample_set.roots:
+        data.sample_set.scan()  # what is wrong with it comes before questions to the hub
     module = instantiate(cfg.model, _convert_="all")
     # Before the cache is built: a logger's library may be missing.
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from datamodules.errors import UserError, printable
+from datamodules.errors import UserError, count_of, printable
 from datamodules.files import replacing
 from datamodules.images.duplicates import repeated
 from datamodules.images.findings import Finding, Kind, mostly_small, worst_first
@@ -52,9 +52,9 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
     held = held_out_of(data.sample_set, samples, data.val_count, "samples")
     incomplete = [Finding(Kind.INCOMPLETE, *_divided(line)) for line in data.sample_set.incomplete]
     found = worst_first([*incomplete, *find_faults(samples, held, data.sample_set), *_long_captions(samples, module)])
-    what = (
-        f"{len(samples)} samples" if any(len(sample.controls) != 1 for sample in samples) else f"{len(samples)} pairs"
-    )
+    what = count_of(len(samples), "samples" if any(len(sample.controls) != 1 for sample in samples) else "pairs")
+    for note in data.sample_set.notes:
+        log.info(f"note: {note}")
     report, pictures = output_dir / "inspect.csv", output_dir / "inspect.png"
     for path in (report, pictures):  # of another time
         path.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
     if any(finding.sample is not None for finding in found):
         write_findings_sheet(found, SHOWN, pictures)
         log.info(f"pictures of the worst: {pictures}")
-    log.info(f"done: {len(found)} findings in {what}: {counted(found)}; all of them: {report}")
+    log.info(f"done: {count_of(len(found), 'findings')} in {what}: {counted(found)}; all of them: {report}")
 
 
 def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet) -> list[Finding]:
@@ -146,7 +146,7 @@ def _write(found: Sequence[Finding], path: Path) -> None:
 
 
 def _table(found: Sequence[Finding], what: str) -> Table:
-    table = Table(title=f"{len(found)} findings in {what}", title_justify="left")
+    table = Table(title=f"{count_of(len(found), 'findings')} in {what}", title_justify="left")
     table.add_column("sample", overflow="fold")
     for column in ("finding", "figure", "what to do"):
         table.add_column(column)

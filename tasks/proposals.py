@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.report.page import TEMPLATE, data_url
-from datamodules.errors import UserError, printable
+from datamodules.errors import UserError, count_of, printable
 from datamodules.files import reading, replacing
 from datamodules.images.sample import Sample
 from datamodules.images.transforms import open_image
@@ -88,7 +88,7 @@ class Proposals:
         rest = len(self) - len(shown)
         more = [f"the last {len(shown)} of {len(self)}; all are in {RECORDS}"] if rest else []
         template = TEMPLATE.from_string(Path(__file__).with_name(PAGE).read_text(encoding="utf-8"))
-        page = {"title": f"{len(self)} captions", "lines": [*lines, *more], "samples": _cards(shown)}
+        page = {"title": count_of(len(self), "captions"), "lines": [*lines, *more], "samples": _cards(shown)}
         with replacing(self.folder / PAGE) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(template.stream(page))
         return self.folder / PAGE

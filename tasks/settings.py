@@ -52,6 +52,8 @@ SHARED: dict[str, Rule] = {
     "data.upscale": Switch(),
     "data.crop_count": Number(1, 100, whole=True),
     "data.flip": Switch(),
+    "data.caption_per_line": Switch(),
+    "data.alpha_mask": Switch(),
     "data.batch_size": COUNT,
     "data.num_workers": COUNT_OR_NONE,
     "data.val_count": COUNT_OR_NONE,

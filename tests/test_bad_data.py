@@ -30,7 +30,7 @@ def test_root_may_have_any_name(run, tiny, tmp_path):
 
 def test_empty_captions_are_counted(run, tiny, folder, tmp_path):
     (folder / "training_images" / "00.txt").write_text("\n")
-    assert "1 captions are empty" in run("train", *short(tiny, folder, tmp_path / "run", 1)).text
+    assert "1 caption is empty" in run("train", *short(tiny, folder, tmp_path / "run", 1)).text
 
 
 def test_root_without_pairs_says_what_was_looked_for(fails, tmp_path):

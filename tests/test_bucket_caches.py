@@ -315,7 +315,7 @@ def test_clean_leaves_what_is_being_filled_and_names_what_is_not_uploaded(bucket
         assert f"{old.folder} is being filled: it stays" in run("predict", *clean).text
     text = run("predict", *clean[:-1]).text
     assert f"{old.folder}  " in text
-    assert "never finished, 1 shards of it not uploaded" in text
+    assert "never finished, 1 shard of it not uploaded" in text
     assert "freed" in run("predict", *clean).text
     assert not old.folder.exists()
     assert used.exists()

@@ -1,5 +1,6 @@
 """What a cache holds, what is encoded again, and the tasks on it."""
 
+import json
 import os
 import shlex
 import shutil
@@ -8,6 +9,8 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
+from datamodules.hashes import FileHashes
+from datamodules.images.colours import ADOBE_RGB, matrix_profile
 from tasks.arguments import quote_values
 from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.combinations import first
@@ -66,6 +69,23 @@ def test_other_settings_are_another_cache(run, tiny, pairs, tmp_path, override):
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
+def test_cache_of_before_profiles_were_read_keeps_its_plain_pictures(run, tiny, tmp_path):
+    """Its list has fewer facts of each file; those are read again from the headers, and no checksum is computed."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
+    command = ["predict", *cache_overrides(tiny, root, tmp_path / "cache")]
+    assert encoded(run(*command)) == 3
+    files = only(tmp_path / "cache").folder / "files.jsonl"
+    lines = [json.loads(line.partition(" ")[2]) for line in files.read_text().splitlines()]
+    files.write_text("".join(FileHashes.line(tuple(line[:8])) for line in lines))
+    ids = only(tmp_path / "cache").sample_ids()
+    assert encoded(run(*command)) == 0
+    assert only(tmp_path / "cache").sample_ids() == ids
+    control = root / "control_images" / "00.png"
+    Image.open(control).save(control, icc_profile=matrix_profile(*ADOBE_RGB))
+    assert encoded(run(*command)) == 1
+    assert encoded(run(*command, "data.alpha_mask=true")) == 3
+
+
 def test_other_weights_are_another_cache(run, tiny, pairs, tmp_path):
     own = tmp_path / "model"
     shutil.copytree(tiny, own)
@@ -87,7 +107,7 @@ def test_preview_shows_the_samples_without_a_model(run, pairs, tmp_path):
     (root / "training_images" / "00.txt").write_text("a $5 caption, süß")
     arguments = ["task=preview", f"data.root={root}", f"output_dir={tmp_path / 'out'}"]
     outcome = run("predict", *arguments, "model.pretrained_model_name_or_path=/nowhere")
-    assert "note: 1 pairs have sides rounded down" in outcome.text
+    assert "note: 1 pair has sides rounded down" in outcome.text
     assert Image.open(tmp_path / "out" / "preview.png").width > 500
     assert "no such folder" in run("predict", "task=preview", "data.root=/nowhere", ok=False).error
 

@@ -73,7 +73,7 @@ def test_two_processes_train_on_a_cache_that_they_build_first(run, start, tiny, 
     process = start("train", *two)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
-    assert "encoded 1 samples" in text
+    assert "encoded 1 sample;" in text
     run("train", *short(tiny, root, tmp_path / "one", 4), "data.batch_size=2")
     one, other = (safetensors.torch.load(lora_bytes(tmp_path / name)) for name in ("one", "two"))
     for name in one:
@@ -137,7 +137,7 @@ def test_run_streams_from_a_pipe(run, tiny, pairs, tmp_path):
     url = f"pipe:cat {only(tmp_path / 'cache').folder}/latents-00000-000000.tar"
     arguments = [*short(tiny, "null", tmp_path / "run", 6), "data.batch_size=2", "data.num_workers=2"]
     text = run("train", *arguments, f"data.shards={url}").text
-    assert "8 samples in 1 shards, streamed from pipe:cat" in text
+    assert "8 samples in 1 shard, streamed from pipe:cat" in text
     assert "loading text_encoder" not in text
     run("train", *arguments, f"data.shards={url}", "ckpt_path=last", "trainer.max_steps=9")
 

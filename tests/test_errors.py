@@ -72,6 +72,22 @@ def test_impossible_setting(run, tiny, pairs, tmp_path, override, words):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train"],
+        ["train", "data=pairs"],
+        ["train", "task=dry_run"],
+        ["predict", "task=inspect"],
+        ["predict", "task=cache"],
+    ],
+)
+def test_wrong_root_is_said_before_the_hub_is_asked(run, tmp_path, command):
+    settings = ["model=flux_kontext", f"data.root={tmp_path}/nowhere", f"output_dir={tmp_path}/run"]
+    outcome = run(*command, *settings, "trainer.accelerator=cpu", ok=False)
+    assert f"data.root={tmp_path}/nowhere: no such folder" in outcome.error
+
+
 def test_run_is_not_overwritten(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 1))
     before = lora_bytes(tmp_path / "run")

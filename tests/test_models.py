@@ -33,7 +33,7 @@ def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arg
     assert len(kinds) == 2 * len(pictures)
     photograph("cat", 32, 48).save(root / "control_images" / "0_control_1.png")
     outcome = run("train", *arguments_here[:-1], f"data.root={root}", f"output_dir={tmp_path / 'again'}")
-    assert "encoded 1 samples" in outcome.text
+    assert "encoded 1 sample;" in outcome.text
     index = ShardIndex(Cache(folder, {}).rows())
     keys = [key for key in index.keys if key == "0"]
     assert len(keys) == 2

@@ -1,26 +1,22 @@
 """A data source of pictures with captions, for text-to-image, in whichever form a root holds them."""
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from datamodules.errors import UserError
-from datamodules.images.folders import (
-    FORMATS,
-    controls_folder,
-    count_clutter,
-    folder_images,
-    is_clutter,
-    is_mask,
-    none_of_the_formats,
-    unread_files,
-)
+from datamodules.errors import UserError, listing
+from datamodules.images.folders import FORMATS, Listing, controls_folders, is_clutter, is_mask, none_of_the_formats
 from datamodules.images.forms import form_of_table, look_below
-from datamodules.images.prompts import has_prompts, read_prompts
+from datamodules.images.prompts import read_prompts
 from datamodules.images.rows import Table, samples_of
 from datamodules.images.sample import Found, Root, Sample, scan_roots
+from datamodules.images.sources import note_unread
 from datamodules.images.stored_tables import folder_table, named_table
+
+# How scripts of kohya-ss name a folder of images: repeats and what they show. Years are none.
+KOHYA = re.compile(r"([2-9]|[1-9]\d{1,2})_\S")
 
 
 def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
@@ -44,16 +40,16 @@ def _scan(root: Root, instance_prompts: tuple[str, ...]) -> Found:
     if (named := named_table(str(root.path))) is not None:
         return read(*named)
     path = Path(root.path).expanduser()
-    if controls_folder(path) is not None:
+    if controls_folders(path):
         raise UserError(
             f"data.root={path} is a set of pairs, for data=cached and a model that edits; data=captions takes pictures "
             "alone: give the folder of the targets"
         )
     if (form := form_of_table(path)) == "table":
         return read(*folder_table(path, form))
-    found, captioned = _pictures(path, instance_prompts)
+    found, captioned = _pictures(path, instance_prompts, root)
     if captioned or found.incomplete:
-        return found
+        return note_unread(found, path)
     if found.samples:  # without captions beside them: they may stand in a table
         below = look_below(path, lambda folder: "table" if form_of_table(folder) == "table" else None)
     else:
@@ -62,15 +58,17 @@ def _scan(root: Root, instance_prompts: tuple[str, ...]) -> Found:
         return read(*folder_table(*below))
     if not found.samples:
         raise UserError(f"data.root={path}: no pictures ({FORMATS}) in it or below")
-    return found
+    return note_unread(found, path)
 
 
-def _pictures(root: Path, instance_prompts: tuple[str, ...]) -> tuple[Found, bool]:
+def _pictures(root: Path, instance_prompts: tuple[str, ...], settings: Root) -> tuple[Found, bool]:
     """The pictures of a folder and of those below, and whether any has a caption beside it."""
     samples: list[Sample] = []
     unread: list[str] = []
     seen: set[str] = set()
-    passed_over, captioned = 0, False
+    # By folder the number of images, and how many of them have captions.
+    counts: dict[Path, tuple[int, int]] = {}
+    passed_over = 0
     for place, below, _ in os.walk(root, followlinks=True):
         below[:] = sorted(name for name in below if not is_clutter(name))
         folder = Path(place)
@@ -78,21 +76,30 @@ def _pictures(root: Path, instance_prompts: tuple[str, ...]) -> tuple[Found, boo
             below.clear()
             continue
         seen.add(real)
-        passed_over += count_clutter(folder)
-        images = folder_images(folder)
-        for stem, path in images.items():
-            if is_mask(stem, images):
+        listed = Listing.of(folder)
+        passed_over += listed.clutter
+        count = captioned = 0
+        for stem, path in listed.images.items():
+            if is_mask(stem, listed.images):
                 continue
             try:
-                prompts = read_prompts(path)
+                prompts, caption_file = read_prompts(listed.texts.get(stem, []), settings.caption_per_line)
             except UserError as error:
                 unread.append(str(error))
                 continue
-            captioned = captioned or bool(prompts)
+            count, captioned = count + 1, captioned + bool(prompts)
             key = str((folder / stem).relative_to(root))
-            mask, caption_file = images.get(f"{stem}_mask"), path.with_suffix(".txt")
+            mask, caption_file = listed.images.get(f"{stem}_mask"), caption_file or path.with_suffix(".txt")
             samples.append(Sample(key, path, (), prompts or instance_prompts, mask, caption_file=caption_file))
-        for stem, path in unread_files(folder).items():
-            if stem not in images and has_prompts(path):
+        counts |= {folder: (count, captioned)} if count else {}
+        for stem, [path, *_] in listed.others.items():
+            if stem not in listed.images and stem in listed.texts:
                 unread.append(f"{none_of_the_formats(path)}, but has a caption")
-    return Found(samples, unread, passed_over), captioned
+    captioned = any(number for _, number in counts.values())
+    bare = [f"{folder} ({count})" for folder, (count, number) in counts.items() if captioned and not number]
+    notes = [f"no image has a caption in {listing(bare)}"] if bare else []
+    repeats = {folder: match[1] for folder in counts if (match := KOHYA.match(folder.name))}
+    if repeats and settings.repeats == 1:
+        roots = ",".join(f'{{path: "{folder}", repeats: {number}}}' for folder, number in repeats.items())
+        notes.append(f"the names of kohya's folders repeat nothing here; this does: data.root='[{roots}]'")
+    return Found(samples, unread, passed_over, notes=tuple(notes)), captioned

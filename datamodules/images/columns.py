@@ -6,68 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from datamodules.errors import UserError, listing
-from datamodules.images.folders import IMAGE_SUFFIXES
+from datamodules.images.folders import CAPTION_SUFFIXES, IMAGE_SUFFIXES
 
 # What the columns of a role are called, the likeliest first. "source", "source_image", "source_file_name" and
 # "Source Images" are one word.
 WORDS = {
-    "control": (
-        "control",
-        "source",
-        "src",
-        "input",
-        "original",
-        "before",
-        "conditioning",
-        "condition",
-        "cond",
-        "reference",
-        "references",
-        "ref",
-        "refs",
+    role: tuple(words.split())
+    for role, words in {
+        "control": "control source src input original before conditioning condition cond reference references ref refs "
         "start",
-    ),
-    "target": (
-        "target",
-        "tgt",
-        "edited",
-        "output",
-        "after",
-        "result",
-        "end",
-        "chosen",
-        "preferred",
-        "image",
-        "images",
-        "img",
-        "picture",
-        "photo",
-        "file_name",
-        "file",
-        "filename",
-        "path",
-        "jpg",
-        "jpeg",
-        "png",
-        "webp",
-    ),
-    "prompt": (
-        "txt",
-        "edit_prompt",
-        "edit_instruction",
-        "editing_instruction",
-        "instruction",
-        "instructions",
-        "prompt",
-        "prompts",
-        "captions",
-        "caption",
-        "text",
-        "description",
-        "edit",
-    ),
-    "mask": ("mask",),
-    "rejected": ("rejected", "dispreferred"),
+        "target": "target tgt edited output after result end chosen preferred image images img picture photo file_name "
+        "file filename path jpg jpeg png webp",
+        "prompt": "txt edit_prompt edit_instruction editing_instruction instruction instructions prompt prompts "
+        "captions caption text description edit json",
+        "mask": "mask",
+        "rejected": "rejected dispreferred",
+    }.items()
 }
 # What messages call a column that is missing, where its name is not known.
 NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}
@@ -207,7 +161,7 @@ def _ambiguous(place: str, role: str, found: Sequence[str], there: Sequence[str]
 def _plain(name: str) -> str:
     """In small letters, without a file's suffix (`source.jpg`, `prompt.txt`, as in tars)."""
     name = name.lower()
-    for suffix in (*IMAGE_SUFFIXES, ".txt", ".json"):
+    for suffix in (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES):
         name = name.removesuffix(suffix)
     return re.sub(r"[\s.-]+", "_", name)
 

@@ -23,6 +23,7 @@ class Kind(Enum):
     SMALL = "low resolution", "find a larger original, or train at a lower data.resolution"
     COMPRESSED = "compressed", "find a better original: blocks and halos are learned"
     NO_CAPTION = "empty caption", "write one"
+    NO_LETTERS = "caption without letters", "write it in words; data.caption_per_line=false keeps a file whole"
     REPEATED_CAPTION = "repeated caption", "write its own: the others have theirs"
     LONG_CAPTION = "long caption", "shorten it: the end is cut off"
 

@@ -77,7 +77,7 @@ def look_at_mask(path: Picture) -> Look:
     with picture(path) as image:
         large = image.width * image.height > MOST_PIXELS
     with ONE_LARGE if large else nullcontext():
-        mask = open_image(path)
+        mask = open_image(path, in_srgb=False)
     small = mask.copy()
     small.thumbnail((SIDE, SIDE))
     return Look(mask.size, small, None)

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from datamodules.batch import Size
-from datamodules.errors import listing
+from datamodules.errors import count_of, listing
 from datamodules.images.framing import Framing, View
+from datamodules.images.prompts import is_json
 from datamodules.images.roots import TRIGGER
 from datamodules.images.sample import Root
 from datamodules.images.sample_set import Usable
@@ -40,20 +41,27 @@ def framing_notes(usable: Sequence[Usable], views: Sequence[View], roots: Sequen
             smaller[side] += 1
         pictures = zip(one.sizes, view.windows, strict=True)
         rounded += any(own != window.size == floor_size(*own) and not window.cropped for own, window in pictures)
-    notes = [f"{n} {noun} have more than {side}x{side} pixels and are shrunk to as many" for side, n in shrunk.items()]
-    notes += [f"{n} {noun} have fewer than {side}x{side} pixels and are enlarged" for side, n in enlarged.items()]
+    more, fewer = (f"{noun} have {how} than" for how in ("more", "fewer"))
+    notes = [count_of(n, f"{more} {side}x{side} pixels and are shrunk to as many") for side, n in shrunk.items()]
+    notes += [count_of(n, f"{fewer} {side}x{side} pixels and are enlarged") for side, n in enlarged.items()]
     notes += [
-        f"{n} {noun} have fewer than {side}x{side} pixels and stay as small (data.upscale=true enlarges them)"
+        count_of(n, f"{fewer} {side}x{side} pixels, kept as small (data.upscale=true enlarges them)")
         for side, n in smaller.items()
     ]
     if rounded:
-        notes.append(f"{rounded} {noun} have sides rounded down to a multiple of {SIDE_MULTIPLE}")
-    if frames := sum(one.frames for one in usable):
-        notes.append(f"{frames} {noun} have pictures of several frames, of which the first is used")
+        notes.append(count_of(rounded, f"{noun} have sides rounded down to a multiple of {SIDE_MULTIPLE}"))
+    if frames := sum(any(image.frames for image in one.facts) for one in usable):
+        notes.append(count_of(frames, f"{noun} have pictures of several frames, of which the first is used"))
+    alpha = [one.sample.key for one in usable if any(image.alpha for image in one.facts)]
+    if alpha:
+        masked = any(root.alpha_mask for root in roots)
+        more = "" if masked else ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
+        what = f"{noun} have an alpha channel, whose transparent parts become white, such as {alpha[0]}{more}"
+        notes.append(count_of(len(alpha), what))
     if crops := [view.cropped for view in views if view.cropped]:
         notes.append(
-            f"{len(crops)} {noun} are cropped to the sizes that they are trained at, by "
-            f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"
+            count_of(len(crops), f"{noun} are cropped to the sizes of training, by ")
+            + f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"
         )
     return notes
 
@@ -71,7 +79,8 @@ def bucket_notes(sizes: Sequence[Size], repeats: Sequence[int], full: Mapping[Si
     few = [f"{_name(size)} ({n} of {full[size]})" for size, n in counts.items() if n < full[size]]
     if not few or len(counts) == 1:
         return []
-    return [f"{len(few)} sizes have fewer {noun} than a batch, whose batches show some several times: {listing(few)}"]
+    what = f"sizes have fewer {noun} than a batch, whose batches show some several times: "
+    return [count_of(len(few), what) + listing(few)]
 
 
 def _name(size: Size) -> str:
@@ -88,21 +97,20 @@ def unusual(captions: Sequence[Sequence[str]], sizes: Sequence[Size], framing: F
     """
     notes: list[str] = []
     if empty := sum(not prompt for prompts in captions for prompt in prompts):
-        notes.append(f"{empty} captions are empty")
+        notes.append(count_of(empty, "captions are empty"))
+    if structured := sum(any(map(is_json, prompts)) for prompts in captions):
+        notes.append(count_of(structured, f"{noun} have a caption in JSON, which is used whole"))
     if literal := sum(any(TRIGGER in prompt for prompt in prompts) for prompts in captions):
-        notes.append(f"{literal} {noun} have {TRIGGER} in their captions: data.trigger_word=WORD puts a word there")
+        what = f"{noun} have {TRIGGER} in the captions: data.trigger_word=WORD puts a word there"
+        notes.append(count_of(literal, what))
     if several := sum(len(prompts) > 1 for prompts in captions):
-        notes.append(f"{several} {noun} have several captions: each time one of them is drawn")
+        notes.append(count_of(several, f"{noun} have several captions: each time one of them is drawn"))
     if framing.flip and (sided := sum(any(map(SIDED.search, prompts)) for prompts in captions)):
-        notes.append(
-            f"{sided} {noun} have captions that say left or right, which are wrong for the mirrored pictures of "
-            "data.flip=true"
-        )
+        what = f"{noun} have left or right in the captions, which is wrong for the mirrored pictures of data.flip=true"
+        notes.append(count_of(sided, what))
     if large := sum(any(width * height > LARGE for width, height in images) for images, _ in sizes):
-        notes.append(
-            f"{large} {noun} have more than {LARGE / 1e6:.0f} megapixels: task=dry_run estimates what a step "
-            "with them takes, shrunk ones take less"
-        )
+        what = f"{noun} have more than {LARGE / 1e6:.0f} megapixels: task=dry_run estimates what a step with them takes"
+        notes.append(count_of(large, f"{what}, shrunk ones take less"))
     if long := sum(any(max(size) > LONG * min(size) for size in images) for images, _ in sizes):
-        notes.append(f"{long} {noun} are more than {LONG} times as long as wide")
+        notes.append(count_of(long, f"{noun} are more than {LONG} times as long as wide"))
     return notes

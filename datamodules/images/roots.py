@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.images.sample import Found, Root
+from datamodules.images.folders import nfc
+from datamodules.images.sample import Alpha, Found, Root
 from datamodules.images.transforms import SIDE_MULTIPLE
 
 RootSetting = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
@@ -46,6 +47,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trigger_word": (lambda value: value is None or isinstance(value, str), "text or null"),
     "columns": (lambda value: value is None or isinstance(value, Mapping), "as {control: photo, target: graded}"),
     "pair_suffixes": (_are_suffixes, "two different endings, as [_before,_after]"),
+    **dict.fromkeys(("caption_per_line", "alpha_mask"), (lambda value: isinstance(value, bool), "true or false")),
 }
 
 
@@ -78,14 +80,24 @@ def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
     sides, ends = chosen.get("resolution"), chosen.get("pair_suffixes")
     chosen["resolution"] = tuple(dict.fromkeys([] if sides is None else [sides] if isinstance(sides, int) else sides))
     chosen["columns"] = chosen.get("columns") or {}
-    chosen["pair_suffixes"] = tuple(ends) if ends else None
+    chosen["pair_suffixes"] = tuple(map(nfc, ends)) if ends else None
     return Root(**chosen)
 
 
-def with_captions(found: Found, roots: Sequence[Root]) -> Found:
-    """The samples of these roots with their captions as the model will read them."""
+def with_settings(found: Found, roots: Sequence[Root]) -> Found:
+    """Apply the settings of these roots to their samples: captions as the model will read them, masks.
+
+    Raises:
+        UserError: data.alpha_mask is set for a sample with a mask of its own.
+    """
+    if both := [one.key for one in found.samples if one.mask is not None and roots[one.root].alpha_mask]:
+        raise UserError(f"data.alpha_mask=true: {listing(both)} have masks of their own. Remove those, or leave it out")
     samples = [
-        replace(one, prompts=tuple(_caption(prompt, roots[one.root]) for prompt in one.prompts))
+        replace(
+            one,
+            prompts=tuple(_caption(prompt, roots[one.root]) for prompt in one.prompts),
+            mask=Alpha(one.target) if roots[one.root].alpha_mask else one.mask,
+        )
         for one in found.samples
     ]
     return replace(found, samples=samples)

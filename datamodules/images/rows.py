@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from datamodules.files import Packed, reason, require_file
 from datamodules.images.columns import Columns, MissingColumn, choose_columns, is_optional
-from datamodules.images.folders import IMAGE_SUFFIXES
-from datamodules.images.prompts import as_prompts, is_text
+from datamodules.images.folders import IMAGE_SUFFIXES, find_file
+from datamodules.images.prompts import TextFile, captions_of, text_prompts
 from datamodules.images.sample import Found, Picture, Root, Sample
 
 # Values of a column that are looked at, to see whether they name pictures.
@@ -35,6 +35,7 @@ class Table:
         keys: of the samples; None for those of the targets' names.
         usual: names that a role's column has in such tables, before any guess.
         incomplete: a line about each row that could not be read.
+        notes: a line about each thing that is not read.
     """
 
     place: str
@@ -47,6 +48,7 @@ class Table:
     keys: Sequence[str] | None = None
     usual: Mapping[str, str] | None = None
     incomplete: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class _Incomplete(Exception):
@@ -74,7 +76,7 @@ def samples_of(table: Table, root: Root, instance_prompts: tuple[str, ...] = (),
                 key="" if table.keys is None else table.keys[number],
                 target=_picture(table, where, columns.target, target),
                 controls=_controls(table, where, columns.controls, controls),
-                prompts=_prompts(where, columns.prompt, prompt, root.require_prompt, instance_prompts),
+                prompts=_prompts(where, columns.prompt, prompt, root, instance_prompts),
                 mask=None if mask in (None, "") else _picture(table, where, str(columns.mask), mask),
                 rejected=None if rejected in (None, "") else _picture(table, where, str(columns.rejected), rejected),
             )
@@ -84,7 +86,10 @@ def samples_of(table: Table, root: Root, instance_prompts: tuple[str, ...] = (),
             samples.append(replace(sample, key=sample.key or str(Path(target).with_suffix(""))))
     if len({sample.key for sample in samples}) < len(samples):  # one picture with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
-    return Found(samples, incomplete, forms=("columns",))
+    *_, pictures = _columns_of_pictures(table)
+    unread = [name for name in dict.fromkeys(pictures) if name not in names]
+    more = (f"{table.place}: images of other columns are not read: {listing(unread)}",) if unread else ()
+    return Found(samples, incomplete, forms=("columns",), notes=table.notes + more)
 
 
 def _columns(table: Table, root: Root, edits: bool) -> Columns:
@@ -106,7 +111,7 @@ def _columns_of_pictures(table: Table) -> Iterator[Sequence[str]]:
     if (folder := table.folder) is None:
         return
     names = {name: _file_names(table.values(name)) for name in table.texts}
-    files = [name for name, some in names.items() if any(os.path.isfile(folder / one) for one in some)]
+    files = [name for name, some in names.items() if any(os.path.isfile(find_file(folder, one)) for one in some)]
     lost = [name for name, some in names.items() if name not in files and any(map(_is_like_a_picture, some))]
     yield [*table.pictures, *files, *filter(is_optional, lost)]  # not wanted, and never missed
     yield [*table.pictures, *files, *lost]
@@ -161,7 +166,7 @@ def _picture(table: Table, where: str, name: str, value: Any) -> Picture:
         return value
     if not isinstance(value, str):
         raise UserError(f"{where}: {name} must be text, the name of a file")
-    path = (table.folder or Path()) / value
+    path = find_file(table.folder or Path(), value)
     if not os.path.isfile(path):
         raise _Incomplete(_why_absent(path))
     return path
@@ -178,18 +183,21 @@ def _why_absent(path: Path) -> str:
 
 
 def _prompts(
-    where: str, name: str | None, value: Any, required: bool, instance_prompts: tuple[str, ...]
+    where: str, name: str | None, value: Any, root: Root, instance_prompts: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Of a row; missing ones are the instance prompts, where there are such things."""
     if value is None or value == []:
-        if required and not instance_prompts:
+        if root.require_prompt and not instance_prompts:
             raise _Incomplete(f"{name} is empty")
         return instance_prompts
-    if not is_text(value):
+    if isinstance(value, TextFile):
+        prompts = text_prompts(value, root.caption_per_line)
+    elif (found := captions_of(value)) is not None:
+        prompts = found
+    else:
         raise UserError(f"{where}: {name} must be text, or a list of texts")
     try:
-        "".join(value).encode()
+        "".join(prompts).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: {name} holds an incomplete character, {error.object[error.start]!r}") from error
-    prompts = as_prompts(value)
-    return prompts if required or any(prompts) else ()
+    return prompts if root.require_prompt or any(prompts) else ()

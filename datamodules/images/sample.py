@@ -7,10 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.files import Packed
+from datamodules.files import Packed, file_signature
 
 # Where the bytes of a picture are.
 Picture = Path | Packed
+
+
+@dataclass(frozen=True)
+class Alpha(Packed):
+    """The alpha channel of a picture, as a mask: 1 where it is opaque."""
+
+    picture: Picture
+
+    def read(self) -> bytes:
+        return self.picture.read_bytes() if isinstance(self.picture, Path) else self.picture.read()
+
+    def signature(self) -> tuple[str, int, int, int]:
+        name, size, modified, changed = file_signature(self.picture)
+        return f"{name}#alpha", size, modified, changed
+
+    @property
+    def stem(self) -> str:
+        return self.picture.stem
+
+    def __str__(self) -> str:
+        return str(self.picture)
+
+
 # What the settings of single forms are about.
 FORMS = {"columns": "tables, data sets and tars, which have columns", "pair_suffixes": "pairs in one folder"}
 
@@ -34,6 +57,8 @@ class Root:
         trigger_word: replaces [trigger] in its captions, and stands before those that have neither.
         columns: for tables, which of their columns is what.
         pair_suffixes: how the file names of the controls and the targets of one folder end.
+        caption_per_line: whether each line of a text file is a caption, else the whole file is one.
+        alpha_mask: whether the alpha channels of its targets are the masks of their losses.
         require_prompt: whether a sample without caption is incomplete, or is one with no prompts; no setting.
     """
 
@@ -45,6 +70,8 @@ class Root:
     trigger_word: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     pair_suffixes: tuple[str, str] | None = None
+    caption_per_line: bool = True
+    alpha_mask: bool = False
     require_prompt: bool = True
 
     def __str__(self) -> str:
@@ -86,12 +113,14 @@ class Found:
     Attributes:
         passed_over: how many files that are no pictures of anybody (hidden, Thumbs.db, __MACOSX) were left out.
         forms: of each root, the setting that its form needs to know more: `columns`, `pair_suffixes`, or none.
+        notes: a line about each thing that was found and not read.
     """
 
     samples: list[Sample]
     incomplete: list[str]
     passed_over: int = 0
     forms: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 # Finds the samples of some roots.
@@ -105,6 +134,7 @@ def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
     incomplete: list[str] = []
     passed_over = 0
     forms: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     seen: Counter[str] = Counter()
     for number, root in enumerate(roots):
         found = scan(root)
@@ -116,7 +146,8 @@ def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
         incomplete += map(printable, found.incomplete)
         passed_over += found.passed_over
         forms += found.forms or ("",)
-    return Found(samples, incomplete, passed_over, forms)
+        notes += tuple(map(printable, found.notes))
+    return Found(samples, incomplete, passed_over, forms, notes)
 
 
 def refuse_unused(roots: Sequence[Root], forms: Sequence[str]) -> None:

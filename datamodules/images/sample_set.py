@@ -5,25 +5,35 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from datamodules.errors import UserError, listing, printable
+from datamodules.errors import UserError, count_of, listing, printable
 from datamodules.images.conditions import ConditionImages, Model
 from datamodules.images.framing import Framing, View
-from datamodules.images.roots import RootSetting, as_roots, with_captions
+from datamodules.images.roots import RootSetting, as_roots, with_settings
 from datamodules.images.sample import Found, Root, Sample, Source, place, refuse_unused
-from datamodules.images.transforms import image_facts, refuse_large, require_sides, require_size, verify_image
+from datamodules.images.transforms import (
+    Facts,
+    image_facts,
+    refuse_large,
+    require_sides,
+    require_size,
+    verify_image,
+)
 
 
 class Usable(NamedTuple):
     """A sample whose files were checked.
 
     Attributes:
-        sizes: (width, height) of its target and its controls, upright.
-        frames: whether one of them has several frames.
+        facts: of its target and its controls.
     """
 
     sample: Sample
-    sizes: Sequence[tuple[int, int]]
-    frames: bool = False
+    facts: Sequence[Facts]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(width, height) of each, upright."""
+        return [(one.width, one.height) for one in self.facts]
 
 
 class SampleSet:
@@ -130,15 +140,15 @@ class SampleSet:
             UserError: some are incomplete, unless on_missing is `skip`; or the model takes fewer or more condition
                 images than they have.
         """
-        self.require_root()
-        # Looked for once in a process: of many files, or on a slow disk, it takes long.
-        found = self._found = self._found or self._scan()
+        found = self.scan()
         refuse_unused([*self.roots, *self.val_roots], found.forms)
         self.notes.clear()
         self.incomplete = found.incomplete
         self._pass_over(found.incomplete)
         if found.passed_over:
-            self.notes.append(f"passed over {found.passed_over} files of the system (hidden, Thumbs.db, __MACOSX)")
+            what = count_of(found.passed_over, "files of the system (hidden, Thumbs.db, __MACOSX)")
+            self.notes.append(f"passed over {what}")
+        self.notes += found.notes
         self._check_counts(found.samples)
         return found.samples
 
@@ -163,14 +173,24 @@ class SampleSet:
             raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
         self.notes.append(f"skipped {what}")
 
+    def scan(self) -> Found:
+        """Look for the samples, once in a process: of many files, or on a slow disk, it takes long.
+
+        Raises:
+            UserError: no data is named, or a root does not exist or holds none.
+        """
+        self.require_root()
+        self._found = self._found or self._scan()
+        return self._found
+
     def _scan(self) -> Found:
-        found = with_captions(self.source(self.roots), self.roots)
+        found = with_settings(self.source(self.roots), self.roots)
         return self._with_held_out(found) if self.val_roots else found
 
     def _with_held_out(self, found: Found) -> Found:
         """The samples of root and of val_root; a target of both is held out."""
         try:
-            held_out = with_captions(self.source(self.val_roots), self.val_roots)
+            held_out = with_settings(self.source(self.val_roots), self.val_roots)
         except UserError as error:  # sources speak of data.root
             raise UserError(str(error).replace("data.root=", "data.val_root=")) from error
         below = len(self.roots)
@@ -184,7 +204,7 @@ class SampleSet:
         learned = [sample for sample in found.samples if place(sample.target) not in targets]
         passed_over = found.passed_over + held_out.passed_over
         incomplete, forms = found.incomplete + held_out.incomplete, found.forms + held_out.forms
-        return Found([*learned, *held_out.samples], incomplete, passed_over, forms)
+        return Found([*learned, *held_out.samples], incomplete, passed_over, forms, found.notes + held_out.notes)
 
     def _check_counts(self, samples: Sequence[Sample]) -> None:
         """Raise a UserError where the model takes fewer or more condition images."""
@@ -228,7 +248,7 @@ class SampleSet:
         fixed = self.condition_images.vae_image_size
         try:
             facts = [image_facts(path) for path in images]
-            sizes = [(width, height) for width, height, _ in facts]
+            sizes = [(one.width, one.height) for one in facts]
             for path, size in zip(images, sizes, strict=True):
                 require_sides(path, *size)
             if not self.root(sample).resolution:
@@ -240,4 +260,4 @@ class SampleSet:
                 verify_image(path)
         except UserError as error:
             return error
-        return Usable(sample, sizes, any(frames for *_, frames in facts))
+        return Usable(sample, facts)

@@ -6,16 +6,16 @@ from pathlib import Path
 from datamodules.errors import UserError
 from datamodules.images.folders import (
     IMAGE_SUFFIXES,
+    Listing,
     belongs_to_another,
-    count_clutter,
-    folder_images,
     further_controls,
     is_clutter,
+    no_caption,
     none_of_the_formats,
-    unread_files,
+    stem_of,
 )
-from datamodules.images.prompts import has_prompts, read_prompts
-from datamodules.images.sample import Found, Sample
+from datamodules.images.prompts import read_prompts
+from datamodules.images.sample import Found, Root, Sample
 
 # How the names of controls and targets end.
 USUAL = (
@@ -36,7 +36,7 @@ def suffixes_of(folder: Path, given: tuple[str, str] | None) -> tuple[str, str] 
     Raises:
         UserError: its names end in more than one of the usual ways.
     """
-    stems = {Path(name).stem for name in _pictures(folder)}
+    stems = {stem_of(Path(name)) for name in _pictures(folder)}
     found = [ends for ends in ([given] if given else USUAL) if any(_roots(stems, *ends))]
     if len(found) > 1:
         ways = " and ".join(f"X{control}, X{target}" for control, target in found)
@@ -71,23 +71,21 @@ def _roots_of(stems: Collection[str], control: str, target: str) -> list[str]:
     return sorted(roots)
 
 
-def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: bool) -> Found:
+def pairs_by_suffix(folder: Path, control: str, target: str, settings: Root) -> Found:
     """The pairs of a folder: `X{control}.*`, `X{target}.*`, a caption of X or of the target.
 
     Optionally further controls `X_control_1.*`, `X_control_2.*`, ..., and a mask, `X_mask.*`.
 
     Args:
         control, target: the endings.
-        require_prompt: whether a pair without caption is incomplete.
+        settings: whether a pair needs a caption, and how captions are read.
 
     Raises:
         UserError: two pictures have one name.
     """
-    images, unread = folder_images(folder), unread_files(folder)
+    listed = Listing.of(folder)
+    images, unread, further = listed.images, listed.others, further_controls(listed.images)
     roots = _roots_of(images, control, target)
-    numbered: dict[str, dict[str, Path]] = {}
-    for stem, path in images.items():
-        numbered.setdefault(stem.rpartition("_control_")[0], {})[stem] = path
     used: set[Path] = set()
     samples: list[Sample] = []
     incomplete: list[str] = []
@@ -95,7 +93,7 @@ def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: boo
         ends = {end: images.get(root + end) for end in (control, target)}
         used.update(path for path in ends.values() if path is not None)
         source, result = ends[control], ends[target]
-        more = further_controls(numbered.get(root, {}), root)
+        more = further.get(root, [])
         mask = images.get(f"{root}_mask")
         used.update([*more, *([mask] if mask else [])])
         if not root:
@@ -103,35 +101,28 @@ def pairs_by_suffix(folder: Path, control: str, target: str, require_prompt: boo
             continue
         if source is None or result is None:
             lost = root + (control if source is None else target)
-            other = f": {none_of_the_formats(unread[lost])}" if lost in unread else ""
+            other = f": {none_of_the_formats(unread[lost][0])}" if lost in unread else ""
             incomplete.append(f"{source or result} has no {folder / lost}.*{other}")
             continue
+        stems = dict.fromkeys((root, stem_of(result)))  # one, where the target's ending is empty
+        texts = [path for stem in stems for path in listed.texts.get(stem, [])]
+        wanted = folder / f"{root}.txt"
         try:
-            prompts, caption_file = _prompts(folder / root, result)
+            prompts, caption_file = read_prompts(texts, settings.caption_per_line)
         except UserError as error:
             incomplete.append(str(error))
             continue
-        if prompts or not require_prompt:
+        if prompts or not settings.require_prompt:
+            caption_file = caption_file or wanted
             samples.append(Sample(root, result, (source, *more), prompts, mask, caption_file=caption_file))
         else:
-            incomplete.append(f"{result} has no caption {caption_file}")
+            incomplete.append(no_caption(result, wanted, [listed]))
     incomplete += [
         f"{path} is neither X{control} nor X{target} of a pair" for path in images.values() if path not in used
     ]
     incomplete += [
         none_of_the_formats(path)
-        for stem, path in unread.items()
+        for stem, [path, *_] in unread.items()
         if any(end and stem.endswith(end) and stem.removesuffix(end) not in roots for end in (control, target))
     ]
-    return Found(samples, incomplete, count_clutter(folder), forms=("pair_suffixes",))
-
-
-def _prompts(root: Path, target: Path) -> tuple[tuple[str, ...], Path]:
-    """The captions of a pair, and where they stand or would; raises UserError where there are two files of them."""
-    of_root = root.with_name(f"{root.name}.png")  # whose suffix is replaced, whatever the name
-    names = {place.stem: place for place in (of_root, target)}  # one, where the target's ending is empty
-    places = [place for place in names.values() if has_prompts(place)]
-    if len(places) > 1:
-        raise UserError(f"{target} has a caption of its own and one of {root}: keep one")
-    place = places[0] if places else of_root
-    return read_prompts(place), place.with_suffix(".txt")
+    return Found(samples, incomplete, listed.clutter, forms=("pair_suffixes",))

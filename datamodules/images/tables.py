@@ -11,6 +11,7 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import read_text
+from datamodules.images.prompts import lines_of
 from datamodules.images.rows import Table
 
 # What a folder's table is called.
@@ -85,22 +86,25 @@ def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
 
 def _swallowed_row(table: Path, values: list[str]) -> str | None:
     """The image file named at the start of a line inside a value: a quote left open has swallowed its row."""
-    names = [line.partition(",")[0] for value in values for line in value.splitlines()[1:] if "," in line]
+    names = [line.partition(",")[0] for value in values for line in lines_of(value)[1:] if "," in line]
     return next((name for name in names if name and os.path.isfile(table.parent / name)), None)
 
 
 def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _once(table, [name for name, _ in pairs])
+        return dict(pairs)
+
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            pairs = json.loads(line, object_pairs_hook=list)
+            row = json.loads(line, object_pairs_hook=read)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{table} line {number} is not JSON: {getattr(error, 'msg', error)}") from error
-        if not line.lstrip().startswith("{"):
+        if not isinstance(row, dict):
             raise UserError(f"{table} line {number} is not an object of columns")
-        _once(table, [name for name, _ in pairs])
-        yield dict(pairs)
+        yield row
 
 
 def _once(table: Path, columns: list[str]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, reason, require_file
-from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
-from datamodules.images.prompts import is_text, json_prompts, lines_of
+from datamodules.images.folders import CAPTION_SUFFIXES, FORMATS, IMAGE_SUFFIXES, is_clutter, nfc
+from datamodules.images.prompts import KEYS, TextFile, is_text, json_prompts
 from datamodules.images.rows import Table
 from datamodules.images.tar_names import COMPRESSED, prefixes_of
 
@@ -69,7 +69,7 @@ class _Scan:
         path: the tar; `place` and `tar` as in a `Member`.
         samples: by key, the values by column.
         pictures: the columns of pictures.
-        unread: by key, a member that may be a picture in another format.
+        unread: by key, members that are neither pictures nor texts, but may be pictures in another format.
         incomplete: a line about a tar that ends early, and each member that is in doubt.
         in_doubt: the keys of samples with such a member.
         passed_over: how many members are no pictures of anybody.
@@ -78,7 +78,7 @@ class _Scan:
     path: Path
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
     pictures: dict[str, None] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, list[str]] = field(default_factory=dict)
     incomplete: list[str] = field(default_factory=list)
     in_doubt: set[str] = field(default_factory=set)
     passed_over: int = 0
@@ -115,7 +115,8 @@ def tar_table(place: str, tars: Sequence[Path]) -> tuple[Table, int]:
     keys = [f"{name}{key}" for name, some in zip(prefixes_of(tars), whole, strict=True) for key in some]
     for found, some in zip(scans, whole, strict=True):
         lost = [key for key in found.unread if key in found.samples and key not in some]
-        incomplete += [f"{found.unread[key]} is none of {FORMATS}" for key in lost]
+        incomplete += [f"{found.unread[key][0]} is none of {FORMATS}" for key in lost]
+    unread = [name for found in scans for key, names in found.unread.items() if key in found.samples for name in names]
     return Table(
         place=f"data.root={place}",
         rows=[f"sample {key}" for key in keys],
@@ -124,6 +125,7 @@ def tar_table(place: str, tars: Sequence[Path]) -> tuple[Table, int]:
         pictures=list(pictures),
         keys=keys,
         incomplete=tuple(incomplete),
+        notes=(f"not read, though named like images that are: {listing(unread)}",) if unread else (),
     ), sum(found.passed_over for found in scans)
 
 
@@ -184,7 +186,7 @@ def _add(tar: tarfile.TarFile, info: tarfile.TarInfo, found: _Scan, twice: bool)
         return
     if (match := _MEMBER.fullmatch(name)) is None:
         return
-    key, (column, _, suffix) = match[1], match[2].rpartition(".")
+    key, (column, _, suffix) = nfc(match[1]), match[2].rpartition(".")
     if twice or not info.isreg() or info.sparse is not None:
         link = "is a link or a sparse file: repack it with tar --hard-dereference"
         found.incomplete.append(f"{found.path}:{name} {'is there twice: keep one' if twice else link}")
@@ -198,26 +200,31 @@ def _add(tar: tarfile.TarFile, info: tarfile.TarInfo, found: _Scan, twice: bool)
             found.in_doubt.add(key)
         sample[column] = Member(found.place, found.tar, name, info.offset_data, info.size)
         found.pictures[column] = None
-    elif suffix in (".txt", ".json"):
+    elif suffix in CAPTION_SUFFIXES:
+        column = match[2] if column else suffix[1:].replace("caption", CAPTIONS)
         try:
-            _add_texts(tar, info, match[2], found.samples.setdefault(key, {}))
+            _add_texts(tar, info, column, found.samples.setdefault(key, {}))
         except (ValueError, UserError) as error:
             found.incomplete.append(f"{found.path}:{name} cannot be read: {reason(error)}")
             found.in_doubt.add(key)
     else:
-        found.unread.setdefault(key, f"{found.path}:{name}")
+        found.unread.setdefault(key, []).append(f"{found.path}:{name}")
 
 
 def _add_texts(tar: tarfile.TarFile, info: tarfile.TarInfo, column: str, sample: dict[str, Any]) -> None:
-    """Add the captions of X.txt, or else of X.json, and the other texts of that; raises where it holds none."""
+    """Add the captions of X.txt or X.json, and the other texts of that; raise where two members differ."""
     member = tar.extractfile(info)
     content = "" if member is None else member.read().decode("utf-8-sig")
-    if not column.lower().endswith("json"):
-        sample[column] = list(lines_of(content))
-        return
-    if prompts := json_prompts(content, info.name):
-        sample.setdefault(CAPTIONS if column == "json" else column, list(prompts))
-    value = json.loads(content)
+    is_json = column.lower().endswith("json")
+    prompts = list(json_prompts(content, info.name)) if is_json else TextFile(content)
+    value = json.loads(content) if is_json else None
+    if column == "json" and not (isinstance(value, dict) and value.keys().isdisjoint(KEYS)):
+        column = CAPTIONS  # else the object itself is the caption, where there is no other
+    if prompts or not is_json:
+        before = sample.get(column, prompts)
+        if len({tuple(" ".join([one] if isinstance(one, str) else one).split()) for one in (before, prompts)}) > 1:
+            raise ValueError("another member has a different caption. Keep one")
+        sample[column] = before if is_json else prompts
     for key, one in value.items() if isinstance(value, dict) else ():
         if is_text(one):
             sample.setdefault(key, one)

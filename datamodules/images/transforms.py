@@ -1,22 +1,28 @@
 """Image files to tensors as the diffusers pipelines see them: RGB, upright, in [-1, 1]."""
 
+import logging
 import math
 import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, printable
 from datamodules.files import DAMAGED, reason, require_file
-from datamodules.images.sample import Picture
+from datamodules.images.colours import conversion, convert
+from datamodules.images.sample import Alpha, Picture
+
+log = logging.getLogger("retouch")
 
 # Increased when the same file gives other pixels: caches are then built again.
 PREPROCESSING = 2
@@ -37,6 +43,23 @@ MOVING = ("GIF", "PNG", "WEBP", "TIFF")
 UNREADABLE = (*DAMAGED, OSError, SyntaxError, OverflowError, struct.error, zlib.error)
 # PIL warns of damaged EXIF and the like, which does not affect the pixels.
 warnings.filterwarnings("ignore", module="PIL")
+
+
+class Facts(NamedTuple):
+    """What an image's header says.
+
+    Attributes:
+        width, height: of the upright image.
+        frames: whether it has more frames than the first, which is used.
+        alpha: whether it may be transparent.
+        colours: `srgb` if they are converted, else empty; part of what a cache knows the image by.
+    """
+
+    width: int
+    height: int
+    frames: bool
+    alpha: bool
+    colours: str
 
 
 @contextmanager
@@ -95,7 +118,7 @@ def image_size(path: Picture) -> tuple[int, int]:
     Raises:
         UserError: the file is no image, or a side is shorter than 16 pixels.
     """
-    width, height, _ = image_facts(path)
+    width, height, *_ = image_facts(path)
     require_sides(path, width, height)
     return width, height
 
@@ -123,8 +146,8 @@ def refuse_large(path: Picture, width: int, height: int) -> None:
         )
 
 
-def image_facts(path: Picture) -> tuple[int, int, bool]:
-    """Width and height of the upright image, and whether it has more frames than the first, which is used.
+def image_facts(path: Picture) -> Facts:
+    """Return what is to be known of an image before it is decoded; a profile that is not usable is noted.
 
     Raises:
         UserError: the file is no image.
@@ -137,7 +160,15 @@ def image_facts(path: Picture) -> tuple[int, int, bool]:
         if exif.get(ORIENTATION, 1) in range(5, 9):
             width, height = height, width
         frames = image.format in MOVING and getattr(image, "n_frames", 1) > 1
-    return width, height, frames
+        transform, fault = conversion(image)
+        if fault:
+            _note_fault(str(path), fault)
+        return Facts(width, height, frames, image.has_transparency_data, "" if transform is None else "srgb")
+
+
+@lru_cache(maxsize=4096)
+def _note_fault(path: str, fault: str) -> None:
+    log.warning(f"note: {printable(path)}: its colour profile cannot be used ({fault}). Its colours are read as sRGB")
 
 
 def _has_text_after_pixels(png: Picture) -> bool:
@@ -169,11 +200,12 @@ def verify_image(path: Picture) -> None:
             image.load()
 
 
-def open_image(path: Picture, area: int | None = None) -> Image.Image:
-    """Decode to upright 8-bit RGB; 16 bits are scaled down, and transparency is blended onto white.
+def open_image(path: Picture, area: int | None = None, in_srgb: bool = True) -> Image.Image:
+    """Decode to upright 8-bit sRGB; 16 bits are scaled down, and transparency is blended onto white.
 
     Args:
         area: pixels that will be used: a picture with many more is reduced, a JPEG while it is decoded.
+        in_srgb: whether colours are converted; the values of a mask are none.
 
     Raises:
         UserError: the file is unreadable or ends too early.
@@ -186,10 +218,18 @@ def open_image(path: Picture, area: int | None = None) -> Image.Image:
             times //= round(width / image.width)
         ImageOps.exif_transpose(image, in_place=True)
         image.load()
+        if isinstance(path, Alpha):
+            opaque = Image.new("L", image.size, 255)
+            return (image.convert("RGBA").getchannel("A") if image.has_transparency_data else opaque).convert("RGB")
+        transform = conversion(image)[0] if in_srgb else None
         if image.mode.startswith("I"):  # 16 bits a pixel, whatever the byte order
-            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+            deep = np.asarray(image).clip(0, 2**16 - 1).astype(np.uint16)
+            keeps_depth = transform is not None and transform.input_mode == "I;16"
+            image = Image.fromarray(deep if keeps_depth else (deep >> 8).astype(np.uint8))
         if image.mode in ("1", "P", "PA"):
             image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        if transform is not None:
+            image = convert(image, transform)
         if times > 1:
             image = image.reduce(times)
         if image.has_transparency_data:

@@ -77,5 +77,5 @@ def load_image(path: Picture, window: Window) -> Tensor:
 
 def load_mask(path: Picture, window: Window) -> Tensor:
     """The brightness of what is seen of the file, as (1, H, W) in [0, 1]: white counts, black does not."""
-    mask = window.of(open_image(path).convert("L"), mask=True)
+    mask = window.of(open_image(path, in_srgb=False).convert("L"), mask=True)
     return torch.from_numpy(np.array(mask, dtype=np.float32))[None] / 255

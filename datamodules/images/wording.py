@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from datamodules.errors import listing
 from datamodules.images.findings import Finding, Kind
 from datamodules.images.sample import Picture, Sample
 
@@ -15,7 +16,7 @@ AT_ONCE = 1000
 
 
 def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
-    """Captions that are empty, though not all are, and descriptions that a few of many pictures share."""
+    """Captions that are empty, unless all are, or lack letters, and descriptions that a few of many pictures share."""
     found = [
         Finding(Kind.NO_CAPTION, sample.key, "no words", sample)
         for sample in samples
@@ -23,6 +24,11 @@ def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
     ]
     if samples and len(found) == len(samples):
         found = [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
+    found += [
+        Finding(Kind.NO_LETTERS, sample.key, listing(bare), sample)
+        for sample in samples
+        if (bare := [prompt for prompt in sample.prompts if prompt.strip() and not any(map(str.isalpha, prompt))])
+    ]
     owners: dict[str, dict[Picture, Sample]] = defaultdict(dict)
     for sample in samples:
         for prompt in sample.prompts:

@@ -83,6 +83,44 @@ def test_mixed_sizes_counts_of_controls_and_masks_never_meet_in_a_batch(tmp_path
     assert dataset[0].mask is None
 
 
+def transparent(root, side=32):
+    """Give the first target of a root an alpha channel: its left half is transparent, its last columns half so."""
+    target = root / "training_images" / "00.png"
+    alpha = Image.new("L", (side, side), 255)
+    alpha.paste(0, (0, 0, side // 2, side))
+    alpha.paste(128, (side - 4, 0, side, side))
+    image = Image.open(target).convert("RGB")
+    image.putalpha(alpha)
+    image.save(target)
+    return torch.tensor(list(alpha.getdata())).reshape(1, 1, side, side) / 255
+
+
+def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path):
+    root = make_pairs(tmp_path, [(32, 32)] * 2)
+    alpha = transparent(root)
+    data = data_module(str(root))
+    assert data.notes == [
+        "1 pair has an alpha channel, whose transparent parts become white, such as 00. data.alpha_mask=true makes "
+        "the alpha of a target the mask of its loss"
+    ]
+    assert [raw.mask for raw in data.pixels(2)] == [None, None]
+    data = data_module(str(root), alpha_mask=True)
+    assert data.notes[-1].endswith("become white, such as 00")
+    first, second = data.pixels(2)
+    torch.testing.assert_close(first.mask, alpha, rtol=0, atol=0)
+    assert second.mask.unique().tolist() == [1.0]
+    assert (first.target[..., :16] == 1).all(), "it is laid on white all the same"
+    photograph("coffee", 32, 32).save(root / "control_images" / "00_mask.png")
+    with pytest.raises(UserError, match=r"data.alpha_mask=true: 00 have masks of their own. Remove those, or leave"):
+        data_module(str(root), alpha_mask=True)
+
+
+def test_structured_captions_are_counted(tmp_path):
+    root = make_pairs(tmp_path, [(32, 32)])
+    (root / "training_images" / "00.txt").write_text('{\n"scene": "a cup"\n}')
+    assert data_module(str(root)).notes == ["1 pair has a caption in JSON, which is used whole"]
+
+
 def test_rounding_is_reported_once(tmp_path):
     data = data_module(str(make_pairs(tmp_path, [(40, 32), (32, 32), (33, 37)])))
     assert data.notes == ["2 pairs have sides rounded down to a multiple of 16"]
@@ -153,8 +191,8 @@ def test_picture_beyond_reason_is_refused_by_its_header_or_skipped_and_a_large_o
         data_module(str(root))
     data = data_module(str(root), on_bad_image="skip")
     assert data.keys == ["00", "02", "03"]
-    assert "1 pairs have more than 4 megapixels: task=dry_run estimates" in data.notes[-2]
-    assert data.notes[-1] == "1 pairs are more than 8 times as long as wide"
+    assert "1 pair has more than 4 megapixels: task=dry_run estimates" in data.notes[-2]
+    assert data.notes[-1] == "1 pair is more than 8 times as long as wide"
 
 
 def test_line_about_a_file_ends_with_one_full_stop(tmp_path):
@@ -173,7 +211,7 @@ def test_pictures_of_several_frames_are_counted(tmp_path):
     frames[0].save(root / "control_images" / "00.webp", save_all=True, append_images=frames[1:])
     (root / "control_images" / "01.png").unlink()
     frames[0].save(root / "control_images" / "01.jpg", "MPO", save_all=True, append_images=frames[1:])
-    assert data_module(str(root)).notes == ["1 pairs have pictures of several frames, of which the first is used"]
+    assert data_module(str(root)).notes == ["1 pair has pictures of several frames, of which the first is used"]
 
 
 def test_pictures_are_held_out_by_their_places_whatever_they_are_called(tmp_path, monkeypatch):
@@ -229,10 +267,10 @@ def test_what_is_said_of_captions_and_roots(tmp_path):
     data = data_module([{"path": str(root), "repeats": 3, "weight": 0.5}], flip=True)
     assert data.describe() == f"3 pairs in 6 views of {root} (repeats 3, weight 0.5)"
     assert data.notes == [
-        "1 pairs have [trigger] in their captions: data.trigger_word=WORD puts a word there",
-        "1 pairs have several captions: each time one of them is drawn",
+        "1 pair has [trigger] in the captions: data.trigger_word=WORD puts a word there",
+        "1 pair has several captions: each time one of them is drawn",
     ]
     assert data_module(str(root), trigger_word="sks").notes == [data.notes[1]]
     (root / "training_images" / "01.txt").write_text("turn the LEFT one around")
     notes = data_module(str(root), flip=True).notes
-    assert notes[-1].startswith("1 pairs have captions that say left or right, which are wrong for the mirrored")
+    assert notes[-1].startswith("1 pair has left or right in the captions, which is wrong for the mirrored")

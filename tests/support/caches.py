@@ -31,7 +31,7 @@ def only(folder) -> Cache:
 
 def encoded(outcome) -> int:
     """How many samples a command says it has encoded."""
-    match = re.search(r"encoded (\d+) samples", outcome.text)
+    match = re.search(r"encoded (\d+) samples?", outcome.text)
     return int(match[1]) if match else 0
 
 

@@ -2,11 +2,13 @@
 
 import csv
 import hashlib
+import shutil
 
 import pytest
 from PIL import Image
 
 from tests.support.faults import picture, save_edits, save_faults, save_pair
+from tests.support.pictures import make_pairs
 
 
 def content(folder):
@@ -56,6 +58,16 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert Image.open(output / "inspect.png").width > 1000
 
 
+def test_notes_and_captions_without_letters_are_said_and_one_is_no_plural(inspect, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(512, 512)])
+    (root / "training_images" / "00.txt").write_text("make it snow\n}")
+    shutil.copytree(root / "control_images", root / "depth")
+    text, output = inspect(root)
+    assert f"note: {root}: not read, though named like images that are: depth/*.png (1)" in text
+    assert [(row["finding"], row["figure"]) for row in findings(output)] == [("caption without letters", "}")]
+    assert "done: 1 finding in 1 pair: 1 caption without letters" in text
+
+
 @pytest.mark.slow
 def test_a_clean_set_of_many_edits_has_no_findings(inspect, tmp_path):
     text, output = inspect(save_edits(tmp_path / "data"))
@@ -85,7 +97,7 @@ def test_captions_are_not_counted_without_a_tokenizer(inspect, tmp_path):
     save_pair(root, "long", picture("coffee"), picture("coffee").rotate(180), "very " * 300)
     text, _ = inspect(root, "model.pretrained_model_name_or_path=/nowhere")
     assert "note: the lengths of captions were not checked: /nowhere" in text
-    assert "nothing found in 1 pairs" in text
+    assert "nothing found in 1 pair" in text
     assert "1 long caption" in inspect(root)[0]
 
 
@@ -97,7 +109,7 @@ def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path
         (root / f"{name}.txt").write_text(f"a picture called {name}")
     model = ["model=flux_dev", f"model.pretrained_model_name_or_path={repositories['flux_dev']}", "data=captions"]
     settings = [*model, f"data.root={root}", "data.resolution=512", f"output_dir={output}"]
-    assert "1 findings in 3 samples: 1 duplicate" in run("predict", "task=inspect", *settings).text
+    assert "1 finding in 3 samples: 1 duplicate" in run("predict", "task=inspect", *settings).text
     (root / "again.png").unlink()
     (root / "again.txt").unlink()
     assert "nothing found in 2 samples" in run("predict", "task=inspect", *settings).text

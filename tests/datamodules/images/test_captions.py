@@ -3,9 +3,11 @@
 import shutil
 
 import pytest
+from omegaconf import OmegaConf
 
 from datamodules.errors import UserError
 from datamodules.images.captions import find_captioned
+from datamodules.images.roots import as_roots
 from datamodules.images.sample import Root
 from tests.support.pictures import make_pairs, photograph
 
@@ -69,6 +71,29 @@ def test_folders_that_are_links_are_read_once(folder, tmp_path_factory):
     (other / "back").symlink_to(folder)
     (folder / "linked").symlink_to(other)
     assert [sample.key for sample in find_captioned([Root(folder)], None).samples] == ["a", "b", "c", "linked/d"]
+
+
+def test_folders_of_kohya_are_told_how_to_repeat(folder):
+    for name in ("10_sks dog", "2024_holiday", "001_scene"):
+        shutil.copytree(folder, folder.parent / "set" / name)
+    root = folder.parent / "set"
+    [note] = find_captioned([Root(root)], None).notes
+    roots = f'[{{path: "{root}/10_sks dog", repeats: 10}}]'
+    assert note == f"the names of kohya's folders repeat nothing here; this does: data.root='{roots}'"
+    [told] = as_roots("root", OmegaConf.to_container(OmegaConf.create(f"root: {roots}"))["root"], {})
+    assert (told.path, told.repeats) == (f"{root}/10_sks dog", 10)
+    assert find_captioned([told], None).notes == ()
+
+
+def test_folder_without_captions_beside_others_and_other_files_are_said(folder):
+    for name in ("a.png", "b.png"):
+        (folder / "depth").mkdir(exist_ok=True)
+        shutil.copy(folder / "a.png", folder / "depth" / name)
+    (folder / "b.tags").write_text("cup")
+    assert find_captioned([Root(folder)], None).notes == (
+        f"no image has a caption in {folder}/depth (2)",
+        f"{folder}: not read, though named like images that are: *.tags (1)",
+    )
 
 
 def test_keys_of_several_roots_differ(folder):

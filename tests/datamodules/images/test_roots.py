@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.roots import as_roots, with_captions
+from datamodules.images.roots import as_roots, with_settings
 from datamodules.images.sample import Found, Root, Sample
 
 SETTINGS = {"resolution": 1024, "prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None}
@@ -65,5 +65,5 @@ def test_wrong_settings_are_refused_for_a_root_and_for_all(root, message):
 )
 def test_trigger_word_is_in_every_caption_once_asked_for(caption, prefix, read):
     found = Found([Sample("a", Path("a.png"), (), (caption,))], [])
-    [sample] = with_captions(found, [Root("x", trigger_word="sks", prefix=prefix)]).samples
+    [sample] = with_settings(found, [Root("x", trigger_word="sks", prefix=prefix)]).samples
     assert sample.prompts == (read,)

@@ -2,13 +2,17 @@
 
 import json
 import os
+import shutil
+import unicodedata
 
 import pytest
 
-from datamodules.errors import UserError, listing
+from datamodules.edits import find_images
+from datamodules.errors import UserError, count_of, listing
 from datamodules.images.sample import Root
 from datamodules.images.sources import find_samples
 from tests.support.pictures import make_pairs, photograph
+from tests.support.stored import write_tar
 
 
 def save(path, size=(32, 32)):
@@ -40,6 +44,132 @@ def test_further_controls_by_number_and_mask(tmp_path):
     assert first.mask.name == "00_mask.png"
     assert len(second.controls) == 1
     assert second.mask is None
+
+
+def numbered(root, *folders):
+    """Pairs whose control images stand in several folders, each in a size of its own."""
+    make_pairs(root, [(32, 32)] * 2)
+    shutil.rmtree(root / "control_images")
+    for number, folder in enumerate(folders, 1):
+        for stem in ("00", "01"):
+            save(root / folder / f"{stem}.png", (32 * number, 32))
+    return root
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("control", "control_2", "control_3", "control_10"),
+        ("control_1", "control_2"),
+        ("control_images", "control_images_2"),
+        ("condition_images", "control-2", "controls3"),
+        ("control", "control_1"),
+    ],
+)
+def test_numbered_folders_are_further_references(tmp_path, folders):
+    root = numbered(tmp_path, *folders)
+    found = find_samples([Root(root)])
+    assert [one.controls for one in found.samples] == [
+        tuple(root / folder / f"{stem}.png" for folder in folders) for stem in ("00", "01")
+    ]
+    assert (found.incomplete, found.notes) == ([], ())
+
+
+def test_numbered_folders_and_numbered_files_are_read_folder_by_folder(tmp_path):
+    root = numbered(tmp_path, "control", "control_2")
+    further = save(root / "control" / "00_control_1.png")
+    first, second = find_samples([Root(root)]).samples
+    assert first.controls == (root / "control/00.png", further, root / "control_2/00.png")
+    assert len(second.controls) == 2
+
+
+def test_what_is_wrong_with_numbered_folders_is_said(tmp_path):
+    root = numbered(tmp_path, "control", "control_2", "control_3")
+    (root / "control_2" / "00.png").unlink()
+    (root / "control_3" / "01.png").rename(root / "control_3" / "02.png")
+    (root / "control_3" / "03.heic").write_bytes(b"x")
+    found = find_samples([Root(root)])
+    assert [(one.key, len(one.controls)) for one in found.samples] == [("01", 2)]
+    assert [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in found.incomplete] == [
+        "training_images/00.png has no control image control_2/00.*",
+        "control_3/02.png has no target image",
+        "control_3/03.heic",
+    ]
+    (root / "control_02").mkdir()
+    with pytest.raises(UserError, match=r"control_02 and control_2 have the same number\. Rename one"):
+        find_samples([Root(root)])
+
+
+def test_what_bears_the_name_of_a_sample_and_is_not_read_is_named(tmp_path):
+    root = make_pairs(tmp_path, [(32, 32)] * 2)
+    for name in ("depth/00.png", "depth/01.png", "masks/00.png", "training_images/old/01.png", "elsewhere/99.png"):
+        save(root / name)
+    save(root / "training_images" / "00_control_1.png")
+    save(root / "controls" / "00.jpg")
+    (root / "training_images" / "01.npz").write_bytes(b"x")
+    (root / "control_images" / "01.txt").write_text("a cup")
+    (root / "training_images" / ".00.png").write_bytes(b"x")
+    (root / "README.md").write_text("about")
+    [note] = find_samples([Root(root)]).notes
+    assert note.startswith(f"{root}: not read, though named like images that are: ")
+    assert note.endswith(" and 4 more")
+    for kind in ("depth/*.png (2)", "masks/*.png (1)", "training_images/old/*.png (1)"):
+        name = kind.partition("/*")[0]
+        only = make_pairs(tmp_path.with_name(f"only {name.replace('/', ' ')}"), [(32, 32)] * 2)
+        shutil.copytree(root / name, only / name)
+        assert find_samples([Root(only)]).notes == (f"{only}: not read, though named like images that are: {kind}",)
+
+
+def test_pairs_in_one_folder_and_tables_name_what_they_do_not_read(tmp_path):
+    for name in ("a_start.png", "a_end.png", "depth/a_end.png"):
+        save(tmp_path / "one" / name)
+    (tmp_path / "one" / "a.txt").write_text("a cup")
+    assert find_samples([Root(tmp_path / "one")]).notes[0].endswith("images that are: depth/*.png (1)")
+    rows = table_rows(tmp_path / "table")
+    rows = [{**row, "depth": "m/1.png", "style_image": "c/2.png", "words": "x"} for row in rows]
+    (tmp_path / "table" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    [note, *_] = find_samples([Root(tmp_path / "table")]).notes
+    assert note.endswith("metadata.jsonl: images of other columns are not read: depth, style_image")
+
+
+def test_root_that_is_the_present_folder_has_nothing_unread(tmp_path, monkeypatch):
+    make_pairs(tmp_path, [(32, 32)])
+    monkeypatch.chdir(tmp_path)
+    assert find_samples([Root(".")]).notes == ()
+
+
+def test_second_image_without_a_first_is_said(tmp_path):
+    make_pairs(tmp_path, [(32, 32)] * 2)
+    for name in ("00_control_2.png", "01_control_1.png"):
+        save(tmp_path / "control_images" / name)
+    [note] = find_samples([Root(tmp_path)]).notes
+    assert note == f"{tmp_path}: 00_control_2: second images, for there is no X_control_1"
+
+
+@pytest.mark.parametrize(("on_disk", "named"), [("NFD", "NFC"), ("NFC", "NFD")])
+def test_names_in_other_forms_of_unicode_match(tmp_path, on_disk, named):
+    """As between a Mac and what else there is: é of one character and of two."""
+    here, there = (unicodedata.normalize(form, "caf\u00e9 \u00c5") for form in (on_disk, named))
+    for name in (f"control_images/{there}.png", f"training_images/{here}.png", f"control_images/{there}_mask.png"):
+        save(tmp_path / "folders" / name)
+    save(tmp_path / "folders" / "control_images" / f"{here}_control_1.png")
+    (tmp_path / "folders" / "training_images" / f"{there}.txt").write_text("a cup")
+    found = find_samples([Root(tmp_path / "folders")])
+    assert (found.incomplete, found.notes) == ([], ())
+    [sample] = found.samples
+    assert (len(sample.controls), sample.prompts, sample.mask is None) == (2, ("a cup",), False)
+    for name in (f"{here}_start.png", f"{there}_end.png"):
+        save(tmp_path / "one" / name)
+    (tmp_path / "one" / f"{here}.txt").write_text("a cup")
+    assert len(find_samples([Root(tmp_path / "one")]).samples) == 1
+    save(tmp_path / "table" / here / f"{here}.png")
+    row = {"file_name": f"{there}/{there}.png", "control_file_name": f"{there}/{here}.png", "prompt": "x"}
+    (tmp_path / "table" / "metadata.jsonl").write_text(json.dumps(row))
+    [sample] = find_samples([Root(tmp_path / "table")]).samples
+    assert sample.target.samefile(sample.controls[0])
+    members = {f"{here}.source.png": b"", f"{there}.target.png": b"", f"{there}.txt": b"a cup"}
+    assert len(find_samples([Root(write_tar(tmp_path / "x.tar", members))]).samples) == 1
+    assert find_images(str(tmp_path / "table" / there / f"{there}.png"))[0][0].samefile(sample.target)
 
 
 def test_mask_may_stand_beside_the_target(tmp_path):
@@ -242,6 +372,12 @@ def test_two_images_of_one_name_are_refused(tmp_path):
     save(tmp_path / "control_images" / "00.jpg")
     with pytest.raises(UserError, match="two images of one name"):
         find_samples([Root(tmp_path)])
+
+
+def test_one_is_no_plural():
+    assert count_of(1, "pairs have sides, and are cropped") == "1 pair has sides, and is cropped"
+    assert count_of(0, "findings") == "0 findings"
+    assert count_of(1200, "pairs are") == "1,200 pairs are"
 
 
 def test_listing_counts_the_rest():

@@ -61,6 +61,7 @@ def test_what_is_no_whole_pair_is_incomplete(tmp_path):
     names = ["a_start.png", "a_end.png", "a.txt", "b_start.png", "b.txt", "c_end.png", "d_start.png", "d_end.png"]
     names += ["e_start.png", "e_end.png", "e.txt", "e_end.txt", "other.png", "f_start.png", "f_end.heic", "g_end.gif"]
     root = make(tmp_path / "x", *names, "Thumbs.db", "._a_start.png")
+    (root / "e.txt").write_text("make it rain")
     found = find_samples([Root(root)])
     assert [sample.key for sample in found.samples] == ["a"]
     assert found.passed_over == 2
@@ -68,7 +69,7 @@ def test_what_is_no_whole_pair_is_incomplete(tmp_path):
         "b_start.png has no b_end.*",
         "c_end.png has no c_start.*",
         "d_end.png has no caption d.txt",
-        "e_end.png has a caption of its own and one of e: keep one",
+        f"e.txt and {root}/e_end.txt hold different captions of one image. Keep one".replace(f"{root}/", ""),
         "f_start.png has no f_end.*: f_end.heic",
         "other.png is neither X_start nor X_end of a pair",
         "g_end.gif",

@@ -166,6 +166,15 @@ def test_members_in_doubt_are_incomplete(tmp_path):
     assert len(found.incomplete) == 4
 
 
+def test_members_and_columns_that_are_not_read_are_named(tmp_path):
+    members = tar_members([0, 1]) | {"0000.depth.png": picture(2), "0000.npy": b"x", "0001.cls": b"3", "_.dat": b"x"}
+    tar = write_tar(tmp_path / "x.tar", members)
+    assert find_samples([Root(tar)]).notes == (
+        f"not read, though named like images that are: {tar}:0000.npy, {tar}:0001.cls",
+        f"data.root={tar}: images of other columns are not read: depth",
+    )
+
+
 def test_what_systems_leave_is_passed_over(tmp_path):
     members = {"./" + name: content for name, content in tar_members([0]).items()}
     members |= {"./._0000.source.png": b"x", "__MACOSX/0000.source.png": b"x", "./Thumbs.db": b"x"}

@@ -1,0 +1,273 @@
+"""Colours of image files against LittleCMS itself, and what a cache makes of them."""
+
+import io
+import logging
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from datamodules.contents import Content
+from datamodules.hashes import FileHashes, hash_file
+from datamodules.images.colours import matrix_profile
+from datamodules.images.sample import Sample
+from datamodules.images.transforms import image_facts, open_image
+from datamodules.images.window import Window, load_mask
+from tests.support.pictures import photograph
+
+SIZE = (48, 32)
+SRGB = ImageCms.createProfile("sRGB")
+# The columns of Apple's and Adobe's own profiles: red, green and blue in XYZ under D50.
+P3 = ((0.51512, 0.2412, -0.00105), (0.29198, 0.69225, 0.04189), (0.1571, 0.06657, 0.78407))
+ADOBE_RGB = ((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457))
+# Parameters of the curve of sRGB.
+SRGB_CURVE = (
+    b"para"
+    + bytes(4)
+    + struct.pack(">HHiiiii", 3, 0, *(round(65536 * n) for n in (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)))
+)
+
+
+def gamma(exponent):
+    return b"para" + bytes(8) + struct.pack(">i", round(65536 * exponent))
+
+
+def xyz(*numbers):
+    return b"XYZ " + bytes(4) + struct.pack(">3i", *(round(65536 * number) for number in numbers))
+
+
+def profile(space, kind=b"mntr", connection=b"XYZ ", **tags):
+    """An ICC profile of these tags."""
+    tags = {"wtpt": xyz(0.9642, 1, 0.8249), **tags}
+    place = 132 + 12 * len(tags)
+    table, data = struct.pack(">I", len(tags)), b""
+    for name, content in tags.items():
+        content += bytes(-len(content) % 4)
+        table += struct.pack(">4sII", name.encode(), place + len(data), len(content))
+        data += content
+    head = struct.pack(">I4xI4s4s4s12x4s28x", place + len(data), 0x02400000, kind, space, connection, b"acsp")
+    return (head + xyz(0.9642, 1, 0.8249)[8:]).ljust(128, b"\0") + table + data
+
+
+def of_primaries(columns, curve):
+    names = {f"{name}XYZ": xyz(*column) for name, column in zip("rgb", columns, strict=True)}
+    return profile(b"RGB ", **names, **{f"{name}TRC": curve for name in "rgb"})
+
+
+def of_ink():
+    """A table of 2 x 2 x 2 x 2 colours of Lab for inks, as printers have: an A2B0 tag of 8 bits."""
+    ramp = bytes(range(256))
+    inks = np.indices((2, 2, 2, 2)).reshape(4, -1).T
+    lightness = 255 - inks @ [40, 60, 20, 200]
+    lab = np.stack([lightness.clip(0, 255), 128 + inks @ [-60, 70, -5, 0], 128 + inks @ [-40, -5, 80, 0]], 1)
+    matrix = struct.pack(">9i", *(65536 * number for number in (1, 0, 0, 0, 1, 0, 0, 0, 1)))
+    table = b"mft1" + bytes(4) + bytes([4, 3, 2, 0]) + matrix + ramp * 4 + lab.clip(0, 255).astype(np.uint8).tobytes()
+    return profile(b"CMYK", b"prtr", b"Lab ", A2B0=table + ramp * 3)
+
+
+PROFILES = {
+    "P3": of_primaries(P3, SRGB_CURVE),
+    "Adobe RGB": of_primaries(ADOBE_RGB, gamma(563 / 256)),
+    "linear": of_primaries(P3, gamma(1.0)),
+    "grey with gamma": profile(b"GRAY", kTRC=gamma(1.8)),
+    "CMYK": of_ink(),
+}
+
+
+def by_littlecms(image, icc):
+    """What LittleCMS makes of an image."""
+    source = SRGB if icc is None else ImageCms.ImageCmsProfile(io.BytesIO(icc))
+    return np.asarray(ImageCms.profileToProfile(image, source, SRGB, outputMode="RGB")).astype(int)
+
+
+def pixels(path):
+    return np.asarray(open_image(path)).astype(int)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "suffix"),
+    [
+        ("P3", "RGB", ".png"),
+        ("P3", "RGB", ".jpg"),
+        ("P3", "RGB", ".webp"),
+        ("Adobe RGB", "RGB", ".tiff"),
+        ("Adobe RGB", "RGB", ".jpg"),
+        ("linear", "RGB", ".png"),
+        ("grey with gamma", "L", ".png"),
+        ("grey with gamma", "L", ".jpg"),
+        ("CMYK", "CMYK", ".jpg"),
+        ("CMYK", "CMYK", ".tiff"),
+    ],
+)
+def test_embedded_profile_is_read_as_littlecms_reads_it(tmp_path, name, mode, suffix):
+    path = tmp_path / f"x{suffix}"
+    photograph("astronaut", *SIZE).convert(mode).save(path, icc_profile=PROFILES[name])
+    with Image.open(path) as image:
+        plain, expected = np.asarray(image.convert("RGB")).astype(int), by_littlecms(image, PROFILES[name])
+    assert np.array_equal(pixels(path), expected)
+    assert np.abs(pixels(path) - plain).max() > 10, "the profile changes something"
+    assert image_facts(path).colours == "srgb"
+
+
+def test_p3_control_is_the_picture_of_its_own_export(tmp_path):
+    """(200, 60, 50) of Display P3 is (217, 42, 39) of sRGB, in a size that is reduced, too."""
+    image = photograph("coffee", 512, 384)
+    image.paste((200, 60, 50), (0, 0, 64, 64))
+    image.save(tmp_path / "p3.png", icc_profile=PROFILES["P3"])
+    Image.fromarray(by_littlecms(image, PROFILES["P3"]).astype(np.uint8)).save(tmp_path / "export.png")
+    assert pixels(tmp_path / "p3.png")[0, 0].tolist() == [217, 42, 39]
+    for area in (None, 64 * 48):
+        one, other = (np.asarray(open_image(tmp_path / name, area)).astype(int) for name in ("p3.png", "export.png"))
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_alpha_and_rotation_keep_working(tmp_path, mode):
+    icc = PROFILES["grey with gamma" if mode == "LA" else "P3"]
+    image = photograph("astronaut", *SIZE)
+    if mode == "P":
+        image = image.quantize(16)
+    else:
+        alpha = Image.new("L", SIZE, 255)
+        alpha.paste(0, (0, 0, 24, 32))
+        image = image.convert(mode)
+        image.putalpha(alpha)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "x.png", icc_profile=icc, exif=exif)
+    expected = by_littlecms(image.convert("L" if mode == "LA" else "RGB"), icc)
+    if mode != "P":
+        expected[:, :24] = 255
+    assert np.array_equal(pixels(tmp_path / "x.png"), np.rot90(expected, -1))
+
+
+def test_sixteen_bits_of_linear_grey_keep_their_shadows(tmp_path):
+    """In 8 bits the darkest levels would be 0 and 13, and none between."""
+    icc = profile(b"GRAY", kTRC=gamma(1.0))
+    ramp = np.tile(np.linspace(0, 800, 48).astype(np.uint16), (32, 1))
+    Image.fromarray(ramp).save(tmp_path / "x.png", icc_profile=icc)
+    light = ramp[0] / 65535
+    expected = 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+    assert np.abs(pixels(tmp_path / "x.png")[0, :, 0] - expected).max() <= 1
+
+
+def test_lab_is_read(tmp_path):
+    lab = Image.fromarray(np.full((32, 48, 3), (160, 40, 20), np.uint8), "RGB")
+    lab = Image.frombytes("LAB", SIZE, lab.tobytes())
+    lab.save(tmp_path / "x.tiff")
+    expected = ImageCms.profileToProfile(lab, ImageCms.createProfile("LAB"), SRGB, outputMode="RGB")
+    assert np.array_equal(pixels(tmp_path / "x.tiff"), np.asarray(expected))
+
+
+def chunks(path, **content):
+    """Put chunks behind the header of a PNG."""
+    data = path.read_bytes()
+    more = [name.encode() + value for name, value in content.items()]
+    more = b"".join(struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in more)
+    path.write_bytes(data[:33] + more + data[33:])
+
+
+GAMA = {"linear": struct.pack(">I", 100_000), "usual": struct.pack(">I", 45_455)}
+CHRM_OF_SRGB = struct.pack(">8I", 31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000)
+CHRM_OF_ADOBE = struct.pack(">8I", 31270, 32900, 64000, 33000, 21000, 71000, 15000, 6000)
+
+
+@pytest.mark.parametrize(
+    ("content", "icc"),
+    [
+        ({"gAMA": GAMA["usual"], "cHRM": CHRM_OF_SRGB}, None),
+        ({"gAMA": GAMA["usual"]}, None),
+        ({"gAMA": GAMA["linear"], "sRGB": b"\0"}, None),
+        ({"gAMA": GAMA["linear"]}, "linear"),
+        ({"gAMA": GAMA["usual"], "cHRM": CHRM_OF_ADOBE}, "Adobe RGB"),
+    ],
+)
+def test_chunks_of_a_png_are_its_profile_where_none_is_embedded(tmp_path, content, icc):
+    image = photograph("astronaut", *SIZE)
+    image.save(tmp_path / "x.png")
+    chunks(tmp_path / "x.png", **content)
+    if icc == "linear":
+        light = np.asarray(image) / 255
+        expected = 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+    else:
+        expected = np.asarray(image) if icc is None else by_littlecms(image, PROFILES[icc])
+    assert np.abs(pixels(tmp_path / "x.png") - expected).max() <= (0 if icc is None else 2)
+    assert image_facts(tmp_path / "x.png").colours == ("" if icc is None else "srgb")
+
+
+@pytest.mark.parametrize(
+    ("space", "index", "adobe"), [(1, "R98", False), (2, "R03", True), (65535, "R03", True), (65535, "R98", False)]
+)
+def test_exif_of_a_camera_says_adobe_rgb(tmp_path, space, index, adobe):
+    image = photograph("astronaut", *SIZE)
+    exif = Image.Exif()
+    exif.get_ifd(0x8769)[0xA001] = space
+    exif.get_ifd(0x8769)[0xA005] = {1: index}
+    image.save(tmp_path / "x.jpg", exif=exif, quality=95)
+    with Image.open(tmp_path / "x.jpg") as plain:
+        expected = by_littlecms(plain, PROFILES["Adobe RGB"]) if adobe else np.asarray(plain)
+    assert np.abs(pixels(tmp_path / "x.jpg") - expected).max() <= 1
+    assert image_facts(tmp_path / "x.jpg").colours == ("srgb" if adobe else "")
+
+
+def test_profiles_of_srgb_change_no_pixel_and_no_cache(tmp_path):
+    image = photograph("astronaut", *SIZE)
+    curve = b"curv" + bytes(4) + struct.pack(">I", 1024)  # a table, as in the profile of 1996
+    light = np.linspace(0, 1, 1024)
+    light = np.where(light <= 0.04045, light / 12.92, ((light + 0.055) / 1.055) ** 2.4)
+    curve += (65535 * light).round().astype(">u2").tobytes()
+    of_1996 = of_primaries(
+        ((0.43607, 0.22249, 0.01392), (0.38515, 0.71687, 0.09708), (0.14307, 0.06061, 0.7141)), curve
+    )
+    for icc in (of_1996, ImageCms.ImageCmsProfile(SRGB).tobytes()):
+        for mode in ("RGB", "L"):
+            image.convert(mode).save(tmp_path / "x.png", icc_profile=icc)
+            assert np.array_equal(pixels(tmp_path / "x.png"), np.asarray(image.convert(mode).convert("RGB")))
+            assert image_facts(tmp_path / "x.png").colours == ""
+
+
+@pytest.mark.parametrize("icc", [b"junk" * 40, PROFILES["P3"][:200], PROFILES["grey with gamma"], PROFILES["CMYK"]])
+def test_profile_that_cannot_be_used_is_a_note_that_names_the_file(tmp_path, caplog, icc):
+    image = photograph("astronaut", *SIZE)
+    image.save(tmp_path / "x.png", icc_profile=icc)
+    with caplog.at_level(logging.WARNING, "retouch"):
+        facts = [image_facts(tmp_path / "x.png") for _ in range(2)]
+    [note] = [record.getMessage() for record in caplog.records]
+    assert note.startswith(f"note: {tmp_path}/x.png: its colour profile cannot be used (")
+    assert np.array_equal(pixels(tmp_path / "x.png"), np.asarray(image))
+    assert facts[0].colours == ""
+
+
+def test_values_of_a_mask_are_no_colours(tmp_path):
+    Image.new("L", SIZE, 128).save(tmp_path / "m.png", icc_profile=PROFILES["grey with gamma"])
+    assert load_mask(tmp_path / "m.png", Window.whole(SIZE)).unique().tolist() == pytest.approx([128 / 255])
+
+
+def test_cache_knows_a_picture_otherwise_only_where_its_profile_changes_it(tmp_path):
+    """Checksums of plain pictures are those that caches have always had."""
+    image = photograph("astronaut", *SIZE)
+    for name, icc in (("plain", None), ("p3", PROFILES["P3"]), ("damaged", b"junk" * 40)):
+        image.save(tmp_path / f"{name}.png", icc_profile=icc)
+    image.convert("L").save(tmp_path / "mask.png", icc_profile=PROFILES["grey with gamma"])
+    paths = {path.stem: path for path in tmp_path.glob("*.png")}
+    remembered = [(*hash_file(path), *image_facts(path)) for path in paths.values()]
+    (tmp_path / "files.jsonl").write_text("".join(map(FileHashes.line, remembered)))
+    hashes = FileHashes([tmp_path / "files.jsonl"])
+    sample = Sample("x", paths["plain"], (paths["p3"], paths["damaged"]), ("",), paths["mask"])
+    checksums = {path.stem: hash_file(path)[4] for path in paths.values()}
+    assert Content.of(sample, hashes).checksums == [
+        ("target", checksums["plain"]),
+        ("control", f"{checksums['p3']}srgb"),
+        ("control", checksums["damaged"]),
+        ("mask", checksums["mask"]),
+    ]
+
+
+def test_profile_of_primaries_is_adobes(tmp_path):
+    """The columns of a profile that is computed are those of the file that Adobe publishes, to 16 bits."""
+    icc = matrix_profile(((0.64, 0.33), (0.21, 0.71), (0.15, 0.06), (0.3127, 0.329)), 563 / 256)
+    made = ImageCms.ImageCmsProfile(io.BytesIO(icc)).profile
+    columns = [getattr(made, f"{name}_colorant")[0] for name in ("red", "green", "blue")]
+    assert np.abs(np.array(columns) - ADOBE_RGB).max() < 2e-4
