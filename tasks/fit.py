@@ -84,8 +84,11 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
                     "for each, hub.push='owner/name-${hydra:job.num}'"
                 )
             check_upload(repository, OmegaConf.select(cfg, "hub.every", default="end"))
-        if cfg.resume and (value := read_end(run, cfg.trainer.max_steps)) is not None:
-            return value
+        max_steps = cfg.trainer.max_steps
+        if cfg.resume and (end := read_end(run, max_steps)) is not None:
+            check_resumable(run_settings(cfg), run)
+            log.info(f"nothing to do: {run} is finished, at step {end[0]} of trainer.max_steps={max_steps}")
+            return end[1]
         trainer = train(cfg, run)
         upload = find_callback(trainer, HubUpload)
         if upload is not None:  # behind the run, for which other processes would wait
@@ -101,7 +104,7 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     checkpoint, step = find_checkpoint(cfg.ckpt_path, cfg.resume, run) or (None, 0)
     settings = run_settings(cfg)  # before Hydra's instantiate, which resolves interpolations in place
     if checkpoint is not None:
-        check_resumable(settings, checkpoint)
+        check_resumable(settings, RunFolder.of_checkpoint(checkpoint))
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     # Plain lists and dicts: what goes into a checkpoint must load without this project's libraries.

@@ -2,8 +2,10 @@
 
 import json
 import pickle
+import shlex
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ from datamodules.errors import UserError
 from datamodules.files import reading, replacing
 from tasks.terminal import is_first_process, log
 
-# Restored from the checkpoint, which would hide a changed setting, or what it holds is of.
-SAVED = ("adapter", "optimizer", "scheduler", "ema")
+# Restored from the checkpoint, which would hide a changed setting.
+RESTORED = ("adapter", "optimizer", "ema")
+# Settings that say where and how a run starts, not how it trains.
+OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
+ABSENT = object()
 # Of an adapter: weights of one cannot be those of another.
 SHAPES = (
     *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
@@ -77,16 +82,13 @@ def write_end(run: RunFolder, step: int, value: float) -> None:
         temporary.write_text(json.dumps({"step": step, "value": value}) + "\n")
 
 
-def read_end(run: RunFolder, max_steps: int) -> float | None:
-    """What a sweep compares, if the run has ended at this step or behind it; None if there is something left to do."""
+def read_end(run: RunFolder, max_steps: int) -> tuple[int, float] | None:
+    """Return the last step, and the value that a sweep compares, of a run that has ended there or later; else None."""
     if not run.finished.is_file():
         return None
     with reading(run.finished, "delete it"):
         end = json.loads(run.finished.read_text())
-        if end["step"] < max_steps:
-            return None
-        log.info(f"nothing to do: {run} is finished, at step {end['step']} of trainer.max_steps={max_steps}")
-        return float(end["value"])
+        return (end["step"], float(end["value"])) if end["step"] >= max_steps else None
 
 
 def check_unused(run: RunFolder) -> None:
@@ -149,46 +151,64 @@ def start_anew(run: RunFolder) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
-    """Compare the settings with those of the run that wrote the checkpoint.
+def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
+    """Compare the settings with those of the run that is resumed, and note each that has changed.
 
     Raises:
-        UserError: adapter, optimizer, schedule or EMA differ: they are restored from the checkpoint, which would hide a
-            changed setting.
+        UserError: the checkpoint would restore the former value of a setting, and so hide that it has changed.
     """
     from datamodules.shards.failures import shown
 
-    config = RunFolder.of_checkpoint(checkpoint).config
-    if not config.is_file():
+    if not run.config.is_file():
         return
-    with reading(config, "remove the file, to resume without comparing the settings"):
-        saved: Any = OmegaConf.load(config)
-        earlier: Any = _without_idle_ema(OmegaConf.to_container(saved))
-        settings = _without_idle_ema(settings)
-        keys = [
-            (group, key)
-            for group in (*SAVED, "objective", "model", "data")
-            for key in sorted({**earlier.setdefault(group, {}), **settings[group]})
-        ]
+    with reading(run.config, "remove the file, to resume without comparing the settings"):
+        saved: Any = OmegaConf.load(run.config)
+        earlier: Any = _comparable(OmegaConf.to_container(saved))
         # A value that is computed from other settings, such as the length of a schedule, may change with them.
-        values = [OmegaConf.select(saved, f"{group}.{key}") for group, key in keys]
+        found = [(path, _value(saved, path)) for path in _changed(earlier, _comparable(settings))]
     present = OmegaConf.create(settings)
-    for (group, key), value in zip(keys, values, strict=True):
-        now = OmegaConf.select(present, f"{group}.{key}")
-        if earlier[group].get(key) != settings[group].get(key) and value != now:
-            if key not in earlier[group] and not now:
-                continue  # a setting that was not there yet, and is off
-            what = f"{group}.{key} was {shown(str(value))} in {config.parent} and is {shown(str(now))} now"
-            if group in SAVED or (group, key) == ("objective", "_target_"):
-                shape = group == "adapter" and key in SHAPES
-                weights = None if shape else RunFolder.of_checkpoint(checkpoint).saved_weights()
-                raise UserError(
-                    f"cannot resume with a changed setting: {what}. Leave ckpt_path out and {_from_weights(weights)}"
-                )
-            log.warning(f"note: {what}")
+    hidden, shape = [], False
+    for path, value in found:
+        now, key = _value(present, path), ".".join(path)
+        if value == now or (value is ABSENT and not now):  # a setting that was not there yet, and is off
+            continue
+        was, now = (shown(str(None if one is ABSENT else one)) for one in (value, now))
+        what = f"{key} was {was} in {run} and is {now} now"
+        if path[0] in RESTORED or path == ("objective", "_target_"):
+            hidden.append(what)
+            shape |= path[0] == "adapter" and path[1] in SHAPES
+        else:
+            log.info(f"note: {what}")
+    if hidden:
+        weights = None if shape else run.saved_weights()
+        raise UserError(
+            f"cannot resume with a changed setting: {'; '.join(hidden)}. Leave ckpt_path out and "
+            f"{_from_weights(weights)}; or resume with the run's own settings: "
+            f"python train.py output_dir={shlex.quote(str(run))} ckpt_path=last"
+        )
 
 
-def _without_idle_ema(settings: Any) -> dict[str, Any]:
-    """With the EMA's settings only where there is one."""
+def _comparable(settings: Any) -> dict[str, Any]:
+    """Remove the settings that only start a run, and those of an EMA that is off."""
     ema = settings.get("ema") or {}
-    return {**settings, "ema": {} if ema.get("half_life") is None else ema}
+    kept = {key: value for key, value in settings.items() if key not in OF_A_START}
+    return {**kept, "ema": {} if ema.get("half_life") is None else ema}
+
+
+def _changed(earlier: dict[str, Any], now: dict[str, Any], group: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each setting that is written differently."""
+    for key in sorted({**earlier, **now}, key=str):
+        was, is_now = earlier.get(key, ABSENT), now.get(key, ABSENT)
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            yield from _changed(was, is_now, (*group, key))
+        elif was != is_now:
+            yield (*group, key)
+
+
+def _value(cfg: Any, path: tuple[str, ...]) -> Any:
+    """Return the resolved value of a setting; ABSENT if there is none."""
+    for key in path:
+        if not isinstance(cfg, DictConfig) or key not in cfg:
+            return ABSENT
+        cfg = cfg[key]
+    return OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
