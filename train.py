@@ -13,6 +13,7 @@ from tasks.chosen import chosen_task
 from tasks.folders import in_use
 from tasks.mirror import mirrored
 from tasks.resolvers import CONF
+from tasks.resuming import with_run_settings
 from tasks.settings import TRAINING, check_settings
 from tasks.slurm import queued_again
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors, quote_values
@@ -87,7 +88,7 @@ def with_examples(arguments: list[str]) -> list[str]:
 def main() -> None:
     """The command line."""
     with command_line():
-        sys.argv[1:] = with_examples(quote_values(sys.argv[1:]))
+        sys.argv[1:] = with_examples(with_run_settings(quote_values(sys.argv[1:])))
         run()
 
 

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ RESTORED = ("adapter", "optimizer", "ema")
 # Settings that say where and how a run starts, not how it trains.
 OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
 ABSENT = object()
+# Options with which a command has a config of its own, or is several.
+NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 # Of an adapter: weights of one cannot be those of another.
 SHAPES = (
     *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
@@ -64,6 +67,38 @@ def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -
                 raise
             log.info(f"note: {error}")
     raise AssertionError
+
+
+def with_run_settings(arguments: list[str]) -> list[str]:
+    """Return the command line of train.py; if all it chooses is a run to resume, with that run's own config.yaml."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from tasks.folders import run_folder
+    from tasks.resolvers import CONF, local_folder
+
+    settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
+    chosen: dict[str, Any] = {}
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    own = groups | {"data.root", "data.shards", "model.pretrained_model_name_or_path"}
+    if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
+        return arguments
+    with suppress(HydraException):  # which Hydra reports when it composes
+        given = OverridesParser.create().parse_overrides([settings[key] for key in OF_A_START if key in settings])
+        chosen = {one.key_or_group: one.value() for one in given}
+    path, folder = chosen.get("ckpt_path"), chosen.get("output_dir")
+    if path is None and chosen.get("resume") != "auto":
+        return arguments
+    run = RunFolder(local_folder(str(folder)) if folder is not None else run_folder(path))
+    if path not in (None, "last"):
+        run = RunFolder.of_checkpoint(Path(path).expanduser())
+    if not run.config.is_file() or not run.checkpoints():
+        return arguments
+    log.info(f"resuming with the settings of {run.config}")
+    if folder is None:
+        place = arguments.index(settings["ckpt_path"])  # overrides must stand together
+        arguments = [*arguments[:place], "output_dir='${run_folder:${ckpt_path}}'", *arguments[place:]]
+    return ["-cp", str(run.path.absolute()), "-cn", "config", *arguments]
 
 
 def check_resume(cfg: DictConfig) -> None:

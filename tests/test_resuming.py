@@ -13,10 +13,10 @@ import torch
 from diffusers.optimization import get_cosine_schedule_with_warmup
 from torch.optim import lr_scheduler
 
-from callbacks.run_folder import RunFolder
+from callbacks.run_folder import RunFolder, shorten
 from datamodules.errors import UserError
 from lightning_modules.optimization import Optimization
-from tasks.resuming import find_checkpoint
+from tasks.resuming import find_checkpoint, with_run_settings
 from tests.support.combinations import first
 from tests.support.commands import kill_when, lora_bytes, metrics, short, wait_until
 from tests.support.hold import kill_before_the_first_checkpoint
@@ -257,7 +257,7 @@ def test_all_that_changed_is_noted_when_a_run_is_resumed(run, tiny, pairs, tmp_p
         "data.val_count": ("0", "2"),
         "data.caption_dropout_rate": ("0.1", "0.5"),
         "model.timesteps.shift": ("None", "3.0"),
-        "objective.mask.outside": ("0.1", "0.5"),
+        "objective.mask.outside": ("0.0", "0.5"),
         "save_every": ("200", "5"),
         "scheduler._target_": ("diffusers.optimization.get_cosine_schedule_with_warmup", "one"),
     }
@@ -268,6 +268,50 @@ def test_all_that_changed_is_noted_when_a_run_is_resumed(run, tiny, pairs, tmp_p
         if key != "scheduler._target_":
             assert line == f"note: {key} was {was} in {tmp_path / 'run'} and is {now} now"
     assert "note: the run had 8 training samples; these 7 are not the same" in text
+
+
+@pytest.mark.parametrize("how", first(1, ["ckpt_path=last", "resume=auto", "newest", "ckpt_path=PATH"]))
+def test_a_run_is_resumed_with_its_own_settings_where_the_command_gives_none(run, tiny, pairs, tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / "it's a run=mine"
+    settings = ["adapter.target_modules=[attn.to_q]", "optimizer=adamw_schedule_free", "seed=5"]
+    run("train", *short(tiny, pairs, folder, 2), *settings)
+    path = folder / "checkpoints" / "last.ckpt"
+    places = [f"output_dir={folder}"] if "=" in how and "PATH" not in how else []
+    resume = {"newest": "ckpt_path=last", "ckpt_path=PATH": f"ckpt_path={path}"}.get(how, how)
+    text = run("train", resume, *places, "trainer.max_steps=3").text
+    assert [line for line in text.splitlines() if "note: " in line] == [
+        f"note: trainer.max_steps was 2 in {folder if 'PATH' in how else shorten(folder)} and is 3 now"
+    ]
+    resumed = folder
+    if "PATH" in how:  # it branches off into a folder of its own
+        [resumed] = (one for one in folder.parent.iterdir() if one != folder)
+    run("train", *short(tiny, pairs, tmp_path / "whole", 3), *settings)
+    assert lora_bytes(resumed) == lora_bytes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ckpt_path=last", "data.root=x"],
+        ["ckpt_path=last", "+model=flux_kontext"],
+        ["ckpt_path=last", "model/quantization=fp8"],
+        ["ckpt_path=last", "-m"],
+        ["ckpt_path=last", "-cn", "config"],
+        ["ckpt_path=null"],
+        ["resume=auto"],
+        ["optimizer.lr=1"],
+        ["ckpt_path=[", "resume=auto"],
+    ],
+)
+def test_a_command_with_settings_of_its_own_keeps_them(arguments, tmp_path):
+    run = RunFolder(tmp_path)
+    run.checkpoint.parent.mkdir()
+    run.checkpoint.touch()
+    run.config.touch()
+    given = [f"output_dir={tmp_path}", *arguments]
+    own = given if arguments != ["resume=auto"] else ["-cp", str(tmp_path), "-cn", "config", *given]
+    assert with_run_settings(given) == own
 
 
 def test_a_changed_setting_of_a_finished_run_is_answered(run, tiny, pairs, tmp_path):
