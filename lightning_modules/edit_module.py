@@ -32,7 +32,6 @@ from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.sampling import Sampler
 
-
 log = logging.getLogger("retouch")
 
 # In a checkpoint: the fingerprint of the training samples.

@@ -51,6 +51,20 @@ class Optimization:
         self.began_after = -1
         self.grad_norm: Tensor | None = None
 
+    def describe(self) -> str:
+        """Return the optimizer, its learning rate and the schedule in one line."""
+        lr = getattr(self.optimizer, "keywords", {}).get("lr")
+        name = getattr(getattr(self.optimizer, "func", self.optimizer), "__name__", "no optimizer")
+        return f"{name}{'' if lr is None else f', lr {lr:g}'}, schedule {self.schedule}"
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of the learning rate, with its warm-up."""
+        name = getattr(getattr(self.scheduler, "func", self.scheduler), "__name__", "constant")
+        warmup = getattr(self.scheduler, "keywords", {}).get("num_warmup_steps")
+        name = name.removeprefix("get_").removesuffix("_schedule_with_warmup")
+        return name + (f" after {warmup} warm-up steps" if warmup else "")
+
     def check(self) -> None:
         """Raise a UserError for an average of what an optimizer averages already."""
         if self.ema is None or self.optimizer is None:

@@ -18,12 +18,13 @@ from callbacks.hub_upload import HubUpload, check_upload
 from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
 from callbacks.peers import peers
-from callbacks.report.commands import predict_command
+from callbacks.report.commands import example, predict_command
 from callbacks.run_folder import RunFolder
 from callbacks.shares import of_first
 from callbacks.signals import Stopped, stop
 from callbacks.validation import Validation
 from callbacks.watchdog import Watchdog
+from datamodules.base import TrainingData
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.files import replacing
@@ -166,14 +167,18 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> float:
     if metrics is not None and not metrics.latest:
         log.info(f"nothing to do: {run} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
     validation = find_callback(trainer, Validation)
+    module: Any = trainer.lightning_module
+    kind = module.adapter.folder
     if validation is not None and validation.rows:
         log.info(validation.summary())
     if run.report.is_file():
         log.info(f"look at it: {run.report}")
-    module: Any = trainer.lightning_module
-    log.info(f"done: {run.weights(module.adapter.folder, 'last')}")
+    for line in [] if validation is None else validation.best_lines(str(run.path / kind))[:1]:
+        log.info(line)
+    log.info(f"done: {run.weights(kind, 'last')}")
+    photo, prompt = example(run, TrainingData.of(trainer))
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
-    log.info(f'try it: {predict_command(module, weights, {})} prompt="..."')
+    log.info(f"try it: {predict_command(module, weights, {'prompt': prompt}, photo)}")
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
     if not trainer.is_global_zero:  # only the first process measures
         return float("nan")

@@ -180,8 +180,13 @@ SCHEDULES = {
 @pytest.mark.parametrize("scheduler", first(1, SCHEDULES))
 def test_extended_run_takes_the_new_schedules_learning_rate_from_its_first_step(run, tiny, pairs, tmp_path, scheduler):
     settings = [f"scheduler={scheduler}", "optimizer.lr=0.003", "adapter.lora_plus_ratio=4"]
-    for steps, resume in ((4, "ckpt_path=null"), (8, "ckpt_path=last")):
-        text = run("train", *short(tiny, pairs, tmp_path / "run", steps), *settings, resume).text
+    assert "was read back" in run("train", *short(tiny, pairs, tmp_path / "run", 4), *settings).text
+    table = tmp_path / "run" / "metrics.csv"
+    former = metrics(tmp_path / "run")[-1]["seconds"]
+    table.write_text(table.read_text().replace(f",{former}\n", ",3600\n"))  # it took an hour
+    text = run("train", *short(tiny, pairs, tmp_path / "run", 8), *settings, "ckpt_path=last").text
+    assert "was read back" not in text
+    assert all(3600 < float(row["seconds"]) < 3700 for row in metrics(tmp_path / "run")[4:])
     expected = [0.003 * SCHEDULES[scheduler](step / 8) for step in range(4, 8)]
     assert [float(row["lr"]) for row in metrics(tmp_path / "run")][4:] == pytest.approx(expected, rel=1e-5)
     if scheduler == "cosine":
@@ -271,7 +276,7 @@ def test_all_that_changed_is_noted_when_a_run_is_resumed(run, tiny, pairs, tmp_p
 
 
 @pytest.mark.parametrize("how", first(1, ["ckpt_path=last", "resume=auto", "newest", "ckpt_path=PATH"]))
-def test_a_run_is_resumed_with_its_own_settings_where_the_command_gives_none(run, tiny, pairs, tmp_path, monkeypatch, how):
+def test_a_run_that_a_command_only_names_is_resumed_with_its_own_settings(run, tiny, pairs, tmp_path, monkeypatch, how):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "outputs" / "it's a run=mine"
     settings = ["adapter.target_modules=[attn.to_q]", "optimizer=adamw_schedule_free", "seed=5"]
