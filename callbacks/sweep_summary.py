@@ -72,11 +72,11 @@ class SweepSummary(Callback):
             sweep_job.set(f"{config.hydra.job.num + 1} of {self._count}: {' '.join(own)}")
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        sweep_job.set("")
         if self.folder is not None and not self.rows and any((self.folder / ROWS).glob("[!.]*.json")):
             self._summarize(self.folder, config)  # the jobs ran elsewhere, and what they printed is there
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        sweep_job.set("")
         if self.folder is None:
             return
         run = RunFolder(config.hydra.runtime.output_dir)

@@ -194,7 +194,8 @@ class Validation(L.Callback):
 
         lines = [f"best: {folder}/best, {at(best, self.monitor)}; {folder}/last: {at(last, self.monitor)}"]
         peaks = {name: self.best(name) for name in ("val_loss", *self.metrics) if name in last}
-        others = [at(row, name) for name, row in peaks.items() if row and row["step"] != best["step"] and name in row]
+        peaks = {name: row for name, row in peaks.items() if row and math.isfinite(self._score(row, name))}
+        others = [at(row, name) for name, row in peaks.items() if row["step"] != best["step"]]
         return [*lines, *([f"best at another step: {', '.join(others)}"] if others else [])]
 
     def _score(self, row: Mapping[str, float], figure: str | None = None) -> float:

@@ -1,5 +1,6 @@
 """A run on one page: report.html, self-contained, to be looked at while it is written and long after."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Report(L.Callback):
         """Write the page if it is older than `SECONDS_BETWEEN_PAGES`, or now."""
         assert isinstance(module, EditModule)
         if now or time.monotonic() - self._written >= SECONDS_BETWEEN_PAGES:
-            self._written = time.monotonic()
+            self._written = math.inf  # writing is noted as progress, too
             with module.base.timer.stage(NOT_TRAINING):
                 self._write(trainer, module, unfinished=True)
             self._written = time.monotonic()

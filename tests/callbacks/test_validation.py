@@ -17,7 +17,7 @@ from callbacks.report.commands import example
 from callbacks.report.page import read_strip
 from callbacks.run_folder import RunFolder
 from callbacks.validation import Validation
-from datamodules.files import Packed
+from datamodules.images.cells import Cell
 from datamodules.images.sample import Sample
 from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
@@ -80,7 +80,8 @@ def test_the_end_names_the_best_weights_and_a_command_that_works(run, pairs, tmp
 
 def test_a_picture_inside_of_a_table_is_named_by_the_runs_copy_of_it(tmp_path):
     run = RunFolder(tmp_path)
-    packed = Sample("a", Packed("a.parquet", 0, 9), (Packed("a.parquet", 9, 9),), ("make it snow",))
+    target, control = (Cell("a", "a.arrow", 0, 0, column) for column in ("target", "control"))
+    packed = Sample("a", target, (control,), ("make it snow",))
     data = SimpleNamespace(validation=None, samples=[packed])
     assert example(run, data) == ("PHOTO.png", "make it snow")
     run.control.parent.mkdir()
