@@ -91,7 +91,7 @@ def with_run_settings(arguments: list[str]) -> list[str]:
         return arguments
     run = RunFolder(local_folder(str(folder)) if folder is not None else run_folder(path))
     if path not in (None, "last"):
-        run = RunFolder.of_checkpoint(Path(path).expanduser())
+        run = RunFolder.of_checkpoint(Path(str(path)).expanduser())
     if not run.config.is_file() or not run.checkpoints():
         return arguments
     log.info(f"resuming with the settings of {run.config}")
@@ -204,7 +204,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     present = OmegaConf.create(settings)
     hidden, shape = [], False
     for path, value in found:
-        now, key = _value(present, path), ".".join(path)
+        now, key = _value(present, path), ".".join(map(str, path))
         if value == now or (value is ABSENT and not now):  # a setting that was not there yet, and is off
             continue
         was, now = (shown(str(None if one is ABSENT else one)) for one in (value, now))
