@@ -194,7 +194,7 @@ def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
 
     run = RunFolder(folder / row["job"])
     samples = sample_files(run)
-    strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if samples else []
+    strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if any(samples) else []
     return {
         "name": row["job"],
         "link": str(run.report.relative_to(folder)) if run.report.is_file() else "",

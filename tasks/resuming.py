@@ -192,6 +192,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     Raises:
         UserError: the checkpoint would restore the former value of a setting, and so hide that it has changed.
     """
+    from callbacks.report.page import SECRET
     from datamodules.shards.failures import shown
 
     if not run.config.is_file():
@@ -208,6 +209,8 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         if value == now or (value is ABSENT and not now):  # a setting that was not there yet, and is off
             continue
         was, now = (shown(str(None if one is ABSENT else one)) for one in (value, now))
+        if SECRET.search(key):
+            was = now = "***"
         what = f"{key} was {was} in {run} and is {now} now"
         if path[0] in RESTORED or path == ("objective", "_target_"):
             hidden.append(what)

@@ -10,13 +10,15 @@ import time
 
 import pytest
 import torch
+import yaml
 from diffusers.optimization import get_cosine_schedule_with_warmup
 from torch.optim import lr_scheduler
 
 from callbacks.run_folder import RunFolder, shorten
 from datamodules.errors import UserError
 from lightning_modules.optimization import Optimization
-from tasks.resuming import find_checkpoint, with_run_settings
+from tasks import resuming
+from tasks.resuming import check_resumable, find_checkpoint, with_run_settings
 from tests.support.combinations import first
 from tests.support.commands import kill_when, lora_bytes, metrics, short, wait_until
 from tests.support.hold import kill_before_the_first_checkpoint
@@ -328,6 +330,18 @@ def test_a_changed_setting_of_a_finished_run_is_answered(run, tiny, pairs, tmp_p
     text = run("train", *command, "seed=7").text
     assert "note: seed was 42 in" in text
     assert "nothing to do" in text
+
+
+def test_notes_of_changed_settings_show_no_secrets(tmp_path, monkeypatch):
+    noted = []
+    monkeypatch.setattr(resuming.log, "info", noted.append)
+    former, now = ({"logger": {"api_key": key}, "data": {"root": f"s3://me:{key}@host/x"}} for key in ("old", "new"))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(former))
+    check_resumable(now, RunFolder(tmp_path))
+    assert noted == [
+        f"note: data.root was s3://***@host/x in {tmp_path} and is s3://***@host/x now",
+        f"note: logger.api_key was *** in {tmp_path} and is *** now",
+    ]
 
 
 def test_what_was_learned_is_kept_when_a_run_fails(run, tiny, pairs, tmp_path):

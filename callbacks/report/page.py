@@ -104,7 +104,7 @@ def write_grid(run: RunFolder, path: Path | None = None, step: int | None = None
         most: samples, the first of all.
     """
     samples = {at: files for at, files in sample_files(run).items() if step is None or at <= step}
-    if len(samples) < 2:
+    if len(samples) < 2 or 0 not in samples:  # of a run that branched off, the base's are elsewhere
         return False
     before, after = (
         {name: read_strip(path) for name, path in samples[at].items()} for at in (min(samples), max(samples))

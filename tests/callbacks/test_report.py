@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import numpy as np
@@ -101,6 +102,8 @@ def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, m
 
     monkeypatch.setattr(Report, "_write", keep)
     monkeypatch.setattr(report, "SECONDS_BETWEEN_PAGES", seconds)
+    decoded = Counter()
+    monkeypatch.setattr(report, "read_strip", lambda path: decoded.update([path]) or read_strip(path))
     text = run("train", *settings, "sample_every=0", "trainer.log_every_n_steps=1").text
     assert re.search(rf"report +{tmp_path / 'run/report.html'}, kept up to date", text)
     assert "step 0 of 4" in pages[0]
@@ -116,6 +119,8 @@ def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, m
     assert any("step 4 of 4, sampling 2/2" in page for page in pages)
     assert any("step 4 of 4, validating 1/2" in page for page in pages)
     assert ">after</figcaption>" in pages[-1]
+    assert max(decoded.values()) == 2, "once for its result, once for its other parts, however many pages are written"
+    assert len(pages) > 20
 
 
 @pytest.mark.slow
