@@ -4,6 +4,7 @@ import csv
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -174,10 +175,9 @@ class Validation(L.Callback):
             parts.append(f"{name} {first[name]:.4g} -> {last[name]:.4g}{nothing}")
         return "  ".join(parts)
 
-    def best(self, figure: str | None = None) -> dict[str, float] | None:
-        """The best row so far after step 0, by this figure or the monitored one."""
-        rows = (row for row in self.rows if row["step"])
-        return max(rows, key=lambda row: self._score(row, figure), default=None)
+    def best(self) -> dict[str, float] | None:
+        """The best row so far after step 0."""
+        return max((row for row in self.rows if row["step"]), key=self._score, default=None)
 
     def best_lines(self, folder: str) -> list[str]:
         """Return a line that names the best weights, and one that names metrics that are best at another step.
@@ -192,9 +192,10 @@ class Validation(L.Callback):
         def at(row: Mapping[str, float], name: str) -> str:
             return f"{name} {row[name]:.4g} at step {row['step']:.0f}"
 
+        measured = [row for row in self.rows if row["step"]]
         lines = [f"best: {folder}/best, {at(best, self.monitor)}; {folder}/last: {at(last, self.monitor)}"]
-        peaks = {name: self.best(name) for name in ("val_loss", *self.metrics) if name in last}
-        peaks = {name: row for name, row in peaks.items() if row and math.isfinite(self._score(row, name))}
+        peaks = {name: max(measured, key=partial(self._score, figure=name)) for name in ("val_loss", *self.metrics)}
+        peaks = {name: row for name, row in peaks.items() if math.isfinite(self._score(row, name))}
         others = [at(row, name) for name, row in peaks.items() if row["step"] != best["step"]]
         return [*lines, *([f"best at another step: {', '.join(others)}"] if others else [])]
 

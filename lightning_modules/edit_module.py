@@ -222,10 +222,6 @@ class EditModule(L.LightningModule, Family):
         super().optimizer_step(*args, **kwargs)
         self.optimization.after_step()
 
-    def on_train_start(self) -> None:
-        scheduler: Any = self.lr_schedulers()
-        self.optimization.follow_schedule(scheduler, self.global_step)
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if reads_back(self.trainer, self.optimization.began_after):
             self.optimization.nonfinite.report()

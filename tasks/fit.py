@@ -55,6 +55,8 @@ class StartOfTraining(L.Callback):
                 f"{step}: output_dir must be a folder that all machines see; where it is in a bucket, start again"
             )
         trainer.fit_loop.epoch_loop.max_steps = self.max_steps
+        module: Any = pl_module
+        module.optimization.follow_schedule(module.lr_schedulers(), trainer.global_step)
 
 
 class SaveConfig(L.Callback):

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import reading, replacing
+from datamodules.shards import stores
 from tasks.terminal import is_first_process, log
 
 # Restored from the checkpoint, which would hide a changed setting.
@@ -69,17 +70,21 @@ def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -
     raise AssertionError
 
 
+def newest_run() -> RunFolder | None:
+    """Return the run below outputs/ that has saved last."""
+    checkpoints = Path("outputs").glob(str(RunFolder("**").checkpoint))
+    newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else RunFolder.of_checkpoint(newest)
+
+
 def with_run_settings(arguments: list[str]) -> list[str]:
     """Return the command line of train.py; if all it chooses is a run to resume, with that run's own config.yaml."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from tasks.folders import run_folder
-    from tasks.resolvers import CONF, local_folder
-
     settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
     chosen: dict[str, Any] = {}
-    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    groups = {path.name for path in (Path(__file__).parent.parent / "conf").iterdir() if path.is_dir()}
     own = groups | {"data.root", "data.shards", "model.pretrained_model_name_or_path"}
     if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
         return arguments
@@ -87,12 +92,13 @@ def with_run_settings(arguments: list[str]) -> list[str]:
         given = OverridesParser.create().parse_overrides([settings[key] for key in OF_A_START if key in settings])
         chosen = {one.key_or_group: one.value() for one in given}
     path, folder = chosen.get("ckpt_path"), chosen.get("output_dir")
-    if path is None and chosen.get("resume") != "auto":
+    if path is None and (chosen.get("resume") != "auto" or folder is None):
         return arguments
-    run = RunFolder(local_folder(str(folder)) if folder is not None else run_folder(path))
     if path not in (None, "last"):
-        run = RunFolder.of_checkpoint(Path(str(path)).expanduser())
-    if not run.config.is_file() or not run.checkpoints():
+        run: RunFolder | None = RunFolder.of_checkpoint(Path(str(path)).expanduser())
+    else:
+        run = newest_run() if folder is None else RunFolder(stores.local_folder(str(folder), "outputs"))
+    if run is None or not run.config.is_file() or not run.checkpoints():
         return arguments
     log.info(f"resuming with the settings of {run.config}")
     if folder is None:
