@@ -14,6 +14,7 @@ from tasks.folders import in_use
 from tasks.keys import check_keys, chosen_task
 from tasks.mirror import mirrored
 from tasks.resolvers import CONF
+from tasks.resuming import with_run_settings
 from tasks.settings import TRAINING, check_settings
 from tasks.slurm import queued_again
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors
@@ -81,8 +82,12 @@ def with_examples(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     """The command line."""
+
+    def complete(arguments: list[str]) -> list[str]:
+        return with_examples(with_run_settings(arguments))
+
     with command_line(), hydras_errors("train"):
-        sys.argv[1:] = read_arguments(sys.argv[1:], "train", with_examples)
+        sys.argv[1:] = read_arguments(sys.argv[1:], "train", complete)
         run()
 
 

@@ -86,11 +86,14 @@ class LoRACheckpoint(L.Callback):
         self.keep_checkpoints = keep_checkpoints
         self.model = model_header(model_name, model)
         self.saved_step = -1
+        self._was_read_back = False
         self._last_is_good = False  # else the run was resumed from one before, or from elsewhere
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_step = trainer.global_step
         self._last_is_good = self._resumed_from_last(trainer)
+        if self._last_is_good:  # an earlier start of the run has read its weights back
+            self._was_read_back, self.check = True, "never" if self.check == "once" else self.check
         if trainer.is_global_zero:
             self.run.remove_unfinished()
 
@@ -123,6 +126,7 @@ class LoRACheckpoint(L.Callback):
         if trainer.global_step == self.saved_step or pl_module.transformer is None:
             return
         with pl_module.base.timer.stage(NOT_TRAINING):
+            pl_module.base.timer.note_progress("saving")
             self._save(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, module: EditModule, *names: str, other: bool = False) -> None:
@@ -172,8 +176,10 @@ class LoRACheckpoint(L.Callback):
             self._remove_checkpoints(step)
         if self.check != "never" and trainer.is_global_zero:
             weights = self.run.weights(module.adapter.folder, "last")
-            if words := module.adapter.check_exported(weights, module.base):
+            words = module.adapter.check_exported(weights, module.base)
+            if words and not self._was_read_back:
                 log.info(f"{weights} was read back: {words}")
+            self._was_read_back = True
             self.check = "never" if self.check == "once" else self.check
 
     @contextlib.contextmanager

@@ -83,6 +83,7 @@ class Metrics(L.Callback):
         self._step = self._first_step = 0
         self._interval = _Interval(0.0, 0.0, 0.0)
         self._lr = 0.0
+        self._seconds_before = 0.0  # in earlier starts of the run
         self._peak: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -101,8 +102,9 @@ class Metrics(L.Callback):
             self._writer.writerows(earlier)
             for row in earlier:
                 self._remember(float(row["loss"]))
+                self._seconds_before = float(row["seconds"])
         self._interval = self._now(trainer, pl_module)
-        self._run_start = self._interval.seconds
+        self._run_start = self._interval.seconds - self._seconds_before
 
     def _now(self, trainer: L.Trainer, module: EditModule) -> "_Interval":
         aside = module.base.timer.seconds.get(NOT_TRAINING, 0.0)

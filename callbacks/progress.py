@@ -24,6 +24,9 @@ from rich.table import Table
 
 from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
+from callbacks.report.report import Report
+from callbacks.run_folder import RunFolder
+from callbacks.sweep_summary import sweep_job
 from datamodules.base import TrainingData
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
@@ -41,6 +44,17 @@ def panel(title: str, rows: Mapping[str, str], notes: Iterable[str]) -> Panel:
     for note in notes:
         table.add_row("[bold yellow]note[/bold yellow]", escape(note))
     return Panel(table, title=title, title_align="left", expand=False)
+
+
+def learning(module: EditModule) -> dict[str, str]:
+    """Rows about the objective, the optimizer and the work of a step."""
+    assert module.objective is not None
+    costs, objective = module.objective.describe(), module.objective.chosen
+    return {
+        **({"objective": objective} if objective else {}),
+        "learns by": module.optimization.describe(),
+        **({"a step has": f"a forward and backward; {costs}"} if costs else {}),
+    }
 
 
 class TerminalProgress(ProgressBar):
@@ -67,7 +81,7 @@ class TerminalProgress(ProgressBar):
 
     def begin(self, done: int, total: int) -> None:
         """Start to count, at `done` of `total`."""
-        self._total = total
+        self._total, self._done, self._numbers = total, done, ""
         self._start = self._last_line = time.monotonic()
         self._warm: tuple[int, float] | None = None  # the first count that was shown, and when
         if self.console.is_terminal:
@@ -89,6 +103,7 @@ class TerminalProgress(ProgressBar):
         The time left is estimated without the first one, which warms up; pictures and savings between steps count.
         """
         now, left = time.monotonic(), ""
+        self._done, self._numbers = done, numbers
         if self._warm is None:
             self._warm = (done, now)
         elif done > self._warm[0]:
@@ -97,8 +112,18 @@ class TerminalProgress(ProgressBar):
         if self._bar is not None:
             self._bar.update(self._task, completed=done, numbers=numbers, left=left)
         elif now - self._last_line >= self.line_every or done in (self._warm[0], self._total):
-            self._last_line = now
-            log.info("  ".join(part for part in (f"{self.unit} {done}/{self._total}", numbers, left) if part))
+            self._print(now, numbers, left)
+
+    def show_work(self, words: str) -> None:
+        """Show the work between two steps, such as sampling; after it, without words, the numbers again."""
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=words or self._numbers)
+        elif words and (now := time.monotonic()) - self._last_line >= self.line_every:
+            self._print(now, words)
+
+    def _print(self, now: float, *words: str) -> None:
+        self._last_line = now
+        log.info("  ".join(part for part in (f"{self.unit} {self._done}/{self._total}", *words) if part))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop()
@@ -160,8 +185,10 @@ class TrainingProgress(TerminalProgress):
             return
         assert isinstance(pl_module, EditModule)
         data = TrainingData.of(trainer)
-        self.console.print(panel("Retouch", self._summary(trainer, pl_module), data.notes))
+        rows = {**({"job": job} if (job := sweep_job.get()) else {}), **self._summary(trainer, pl_module)}
+        self.console.print(panel("Retouch", rows, data.notes))
         self.begin(self._step, trainer.max_steps)
+        pl_module.base.timer.listeners.append(self.show_work)
 
     def _summary(self, trainer: L.Trainer, module: EditModule) -> dict[str, str]:
         assert module.transformer is not None
@@ -182,10 +209,10 @@ class TrainingProgress(TerminalProgress):
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
             "memory": self._memory(module, count),
             "results": str(self.output_dir),
+            **learning(module),
         }
-        costs = "" if module.objective is None else module.objective.describe()
-        if costs:
-            rows["a step has"] = f"a forward and backward; {costs}"
+        if find_callback(trainer, Report) is not None:
+            rows["report"] = f"{RunFolder(self.output_dir).report}, kept up to date"
         assistant = module.execution.training_adapter
         if assistant is not None:
             rows["trains"] += f", with model.training_adapter={assistant.name} in training alone"
@@ -210,9 +237,9 @@ class TrainingProgress(TerminalProgress):
         if trainer.global_step == self._step or not (self.enabled and trainer.is_global_zero):
             return
         self._step = trainer.global_step
-        self.advance(self._step, self._numbers())
+        self.advance(self._step, self._measured())
 
-    def _numbers(self) -> str:
+    def _measured(self) -> str:
         assert self._metrics is not None
         now = self._metrics.latest
         return f"loss {now['loss_avg']:.4f}  lr {now['lr']:.2g}  {now['samples_per_second']:.3g} samples/s"

@@ -24,6 +24,7 @@ class RunFolder:
         checkpoint: what a run is resumed from.
         finished: how the run ended: its last step, and what a sweep compares.
         samples: a folder for each step at which sample pictures were made.
+        control: the first condition image of the first of them, which commands name.
         metrics: a row for each optimizer step.
         validation: a row for each set of sample pictures.
         grid: control, before, after and target.
@@ -36,6 +37,7 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoints" / "last.ckpt"
         self.finished = self.path / "finished.json"
         self.samples = self.path / "samples"
+        self.control = self.samples / "control.png"
         self.metrics = self.path / "metrics.csv"
         self.validation = self.path / "validation.csv"
         self.report = self.path / "report.html"

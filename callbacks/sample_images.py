@@ -112,7 +112,9 @@ class SampleImages(L.Callback):
 
     def sample(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write one strip for each of the first samples."""
+        note = module.base.timer.note_progress
         if not self._examples:
+            note("preparing samples")
             data = self.validation or TrainingData.of(trainer)
             guided = module.sampling_rules.negative_prompt(self.sampling) is not None
             examples = data.examples(share(trainer, self.count), empty_prompt=guided)
@@ -120,7 +122,8 @@ class SampleImages(L.Callback):
         made = []
         weights = inference_weights(module) if self._other is None else self._other.in_use()
         with torch.no_grad(), weights:
-            for pictures, latents in self._examples:
+            for number, (pictures, latents) in enumerate(self._examples, start=1):
+                note(f"sampling {number}/{len(self._examples)}")
                 height, width = pictures[-1].shape[-2:]
                 latents = module.encoder.refresh_prompt_embeds(latents)
                 result = module.sampler.sample(latents, self.sampling, (width, height), [self.seed])
@@ -128,9 +131,17 @@ class SampleImages(L.Callback):
                 made.append(Made(latents.keys[0], " ".join(latents.prompts), shown, result.cpu()))
         self.results = of_all(trainer, made)
         names = file_names([one.key for one in self.results])
+        if trainer.is_global_zero and self.results:
+            self._write_control(min(self.results, key=lambda made: names[made.key]))
         for one in self.results if trainer.is_global_zero else ():
             with best_effort(f"sample picture of {one.key}"):
                 self._write(trainer, names[one.key], one)
+
+    def _write_control(self, made: Made) -> None:
+        """Write the first control of the sample that commands name; its own file may be inside of a table or a tar."""
+        if len(made.pictures) > 1 and not self.run.control.is_file():
+            with best_effort(str(self.run.control)):
+                save_png(to_image(made.pictures[0]), self.run.control)
 
     def _write(self, trainer: L.Trainer, name: str, made: Made) -> None:
         *controls, target = made.pictures

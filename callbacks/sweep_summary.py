@@ -7,9 +7,11 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.utils import get_class
@@ -25,6 +27,10 @@ log = logging.getLogger("retouch")
 
 # A file for each job's row.
 ROWS = ".jobs"
+# Pixels of the longer side of sweep.png on the page.
+FIGURE = 1100
+# The job of a sweep that runs, for its summary: "2 of 3: optimizer.lr=1e-4".
+sweep_job = ContextVar("sweep_job", default="")
 
 
 class SweepSummary(Callback):
@@ -36,21 +42,41 @@ class SweepSummary(Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.folder: Path | None = None
+        self._swept: set[str] = set()
+        self._count = 0
         self.monitor = ""
         self.sign = 1.0  # -1 where more is better
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir)
+        with best_effort("names of the jobs"):
+            self._look_at(config.hydra)
         shutil.rmtree(self.folder / ROWS, ignore_errors=True)
         logs = OmegaConf.select(config, "hydra.launcher.submitit_folder")
         if logs is not None:
             log.info(f"jobs are queued; what they print goes to {shorten(logs).parent}")
+
+    def _look_at(self, hydra: DictConfig) -> None:
+        """Find the settings that differ between the jobs, and the number of these."""
+        params = (hydra.sweeper.get("params") or {}).items()
+        parser = OverridesParser.create()
+        given = parser.parse_overrides([*hydra.overrides.task, *(f"{key}={value}" for key, value in params)])
+        swept = [one for one in given if one.is_sweep_override()]
+        self._swept = {one.get_key_element() for one in swept}
+        count = hydra.sweeper.get("n_trials")
+        self._count = count or math.prod(len(list(one.sweep_string_iterator())) for one in swept)
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        if self.folder is not None:
+            own = [one for one in config.hydra.overrides.task if one.partition("=")[0] in self._swept]
+            sweep_job.set(f"{config.hydra.job.num + 1} of {self._count}: {' '.join(own)}")
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.folder is not None and not self.rows and any((self.folder / ROWS).glob("[!.]*.json")):
             self._summarize(self.folder, config)  # the jobs ran elsewhere, and what they printed is there
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        sweep_job.set("")
         if self.folder is None:
             return
         run = RunFolder(config.hydra.runtime.output_dir)
@@ -100,7 +126,10 @@ class SweepSummary(Callback):
 
     def _report(self, folder: Path, config: DictConfig) -> None:
         """The jobs' pictures on one page, sorted by what the sweep compares."""
-        from callbacks.report.page import render  # Hydra imports this file before it looks at the command
+        # Hydra imports this file before it looks at the command.
+        from PIL import Image
+
+        from callbacks.report.page import data_url, render
 
         held_out = any(RunFolder(folder / row["job"]).validation.is_file() for row in self.rows)
         monitor = config.monitor or ("val_loss" if held_out else "loss_avg")
@@ -115,6 +144,7 @@ class SweepSummary(Callback):
             jobs=[_job(folder, row) for row in sorted(self.rows, key=self._order)],
             monitor=monitor,
             picture_names="control, result, target",
+            figure=data_url(Image.open(folder / "sweep.png"), FIGURE) if (folder / "sweep.png").is_file() else "",
         )
 
     def _plot(self, folder: Path, config: DictConfig) -> None:
@@ -164,7 +194,7 @@ def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
 
     run = RunFolder(folder / row["job"])
     samples = sample_files(run)
-    strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if samples else []
+    strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if any(samples) else []
     return {
         "name": row["job"],
         "link": str(run.report.relative_to(folder)) if run.report.is_file() else "",

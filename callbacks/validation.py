@@ -4,6 +4,7 @@ import csv
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -110,6 +111,7 @@ class Validation(L.Callback):
             for number, one in zip(
                 range(data.sample_count)[mine], data.one_by_one(mine, empty_prompt=False), strict=True
             ):
+                module.base.timer.note_progress(f"validating {len(made) + 1}/{len(range(data.sample_count)[mine])}")
                 batch = module.encoder.latents(one, empty_prompt=False)
                 batch = batch.to(module.base.device)
                 seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
@@ -122,7 +124,6 @@ class Validation(L.Callback):
                     drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
                     losses.append(module.flow.losses_at(batch, drawn, module.normalize, module.denoise))
                 made.append(torch.cat(losses).cpu())
-                module.base.timer.note_progress()
         means = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()
         return {"val_loss": sum(means) / BANDS, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
 
@@ -137,9 +138,9 @@ class Validation(L.Callback):
                     continue
                 metric.reset()
                 if all(bool(pictures[1].isfinite().all()) for pictures in known):
-                    for pictures in known:
+                    for number, pictures in enumerate(known, start=1):
+                        module.base.timer.note_progress(f"measuring {name} {number}/{len(known)}")
                         metric.update(pictures[one], pictures[other])
-                        module.base.timer.note_progress()
                 scores[name + end] = float(metric.compute()) if metric.update_count else math.nan
         return scores
 
@@ -178,9 +179,30 @@ class Validation(L.Callback):
         """The best row so far after step 0."""
         return max((row for row in self.rows if row["step"]), key=self._score, default=None)
 
-    def _score(self, row: Mapping[str, float]) -> float:
-        """The monitored figure, more is better; what is not finite is worst."""
-        value, name = row.get(self.monitor, math.nan), self.monitor.removesuffix("_source")
+    def best_lines(self, folder: str) -> list[str]:
+        """Return a line that names the best weights, and one that names metrics that are best at another step.
+
+        Args:
+            folder: that contains `best` and `last`.
+        """
+        best, last = self.best(), self.latest
+        if best is None or not math.isfinite(self._score(best)):
+            return []
+
+        def at(row: Mapping[str, float], name: str) -> str:
+            return f"{name} {row[name]:.4g} at step {row['step']:.0f}"
+
+        measured = [row for row in self.rows if row["step"]]
+        lines = [f"best: {folder}/best, {at(best, self.monitor)}; {folder}/last: {at(last, self.monitor)}"]
+        peaks = {name: max(measured, key=partial(self._score, figure=name)) for name in ("val_loss", *self.metrics)}
+        peaks = {name: row for name, row in peaks.items() if math.isfinite(self._score(row, name))}
+        others = [at(row, name) for name, row in peaks.items() if row["step"] != best["step"]]
+        return [*lines, *([f"best at another step: {', '.join(others)}"] if others else [])]
+
+    def _score(self, row: Mapping[str, float], figure: str | None = None) -> float:
+        """The monitored figure or another, more is better; what is not finite is worst."""
+        figure = figure or self.monitor
+        value, name = row.get(figure, math.nan), figure.removesuffix("_source")
         higher = name in self.metrics and bool(self.metrics[name].higher_is_better)
         return -math.inf if not math.isfinite(value) else value if higher else -value
 

@@ -1,10 +1,12 @@
 """What a run and its callbacks may ask of their data."""
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol, Self
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, Self
 
 import lightning.pytorch as L
 from torch import Tensor
@@ -108,6 +110,18 @@ class TrainingData(DataModule, ABC):
     @abstractmethod
     def sample_count(self) -> int:
         """How many samples there are, not counting held-out ones."""
+
+    @cached_property
+    def fingerprint(self) -> list[Any]:
+        """The number of training samples and a hash of what is known of them, to compare when a run is resumed."""
+        known = hashlib.sha256()
+        for part in self.identities():
+            known.update(f"{part}\n".encode(errors="surrogatepass"))
+        return [self.sample_count, known.hexdigest()]
+
+    @abstractmethod
+    def identities(self) -> Iterable[object]:
+        """The facts that tell one set of training samples from another."""
 
     def captions(self) -> Counter[str]:
         """How many samples have each caption; none where batches do not carry the prompts as text."""

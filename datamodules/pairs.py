@@ -215,6 +215,10 @@ class PairsDataModule(TrainingData):
     def sample_count(self) -> int:
         return len(self.leading)
 
+    def identities(self) -> Iterable[object]:
+        yield from self.keys
+        yield from ((view.sample.prompts, view.repeats, view.weight) for view in self.views)
+
     def captions(self) -> Counter[str]:
         return Counter(prompt for sample in self.samples for prompt in sample.prompts)
 

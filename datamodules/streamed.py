@@ -97,6 +97,9 @@ class StreamedDataModule(TrainingData):
     def sample_count(self) -> int:
         return sum(shard.samples for shard in self.shards)
 
+    def identities(self) -> Iterator[object]:
+        return ((shard.samples, shard.prompts) for shard in self.shards)
+
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         return False  # not known
 

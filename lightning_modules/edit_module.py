@@ -1,5 +1,6 @@
 """A frozen pipeline with a trainable adapter in its transformer: Lightning's hooks, nothing else."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
@@ -30,6 +31,11 @@ from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.sampling import Sampler
+
+log = logging.getLogger("retouch")
+
+# In a checkpoint: the fingerprint of the training samples.
+SAMPLES = "samples"
 
 
 class EditModule(L.LightningModule, Family):
@@ -233,10 +239,15 @@ class EditModule(L.LightningModule, Family):
         self.sampler.loras.unmerge()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.trained.reduce_checkpoint(checkpoint, self.trainer.accumulate_grad_batches)
+        self.trained.reduce_checkpoint(checkpoint)
         self.optimization.save(checkpoint)
+        checkpoint[SAMPLES] = TrainingData.of(self.trainer).fingerprint
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:  # else the strategy has loaded it
             self.trained.require_same(checkpoint["state_dict"])
+        self.trained.restart_window(checkpoint, self.trainer.accumulate_grad_batches)
         self.optimization.load(checkpoint)
+        data = TrainingData.of(self.trainer)
+        if (earlier := checkpoint.get(SAMPLES)) not in (None, data.fingerprint):
+            log.info(f"note: the run had {earlier[0]:,} training samples; these {data.sample_count:,} are not the same")

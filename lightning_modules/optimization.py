@@ -1,6 +1,7 @@
 """What trains is updated: the optimizer, clipping, averaged weights."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -49,6 +50,20 @@ class Optimization:
         self.ema = EMA.of(ema)
         self.began_after = -1
         self.grad_norm: Tensor | None = None
+
+    def describe(self) -> str:
+        """Return the optimizer, its learning rate and the schedule in one line."""
+        lr = getattr(self.optimizer, "keywords", {}).get("lr")
+        name = getattr(getattr(self.optimizer, "func", self.optimizer), "__name__", "no optimizer")
+        return f"{name}{'' if lr is None else f', lr {lr:g}'}, schedule {self.schedule}"
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of the learning rate, with its warm-up."""
+        name = getattr(getattr(self.scheduler, "func", self.scheduler), "__name__", "constant")
+        warmup = getattr(self.scheduler, "keywords", {}).get("num_warmup_steps")
+        name = name.removeprefix("get_").removesuffix("_schedule_with_warmup")
+        return name + (f" after {warmup} warm-up steps" if warmup else "")
 
     def check(self) -> None:
         """Raise a UserError for an average of what an optimizer averages already."""
@@ -138,8 +153,31 @@ class Optimization:
         if self.ema is not None:
             self.ema.save(checkpoint)
 
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take it from there; raises UserError where the checkpoint has an EMA and the run has none, or the reverse."""
+    @staticmethod
+    def follow_schedule(scheduler: Any, steps: int) -> None:
+        """Set the learning rates to those of the configured schedule after this many steps.
+
+        The checkpoint restores the rates of the schedule it was saved with, which may have had another length.
+
+        Args:
+            scheduler: at its first step; None for a constant rate.
+        """
+        if scheduler is None or steps == 0:
+            return
+        for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # no step of the optimizer comes between
+            for _ in range(steps):
+                scheduler.step()
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Load the EMA from a checkpoint; the schedule is not restored but followed.
+
+        Raises:
+            UserError: only one of the checkpoint and the run has an EMA.
+        """
+        checkpoint["lr_schedulers"] = []
         if self.ema is not None:
             self.ema.load(checkpoint)
         elif KEY in checkpoint:

@@ -4,7 +4,9 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,8 +79,16 @@ class Sampler:
                 **dict.fromkeys(self.family.text_components),
                 **{name: one for name, one in settings.items() if name in known},
             )
-            self._pipeline.set_progress_bar_config(disable=True)
+            self._pipeline.progress_bar = self._note_steps
         return self._pipeline
+
+    @contextmanager
+    def _note_steps(self, iterable: None = None, total: int = 0) -> Iterator[Any]:
+        """Replace a pipeline's own progress bar: the timer's listeners show each denoising step."""
+        steps = itertools.count(1)
+        yield SimpleNamespace(
+            update=lambda *_: self.base.timer.note_progress(detail=f", denoising step {next(steps)}/{total}")
+        )
 
     def current_step(self) -> tuple[Tensor, Tensor] | None:
         """The sampling step that runs, as `rank_mask.mask_forwards` asks."""

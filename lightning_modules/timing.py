@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -46,6 +46,8 @@ class StageTimer:
     Attributes:
         running: the names of the stages at hand, the innermost last.
         done: grows where something is done: with each stage that ends, and each `note_progress`.
+        now: the work within a stage, in words, such as "sampling 2/4"; empty in training steps.
+        listeners: called at each `note_progress`, with `now` and how far it is.
         synchronize: a CUDA device to wait for at the borders of a stage.
     """
 
@@ -53,13 +55,23 @@ class StageTimer:
         self.seconds: dict[str, float] = {}
         self.running: list[str] = []
         self.done = 0
+        self.now = ""
+        self.listeners: list[Callable[[str], None]] = []
         self.synchronize: torch.device | None = None
         self._inner = 0.0
         self._aside = False  # whether a stage beside training runs
 
-    def note_progress(self) -> None:
-        """Within a stage that takes long: a part of it is done."""
+    def note_progress(self, now: str | None = None, detail: str = "") -> None:
+        """Within a stage that takes long: count a part of it as done, and tell the listeners.
+
+        Args:
+            now: the work that begins, in words; None if it continues.
+            detail: how far it is, appended to the words.
+        """
         self.done += 1
+        self.now = self.now if now is None else now
+        for listener in self.listeners:
+            listener(self.now + detail)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -70,7 +82,7 @@ class StageTimer:
                 yield
         finally:
             self.running.pop()
-            self.note_progress()
+            self.note_progress(None if self.running else "")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

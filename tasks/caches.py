@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from datamodules.errors import UserError, count_of, listing, without_credentials
 from datamodules.shards.bucket_cache import READ, cache_of
 from datamodules.shards.cache import USED, Cache
+from datamodules.shards.manifest import MANIFEST
 from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
@@ -76,13 +77,18 @@ def clean(cfg: DictConfig, _: Path) -> None:
             log.info(f"{cache.folder} is being filled: it stays")
         elif cache.folder != used:
             found.append((cache.folder, _described(cache), note.stat().st_mtime))
+    # The one that was used last, even after that of these settings, is likely to be used again.
+    newest = max((one for one in found if (one[0] / MANIFEST).is_file()), key=lambda one: one[2], default=None)
+    if newest is not None and newest[2] > _last_used(used):
+        log.info(f"{newest[0]}, {newest[1]}, was used last: it stays. Remove the folder by hand to free it")
+        found.remove(newest)
     for transformer in quantized_transformers(used.parent):
         if transformer.folder not in kept:
             found.append((transformer.folder, transformer.describe(), transformer.folder.stat().st_mtime))
     total = 0
     for folder, what, last_used in sorted(found):
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        when = time.strftime("%Y-%m-%d", time.localtime(last_used))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
         total += size
         log.info(f"{folder}  {decimal(size)}, {what}, last used {when}")
         if cfg.delete:
@@ -95,6 +101,10 @@ def clean(cfg: DictConfig, _: Path) -> None:
         log.info(f"delete=true frees {decimal(total)}; {used.name}, which these settings use, stays")
 
 
+def _last_used(folder: Path) -> float:
+    return (folder / USED).stat().st_mtime if (folder / USED).is_file() else 0.0
+
+
 def _described(cache: Cache) -> str:
     """What the cache holds, in a few words."""
     manifest = cache.manifest()
@@ -102,6 +112,7 @@ def _described(cache: Cache) -> str:
     model = parts.get("model", {}).get("repository", "a local model")
     what = f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
     left = [] if cache.on_disk else list(cache.folder.glob("latents-*.tar"))
-    return (what if parts else "never finished") + (
-        f", {count_of(len(left), 'shards')} of it not uploaded" if left else ""
-    )
+    users = cache.users()
+    by = f", used by {'; '.join(reversed(users[-3:]))}{' and others' if len(users) > 3 else ''}" if users else ""
+    lacking = f", {count_of(len(left), 'shards')} of it not uploaded" if left else ""
+    return (what if parts else "never finished") + lacking + by

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.filesize import decimal
 
-from callbacks.progress import panel
+from callbacks.progress import learning, panel
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.images.notes import bucket_notes
@@ -105,13 +105,12 @@ def rows(
         disk["quantized transformer"] = plan.weights
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]
-    costs = "" if module.objective is None else module.objective.describe()
     return {
         "model": f"{module.base.name} ({plan.precision}), {plan.parameters:,} parameters",
         "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": data.describe(),
         "an epoch": _epoch(data, plan.batch),
-        **({"a step has": f"a forward and backward; {costs}"} if costs else {}),
+        **learning(module),
         "heaviest batch": f"{plan.batch.samples} of {pictures}, {plan.batch.tokens:,} tokens",
         "GPU, training": _sum(training),
         "": "activations by gradient checkpointing: "

@@ -51,7 +51,8 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> "Cache":
     module = frozen_model(cfg, sampling=None)  # without sampling no transformer is loaded
     data.configure_for(module)
     cache = data.cache(module)
-    usable = cache.touch()
+    what = "task=cache" if cfg.task == "cache" else cfg.output_dir
+    usable = cache.touch(f"{what} (data.root={', '.join(map(str, data.roots))})" if is_first_process() else None)
     if not cache.on_disk:
         _hash_here(data, cache)
     if usable:

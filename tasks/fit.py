@@ -18,12 +18,13 @@ from callbacks.hub_upload import HubUpload, check_upload
 from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
 from callbacks.peers import peers
-from callbacks.report.commands import predict_command
+from callbacks.report.commands import example, predict_command
 from callbacks.run_folder import RunFolder
 from callbacks.shares import of_first
 from callbacks.signals import Stopped, stop
 from callbacks.validation import Validation
 from callbacks.watchdog import Watchdog
+from datamodules.base import TrainingData
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.files import replacing
@@ -55,6 +56,8 @@ class StartOfTraining(L.Callback):
                 f"{step}: output_dir must be a folder that all machines see; where it is in a bucket, start again"
             )
         trainer.fit_loop.epoch_loop.max_steps = self.max_steps
+        module: Any = pl_module
+        module.optimization.follow_schedule(module.lr_schedulers(), trainer.global_step)
 
 
 class SaveConfig(L.Callback):
@@ -85,8 +88,11 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
                     "for each, hub.push='owner/name-${hydra:job.num}'"
                 )
             check_upload(repository, OmegaConf.select(cfg, "hub.every", default="end"))
-        if cfg.resume and (value := read_end(run, cfg.trainer.max_steps)) is not None:
-            return value
+        max_steps = cfg.trainer.max_steps
+        if cfg.resume and (end := read_end(run, max_steps)) is not None:
+            check_resumable(run_settings(cfg), run)
+            log.info(f"nothing to do: {run} is finished, at step {end[0]} of trainer.max_steps={max_steps}")
+            return end[1]
         trainer = train(cfg, run)
         upload = find_callback(trainer, HubUpload)
         if upload is not None:  # behind the run, for which other processes would wait
@@ -102,7 +108,7 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     checkpoint, step = find_checkpoint(cfg.ckpt_path, cfg.resume, run) or (None, 0)
     settings = run_settings(cfg)  # before Hydra's instantiate, which resolves interpolations in place
     if checkpoint is not None:
-        check_resumable(settings, checkpoint)
+        check_resumable(settings, RunFolder.of_checkpoint(checkpoint))
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     # Plain lists and dicts: what goes into a checkpoint must load without this project's libraries.
@@ -166,14 +172,18 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> float:
     if metrics is not None and not metrics.latest:
         log.info(f"nothing to do: {run} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
     validation = find_callback(trainer, Validation)
+    module: Any = trainer.lightning_module
+    kind = module.adapter.folder
     if validation is not None and validation.rows:
         log.info(validation.summary())
     if run.report.is_file():
         log.info(f"look at it: {run.report}")
-    module: Any = trainer.lightning_module
-    log.info(f"done: {run.weights(module.adapter.folder, 'last')}")
+    for line in [] if validation is None else validation.best_lines(str(run.path / kind))[:1]:
+        log.info(line)
+    log.info(f"done: {run.weights(kind, 'last')}")
+    photo, prompt = example(run, TrainingData.of(trainer))
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
-    log.info(f'try it: {predict_command(module, weights, {})} prompt="..."')
+    log.info(f"try it: {predict_command(module, weights, {'prompt': prompt}, photo)}")
     measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
     if not trainer.is_global_zero:  # only the first process measures
         return float("nan")

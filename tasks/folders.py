@@ -15,12 +15,11 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import remove_temporary
 from datamodules.shards.leases import Leases
 from datamodules.shards.places import Folder
-from tasks.resuming import check_resume
+from tasks.resuming import check_resume, newest_run
 from tasks.terminal import is_first_process, log, one_line_errors
 
 # How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
@@ -36,10 +35,9 @@ BEGINS = ContextVar("begins", default=False)
 def run_folder(ckpt_path: str | None) -> str:
     """Where a run without output_dir= goes: a new folder, or with ckpt_path=last the newest one with a checkpoint."""
     if ckpt_path == "last" and is_first_process():
-        checkpoints = Path("outputs").glob(str(RunFolder("**").checkpoint))
-        newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
+        newest = newest_run()
         if newest is not None:
-            os.environ[INHERITED] = str(RunFolder.of_checkpoint(newest))
+            os.environ[INHERITED] = str(newest)
             return os.environ[INHERITED]
     return new_folder("%Y-%m-%d_%H-%M-%S")
 

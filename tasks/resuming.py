@@ -2,8 +2,11 @@
 
 import json
 import pickle
+import shlex
 import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import reading, replacing
+from datamodules.shards import stores
 from tasks.terminal import is_first_process, log
 
-# Restored from the checkpoint, which would hide a changed setting, or what it holds is of.
-SAVED = ("adapter", "optimizer", "scheduler", "ema")
+# Restored from the checkpoint, which would hide a changed setting.
+RESTORED = ("adapter", "optimizer", "ema")
+# Settings that say where and how a run starts, not how it trains.
+OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
+ABSENT = object()
+# Options with which a command has a config of its own, or is several.
+NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 # Of an adapter: weights of one cannot be those of another.
 SHAPES = (
     *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
@@ -61,6 +70,43 @@ def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -
     raise AssertionError
 
 
+def newest_run() -> RunFolder | None:
+    """Return the run below outputs/ that has saved last."""
+    checkpoints = Path("outputs").glob(str(RunFolder("**").checkpoint))
+    newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else RunFolder.of_checkpoint(newest)
+
+
+def with_run_settings(arguments: list[str]) -> list[str]:
+    """Return the command line of train.py; if all it chooses is a run to resume, with that run's own config.yaml."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
+    chosen: dict[str, Any] = {}
+    groups = {path.name for path in (Path(__file__).parent.parent / "conf").iterdir() if path.is_dir()}
+    own = groups | {"data.root", "data.shards", "model.pretrained_model_name_or_path"}
+    if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
+        return arguments
+    with suppress(HydraException):  # which Hydra reports when it composes
+        given = OverridesParser.create().parse_overrides([settings[key] for key in OF_A_START if key in settings])
+        chosen = {one.key_or_group: one.value() for one in given}
+    path, folder = chosen.get("ckpt_path"), chosen.get("output_dir")
+    if path is None and (chosen.get("resume") != "auto" or folder is None):
+        return arguments
+    if path not in (None, "last"):
+        run: RunFolder | None = RunFolder.of_checkpoint(Path(str(path)).expanduser())
+    else:
+        run = newest_run() if folder is None else RunFolder(stores.local_folder(str(folder), "outputs"))
+    if run is None or not run.config.is_file() or not run.checkpoints():
+        return arguments
+    log.info(f"resuming with the settings of {run.config}")
+    if folder is None:
+        place = arguments.index(settings["ckpt_path"])  # overrides must stand together
+        arguments = [*arguments[:place], "output_dir='${run_folder:${ckpt_path}}'", *arguments[place:]]
+    return ["-cp", str(run.path.absolute()), "-cn", "config", *arguments]
+
+
 def check_resume(cfg: DictConfig) -> None:
     """Raise a UserError for a `resume` that cannot be."""
     if cfg.resume not in (None, "auto"):
@@ -77,16 +123,13 @@ def write_end(run: RunFolder, step: int, value: float) -> None:
         temporary.write_text(json.dumps({"step": step, "value": value}) + "\n")
 
 
-def read_end(run: RunFolder, max_steps: int) -> float | None:
-    """What a sweep compares, if the run has ended at this step or behind it; None if there is something left to do."""
+def read_end(run: RunFolder, max_steps: int) -> tuple[int, float] | None:
+    """Return the last step, and the value that a sweep compares, of a run that has ended there or later; else None."""
     if not run.finished.is_file():
         return None
     with reading(run.finished, "delete it"):
         end = json.loads(run.finished.read_text())
-        if end["step"] < max_steps:
-            return None
-        log.info(f"nothing to do: {run} is finished, at step {end['step']} of trainer.max_steps={max_steps}")
-        return float(end["value"])
+        return (end["step"], float(end["value"])) if end["step"] >= max_steps else None
 
 
 def check_unused(run: RunFolder) -> None:
@@ -149,46 +192,67 @@ def start_anew(run: RunFolder) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_resumable(settings: dict[str, Any], checkpoint: Path) -> None:
-    """Compare the settings with those of the run that wrote the checkpoint.
+def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
+    """Compare the settings with those of the run that is resumed, and note each that has changed.
 
     Raises:
-        UserError: adapter, optimizer, schedule or EMA differ: they are restored from the checkpoint, which would hide a
-            changed setting.
+        UserError: the checkpoint would restore the former value of a setting, and so hide that it has changed.
     """
+    from callbacks.report.page import SECRET
     from datamodules.shards.failures import shown
 
-    config = RunFolder.of_checkpoint(checkpoint).config
-    if not config.is_file():
+    if not run.config.is_file():
         return
-    with reading(config, "remove the file, to resume without comparing the settings"):
-        saved: Any = OmegaConf.load(config)
-        earlier: Any = _without_idle_ema(OmegaConf.to_container(saved))
-        settings = _without_idle_ema(settings)
-        keys = [
-            (group, key)
-            for group in (*SAVED, "objective", "model", "data")
-            for key in sorted({**earlier.setdefault(group, {}), **settings[group]})
-        ]
+    with reading(run.config, "remove the file, to resume without comparing the settings"):
+        saved: Any = OmegaConf.load(run.config)
+        earlier: Any = _comparable(OmegaConf.to_container(saved))
         # A value that is computed from other settings, such as the length of a schedule, may change with them.
-        values = [OmegaConf.select(saved, f"{group}.{key}") for group, key in keys]
+        found = [(path, _value(saved, path)) for path in _changed(earlier, _comparable(settings))]
     present = OmegaConf.create(settings)
-    for (group, key), value in zip(keys, values, strict=True):
-        now = OmegaConf.select(present, f"{group}.{key}")
-        if earlier[group].get(key) != settings[group].get(key) and value != now:
-            if key not in earlier[group] and not now:
-                continue  # a setting that was not there yet, and is off
-            what = f"{group}.{key} was {shown(str(value))} in {config.parent} and is {shown(str(now))} now"
-            if group in SAVED or (group, key) == ("objective", "_target_"):
-                shape = group == "adapter" and key in SHAPES
-                weights = None if shape else RunFolder.of_checkpoint(checkpoint).saved_weights()
-                raise UserError(
-                    f"cannot resume with a changed setting: {what}. Leave ckpt_path out and {_from_weights(weights)}"
-                )
-            log.warning(f"note: {what}")
+    hidden, shape = [], False
+    for path, value in found:
+        now, key = _value(present, path), ".".join(map(str, path))
+        if value == now or (value is ABSENT and not now):  # a setting that was not there yet, and is off
+            continue
+        was, now = (shown(str(None if one is ABSENT else one)) for one in (value, now))
+        if SECRET.search(key):
+            was = now = "***"
+        what = f"{key} was {was} in {run} and is {now} now"
+        if path[0] in RESTORED or path == ("objective", "_target_"):
+            hidden.append(what)
+            shape |= path[0] == "adapter" and path[1] in SHAPES
+        else:
+            log.info(f"note: {what}")
+    if hidden:
+        weights = None if shape else run.saved_weights()
+        raise UserError(
+            f"cannot resume with a changed setting: {'; '.join(hidden)}. Leave ckpt_path out and "
+            f"{_from_weights(weights)}; or resume with the run's own settings: "
+            f"python train.py output_dir={shlex.quote(str(run))} ckpt_path=last"
+        )
 
 
-def _without_idle_ema(settings: Any) -> dict[str, Any]:
-    """With the EMA's settings only where there is one."""
+def _comparable(settings: Any) -> dict[str, Any]:
+    """Remove the settings that only start a run, and those of an EMA that is off."""
     ema = settings.get("ema") or {}
-    return {**settings, "ema": {} if ema.get("half_life") is None else ema}
+    kept = {key: value for key, value in settings.items() if key not in OF_A_START}
+    return {**kept, "ema": {} if ema.get("half_life") is None else ema}
+
+
+def _changed(earlier: dict[str, Any], now: dict[str, Any], group: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each setting that is written differently."""
+    for key in sorted({**earlier, **now}, key=str):
+        was, is_now = earlier.get(key, ABSENT), now.get(key, ABSENT)
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            yield from _changed(was, is_now, (*group, key))
+        elif was != is_now:
+            yield (*group, key)
+
+
+def _value(cfg: Any, path: tuple[str, ...]) -> Any:
+    """Return the resolved value of a setting; ABSENT if there is none."""
+    for key in path:
+        if not isinstance(cfg, DictConfig) or key not in cfg:
+            return ABSENT
+        cfg = cfg[key]
+    return OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg

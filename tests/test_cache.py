@@ -157,15 +157,38 @@ def test_old_caches_are_named_first_and_deleted_when_told(run, tiny, pairs, tmp_
     run("predict", *command)
     kept = only(tmp_path / "cache").folder
     run("predict", *command, "model.max_sequence_length=32")
+    run("predict", *command)
     clean = ["task=clean", *command[1:]]
     outcome = run("predict", *clean)
     assert "8 samples of FluxKontext" in outcome.text
+    assert f"used by task=cache (data.root={pairs}), last used 2" in outcome.text
     assert "delete=true frees" in outcome.text
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
     assert "freed" in run("predict", *clean, "delete=true").text
     assert only(tmp_path / "cache").folder == kept
     assert "nothing to free" in run("predict", *clean, "delete=true").text
     assert only(tmp_path / "cache").manifest()["samples"] == 8
+
+
+def test_the_cache_that_was_used_last_is_named_with_its_run_and_stays(run, tiny, pairs, tmp_path):
+    """Another command's settings, as those of the demo, do not delete it; older ones go."""
+    caches = f"data.cache_dir={tmp_path / 'cache'}"
+    train = [*short(tiny, pairs, tmp_path / "run", 1), caches]
+    folders = {}
+    for name, length in {"demo": 16, "old": 24, "mine": 32}.items():
+        known = {path.parent for path in tmp_path.glob("cache/*/.used")}
+        run("train", *train, f"output_dir={tmp_path / name}", f"model.max_sequence_length={length}")
+        [folders[name]] = {path.parent for path in tmp_path.glob("cache/*/.used")} - known
+    for number, name in enumerate(folders):
+        os.utime(folders[name] / ".used", (1000 + number, 1000 + number))
+    run("train", *train, f"output_dir={tmp_path / 'again'}", "model.max_sequence_length=32")
+    clean = ["task=clean", *cache_overrides(tiny, pairs, tmp_path / "cache")[1:], "model.max_sequence_length=16"]
+    text = run("predict", *clean, "delete=true").text
+    users = "; ".join(f"{tmp_path / name} (data.root={pairs})" for name in ("again", "mine"))
+    [line] = [line for line in text.splitlines() if line.startswith(f"{folders['mine']}, ")]
+    assert f"used by {users}, was used last: it stays" in line
+    assert f"used by {tmp_path / 'old'} (data.root={pairs}), last used 1970-" in text
+    assert [name for name in folders if folders[name].exists()] == ["demo", "mine"]
 
 
 def test_task_that_does_not_exist(run):

@@ -1,5 +1,6 @@
 """Runs that were stopped, killed or ended, and go on."""
 
+import math
 import os
 import resource
 import shlex
@@ -9,14 +10,19 @@ import time
 
 import pytest
 import torch
+import yaml
+from diffusers.optimization import get_cosine_schedule_with_warmup
+from torch.optim import lr_scheduler
 
-from callbacks.run_folder import RunFolder
+from callbacks.run_folder import RunFolder, shorten
 from datamodules.errors import UserError
-from tasks.resuming import find_checkpoint
+from lightning_modules.optimization import Optimization
+from tasks import resuming
+from tasks.resuming import check_resumable, find_checkpoint, with_run_settings
 from tests.support.combinations import first
 from tests.support.commands import kill_when, lora_bytes, metrics, short, wait_until
 from tests.support.hold import kill_before_the_first_checkpoint
-from tests.support.pictures import make_pairs
+from tests.support.pictures import make_pairs, photograph
 
 
 def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, tiny, tmp_path):
@@ -163,6 +169,179 @@ def test_a_run_is_not_resumed_with_a_changed_setting(run, tiny, pairs, tmp_path)
     text = run("train", *arguments, "ckpt_path=last", "trainer.max_steps=3", *changed).text
     assert "note: data.batch_size was 1 in" in text
     assert "note: objective.weighting was None in" in text
+
+
+# The factor of the learning rate after a share of the steps.
+SCHEDULES = {
+    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+    "linear": lambda share: 1 - share,
+    "constant": lambda share: 1.0,
+}
+
+
+@pytest.mark.parametrize("scheduler", first(1, SCHEDULES))
+def test_extended_run_takes_the_new_schedules_learning_rate_from_its_first_step(run, tiny, pairs, tmp_path, scheduler):
+    settings = [f"scheduler={scheduler}", "optimizer.lr=0.003", "adapter.lora_plus_ratio=4"]
+    assert "was read back" in run("train", *short(tiny, pairs, tmp_path / "run", 4), *settings).text
+    table = tmp_path / "run" / "metrics.csv"
+    former = metrics(tmp_path / "run")[-1]["seconds"]
+    table.write_text(table.read_text().replace(f",{former}\n", ",3600\n"))  # it took an hour
+    text = run("train", *short(tiny, pairs, tmp_path / "run", 8), *settings, "ckpt_path=last").text
+    assert "was read back" not in text
+    assert all(3600 < float(row["seconds"]) < 3700 for row in metrics(tmp_path / "run")[4:])
+    expected = [0.003 * SCHEDULES[scheduler](step / 8) for step in range(4, 8)]
+    assert [float(row["lr"]) for row in metrics(tmp_path / "run")][4:] == pytest.approx(expected, rel=1e-5)
+    if scheduler == "cosine":
+        assert expected == pytest.approx([0.0015, 0.000926, 0.000439, 0.000114], abs=5e-7)
+    assert "note: trainer.max_steps was 4 in" in text
+    assert text.count("note:") == 1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer, steps: get_cosine_schedule_with_warmup(optimizer, steps // 4, steps),
+        lambda optimizer, steps: lr_scheduler.CosineAnnealingLR(optimizer, steps),
+        lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, [0.3, 1.2], total_steps=steps),
+        lambda optimizer, steps: lr_scheduler.MultiStepLR(optimizer, [steps // 2]),
+        lambda optimizer, steps: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.CosineAnnealingLR(optimizer, steps)],
+            [steps // 3],
+        ),
+    ],
+    ids=["warmup", "annealing", "one cycle", "multi step", "sequential"],
+)
+@pytest.mark.parametrize("steps", [8, 12, 20])
+def test_a_resumed_schedule_has_the_rates_and_momenta_of_one_that_was_never_stopped(schedule, steps):
+    """Extended, as it was, and shortened; bit for bit."""
+
+    def start(steps):
+        groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.4)]
+        optimizer = torch.optim.AdamW(groups)
+        return optimizer, schedule(optimizer, steps)
+
+    def follow(optimizer, scheduler, count):
+        seen = []
+        for _ in range(count):
+            seen.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+            optimizer.step()
+            scheduler.step()
+        return seen
+
+    whole = follow(*start(steps), 8)
+    former, scheduler = start(12)
+    follow(former, scheduler, 5)
+    resumed, scheduler = start(steps)
+    resumed.load_state_dict(former.state_dict())
+    Optimization.follow_schedule(scheduler, 5)
+    assert follow(resumed, scheduler, 3) == whole[5:]
+
+
+def test_changed_accumulation_is_that_of_the_first_step_after_resuming(run, tiny, pairs, tmp_path):
+    settings = ["scheduler=constant", "trainer.log_every_n_steps=1"]
+    command = [*short(tiny, pairs, tmp_path / "run", 3), *settings]
+    run("train", *command, "trainer.accumulate_grad_batches=2")
+    counted = "+callbacks.count={_target_: tests.support.probes.CountBatches, file: " + f"{tmp_path / 'counts'}}}"
+    more = ["ckpt_path=last", "trainer.max_steps=5", "trainer.accumulate_grad_batches=4", counted]
+    assert "note: trainer.accumulate_grad_batches was 2 in" in run("train", *command, *more).text
+    assert (tmp_path / "counts").read_text().split() == ["4:4", "5:4"]
+
+
+def test_all_that_changed_is_noted_when_a_run_is_resumed(run, tiny, pairs, tmp_path):
+    root = shutil.copytree(pairs, tmp_path / "pairs")
+    command = short(tiny, root, tmp_path / "run", 2)
+    run("train", *command)
+    more = photograph("coffee", 32, 32)
+    for folder in ("training_images", "control_images"):
+        more.save(root / folder / "more.png")
+    shutil.copy(root / "training_images" / "00.txt", root / "training_images" / "more.txt")
+    changed = {
+        "seed": ("42", "7"),
+        "trainer.max_steps": ("2", "3"),
+        "trainer.gradient_clip_val": ("1.0", "0.5"),
+        "trainer.precision": ("32-true", "bf16-mixed"),
+        "data.val_count": ("0", "2"),
+        "data.caption_dropout_rate": ("0.1", "0.5"),
+        "model.timesteps.shift": ("None", "3.0"),
+        "objective.mask.outside": ("0.0", "0.5"),
+        "save_every": ("200", "5"),
+        "scheduler._target_": ("diffusers.optimization.get_cosine_schedule_with_warmup", "one"),
+    }
+    overrides = [f"{key}={now}" for key, (_, now) in changed.items() if key != "scheduler._target_"]
+    text = run("train", *command, *overrides, "scheduler=constant", "ckpt_path=last", "model.dtype=bfloat16").text
+    for key, (was, now) in changed.items():
+        [line] = [line for line in text.splitlines() if line.startswith(f"note: {key} was ")]
+        if key != "scheduler._target_":
+            assert line == f"note: {key} was {was} in {tmp_path / 'run'} and is {now} now"
+    assert "note: the run had 8 training samples; these 7 are not the same" in text
+
+
+@pytest.mark.parametrize("how", first(1, ["ckpt_path=last", "resume=auto", "newest", "ckpt_path=PATH"]))
+def test_a_run_that_a_command_only_names_is_resumed_with_its_own_settings(run, tiny, pairs, tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / "it's a run=mine"
+    settings = ["adapter.target_modules=[attn.to_q]", "optimizer=adamw_schedule_free", "seed=5"]
+    run("train", *short(tiny, pairs, folder, 2), *settings)
+    path = folder / "checkpoints" / "last.ckpt"
+    places = [f"output_dir={folder}"] if "=" in how and "PATH" not in how else []
+    resume = {"newest": "ckpt_path=last", "ckpt_path=PATH": f"ckpt_path={path}"}.get(how, how)
+    text = run("train", resume, *places, "trainer.max_steps=3").text
+    assert [line for line in text.splitlines() if "note: " in line] == [
+        f"note: trainer.max_steps was 2 in {folder if 'PATH' in how else shorten(folder)} and is 3 now"
+    ]
+    resumed = folder
+    if "PATH" in how:  # it branches off into a folder of its own
+        [resumed] = (one for one in folder.parent.iterdir() if one != folder)
+    run("train", *short(tiny, pairs, tmp_path / "whole", 3), *settings)
+    assert lora_bytes(resumed) == lora_bytes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ckpt_path=last", "data.root=x"],
+        ["ckpt_path=last", "+model=flux_kontext"],
+        ["ckpt_path=last", "model/quantization=fp8"],
+        ["ckpt_path=last", "-m"],
+        ["ckpt_path=last", "-cn", "config"],
+        ["ckpt_path=null"],
+        ["resume=auto"],
+        ["optimizer.lr=1"],
+        ["ckpt_path=[", "resume=auto"],
+    ],
+)
+def test_a_command_with_settings_of_its_own_keeps_them(arguments, tmp_path):
+    run = RunFolder(tmp_path)
+    run.checkpoint.parent.mkdir()
+    run.checkpoint.touch()
+    run.config.touch()
+    given = [f"output_dir={tmp_path}", *arguments]
+    own = given if arguments != ["resume=auto"] else ["-cp", str(tmp_path), "-cn", "config", *given]
+    assert with_run_settings(given) == own
+
+
+def test_a_changed_setting_of_a_finished_run_is_answered(run, tiny, pairs, tmp_path):
+    command = [*short(tiny, pairs, tmp_path / "run", 2), "resume=auto"]
+    run("train", *command)
+    error = run("train", *command, "optimizer.lr=1e-2", "adapter.alpha=3", ok=False).error
+    assert "optimizer.lr was 0.0001 in" in error
+    assert "adapter.alpha was " in error
+    text = run("train", *command, "seed=7").text
+    assert "note: seed was 42 in" in text
+    assert "nothing to do" in text
+
+
+def test_notes_of_changed_settings_show_no_secrets(tmp_path, monkeypatch):
+    noted = []
+    monkeypatch.setattr(resuming.log, "info", noted.append)
+    former, now = ({"logger": {"api_key": key}, "data": {"root": f"s3://me:{key}@host/x"}} for key in ("old", "new"))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(former))
+    check_resumable(now, RunFolder(tmp_path))
+    assert noted == [
+        f"note: data.root was s3://***@host/x in {tmp_path} and is s3://***@host/x now",
+        f"note: logger.api_key was *** in {tmp_path} and is *** now",
+    ]
 
 
 def test_what_was_learned_is_kept_when_a_run_fails(run, tiny, pairs, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import subprocess
 import warnings
 
@@ -24,7 +25,7 @@ from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
 from tasks.arguments import quote_values
 from tasks.contact_sheet import contact_sheet
-from tests.support.commands import compose
+from tests.support.commands import compose, short
 from tests.support.pictures import make_pairs
 
 
@@ -74,6 +75,34 @@ def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeyp
     assert portable_path("/home/ann/one") == "PATH_TO/one"
     assert portable_path("~/one") == "PATH_TO/one"
     assert portable_path("black-forest-labs/FLUX.1-Kontext-dev") == "black-forest-labs/FLUX.1-Kontext-dev"
+
+
+def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path):
+    """Each denoising step, held-out sample and metric, before step 1 as well; the rows name what learns."""
+    pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=3", "data.val_count=2"]
+    settings = [*pictures, "callbacks.progress.line_every=1e-9", "objective=slider", "adapter.dropout=0"]
+    text = run("train", *short(tiny, pairs, tmp_path / "run", 2, shown=True), *settings).text
+    lines = text.splitlines()
+    for step in (0, 2):
+        work = [line.partition("  ")[2] for line in lines if line.startswith(f"step {step}/2  ")]
+        for n in (1, 2):
+            for k in (1, 2, 3):
+                assert f"sampling {n}/2, denoising step {k}/3" in work
+            assert f"validating {n}/2" in work
+            assert f"measuring psnr {n}/2" in work
+    assert "step 2/2  saving" in lines
+    for name, value in {"objective": "slider", "learns by": "AdamW, lr 0.0001, schedule cosine"}.items():
+        assert re.search(rf"{name} +{value} ", text)
+    assert "slider, AdamW, lr 0.0001, schedule cosine, step 2 of 2" in (tmp_path / "run/report.html").read_text()
+    card = (tmp_path / "run/lora/last/README.md").read_text()
+    assert "| objective | slider |" in card
+    assert "| schedule | cosine |" in card
+
+
+def test_every_objective_but_the_default_is_named():
+    chosen = {"flow_matching": "", "slider": "slider", "dpo": "dpo"}
+    for name, words in chosen.items():
+        assert instantiate(compose("train", f"objective={name}").objective).chosen == words
 
 
 @pytest.mark.parametrize("size", [(20000, 16), (16, 20000), (1, 1), (64, 48), (3000, 3000)])

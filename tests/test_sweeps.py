@@ -1,15 +1,25 @@
 """Several runs of one command."""
 
 import csv
+import re
 
 import pytest
+from omegaconf import open_dict
+from PIL import Image
 
-from tests.support.commands import metrics, short
+from callbacks.report.page import data_url
+from callbacks.sweep_summary import FIGURE, SweepSummary, sweep_job
+from tests.support.commands import compose, metrics, short
 
 
 def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
     arguments = short(tiny, pairs, tmp_path / "sweep", 3)
-    run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", "callbacks.metrics.window=2")
+    swept = ["optimizer.lr=1e-4,1e-3", "scheduler=linear", "callbacks.metrics.window=2"]
+    text = run("train", "-m", *arguments, *swept).text
+    rates = ("0.0001", "0.001")
+    for number, rate in enumerate(rates, start=1):
+        assert re.search(rf"job +{number} of 2: optimizer.lr={rate} ", text)
+        assert re.search(rf"learns by +AdamW, lr {rate}, schedule linear ", text)
     with (tmp_path / "sweep" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["overrides"] for row in rows] == ["optimizer.lr=0.0001", "optimizer.lr=0.001"]
@@ -19,7 +29,26 @@ def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
         assert float(row["seconds"]) > 0
         means = [float(line["loss_avg"]) for line in metrics(tmp_path / "sweep" / str(number))]
         assert float(row["best_loss"]) == min(means[1:])
-    assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 5000
+    curves = Image.open(tmp_path / "sweep" / "sweep.png")
+    assert min(curves.size) > 500
+    assert data_url(curves, FIGURE) in (tmp_path / "sweep" / "report.html").read_text()
+
+
+def test_jobs_are_counted_over_all_swept_settings(tmp_path):
+    summary = SweepSummary()
+    config = compose("train", "optimizer.lr=1")
+    hydra = {
+        "sweep": {"dir": str(tmp_path)},
+        "sweeper": {"params": {"seed": "range(0,3)"}},
+        "overrides": {"task": ["optimizer.lr=1e-5,1e-4", "data.root='a,b'", "+note=choice(x,y)"]},
+    }
+    with open_dict(config):
+        config.hydra = {**hydra, "job": {"num": 6}}
+    summary.on_multirun_start(config)
+    config.hydra.overrides.task = ["optimizer.lr=0.0001", "data.root='a,b'", "+note=x", "seed=0"]
+    summary.on_job_start(config)
+    assert sweep_job.get() == "7 of 12: optimizer.lr=0.0001 +note=x seed=0"
+    sweep_job.set("")
 
 
 def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, tiny, pairs, tmp_path):

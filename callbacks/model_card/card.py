@@ -18,6 +18,7 @@ from callbacks.report.figures import metric_names, read_rows
 from callbacks.report.page import LARGEST, Strip, read_strip, sample_files, shareable, write_grid
 from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
+from callbacks.validation import Validation
 from datamodules.base import TrainingData
 from datamodules.files import replacing
 from lightning_modules.edit_module import EditModule
@@ -67,6 +68,8 @@ class Card(NamedTuple):
         data = TrainingData.of(trainer)
         words = {**self._what(trainer), **self._learned_from(data), **self._use(trainer, strips)}
         words |= self._pictures(data, shown, strips) | self._figures()
+        validated, kind = find_callback(trainer, Validation), self.module.adapter.folder if self.module.adapter else ""
+        words["best_lines"] = [] if validated is None else validated.best_lines(kind)
         words |= {"settings": self._settings(trainer.world_size), "origin": self.origin}
         words["metadata"] = self._metadata(words["trigger_word"] or words["caption"], strips)
         with replacing(path) as temporary:
@@ -175,6 +178,8 @@ class Card(NamedTuple):
             "optimizer steps": self.step,
             "optimizer": str(setting("optimizer._target_") or "").rpartition(".")[2] or None,
             "learning rate": setting("optimizer.lr"),
+            "schedule": self.module.optimization.schedule,
+            "objective": (self.module.objective and self.module.objective.chosen) or None,
             "half-life of the EMA in samples": None if ema is None or ema.sample_with == "raw" else ema.half_life,
             "samples a step": None if tokens else batch,
             "rank": adapter.get("rank"),

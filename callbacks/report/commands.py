@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from callbacks.report.page import Strip, without_secrets
+from callbacks.report.page import Strip, read_strip, sample_files, without_secrets
 from callbacks.report.quoting import PATHS, has_a_meaning, literal
-from callbacks.run_folder import RunFolder
-from callbacks.sample_images import SampleImages
+from callbacks.run_folder import RunFolder, shorten
+from callbacks.sample_images import SampleImages, file_names
+from datamodules.base import TrainingData
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.repository import repository_file, resolve_repository
@@ -21,11 +22,13 @@ class Names(NamedTuple):
         arguments: of predict.py.
         weights: for diffusers, a folder of weights, or a repository on the hub.
         models: for the base and the transformer, by their settings.
+        photo: for the image to edit.
     """
 
     arguments: Mapping[str, str]
     weights: str
     models: Mapping[str, str]
+    photo: str = "PHOTO.png"
 
     @classmethod
     def of_run(cls, module: EditModule, run: RunFolder, model_name: str) -> "Names":
@@ -36,7 +39,8 @@ class Names(NamedTuple):
         used = (module.base.name, module.base.transformer_name, *([chosen] if chosen else []))
         models = {name: without_secrets(portable_path(name)) for name in used}
         weights = str(RunFolder(folder).weights(module.adapter.folder, "last"))
-        return cls(module.adapter.predict_arguments(folder, model_name), weights, models)
+        photo = str(RunFolder(folder).control) if run.control.is_file() else "PHOTO.png"
+        return cls(module.adapter.predict_arguments(folder, model_name), weights, models, photo)
 
     def shown(self, model: str) -> str:
         """What stands for a base or a transformer, by its setting; for a folder that is none of these its last part."""
@@ -56,7 +60,7 @@ def commands(module: EditModule, names: Names, sampler: SampleImages | None, sam
     scales = (1,) if module.objective is None else module.objective.scales
     dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
     settings = {"prompt": prompt, **dial, **chosen, **sampling, "seed": seed}
-    found = {"Here": predict_command(module, names.arguments, settings)}
+    found = {"Here": predict_command(module, names.arguments, settings, names.photo)}
     # The stock Kontext pipeline takes one condition image.
     if images <= 1 or module.condition_images.most is not None:
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
@@ -81,9 +85,25 @@ def override(key: str, value: Any) -> str:
     return f"{key}={shlex.quote(text)}"
 
 
-def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+def example(run: RunFolder, data: TrainingData) -> tuple[str, str]:
+    """Return the image and the prompt of the first sample picture, or without these of the first sample."""
+    samples = getattr(data.validation or data, "samples", [])
+    made = sample_files(run)
+    prompt, found = "...", samples[0] if samples else None
+    if made:
+        name, path = next(iter(made[max(made)].items()))
+        prompt = read_strip(path).prompt
+        found = next((one for one in samples if file_names([one.key])[one.key] == name), None)
+    elif found is not None and found.prompts:
+        prompt = found.prompts[0]
+    if found is not None and found.controls and isinstance(found.controls[0], Path):
+        return str(shorten(found.controls[0])), prompt
+    return str(run.control) if run.control.is_file() else "PHOTO.png", prompt  # its own is inside of a larger file
+
+
+def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any], photo: str) -> str:
     """A command line of predict.py; `weights` are its arguments that name these."""
-    image = {} if module.condition_images.most == 0 else {"image": "PHOTO.png"}
+    image = {} if module.condition_images.most == 0 else {"image": photo}
     return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
 
 
@@ -109,7 +129,7 @@ def diffusers_code(
     base = names.models[module.base.name] if loading else names.weights
     base = transformer if whole else base
     base = "assets/shapes" if base == "embedded" else base
-    files = ["PHOTO.png"] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
+    files = [names.photo] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
     photos = ", ".join(f"load_image({name!r})" for name in files)
     image = photos if images == 1 else f"[{photos}]"
     lines = [

@@ -52,7 +52,7 @@ def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[
     if metrics:
         speed = statistics.median(float(row["samples_per_second"]) for row in metrics)
         numbers.append(("samples a second", f"{speed:.3g}"))
-        numbers.append(("GB at most", f"{float(metrics[-1]['peak_memory_gb']):.2f}"))
+        numbers.append(("GB at most", f"{max(float(row['peak_memory_gb']) for row in metrics):.2f}"))
         numbers.append(("minutes", f"{float(metrics[-1]['seconds']) / 60:.1f}"))
     return numbers
 

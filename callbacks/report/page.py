@@ -86,9 +86,9 @@ def without_secrets(text: str) -> str:
 
 def render(path: Path, **page: Any) -> None:
     """Write a page whole or not at all."""
-    lists = ("numbers", "jobs", "rows", "steps", "results", "curves", "data_lines", "thumbs")
+    lists = ("numbers", "jobs", "rows", "steps", "results", "curves", "data_lines", "thumbs", "lines")
     nothing: dict[str, Any] = {name: [] for name in lists}
-    nothing |= dict.fromkeys(("config", "monitor", "picture_names", "pictures_title", "subtitle"), "")
+    nothing |= dict.fromkeys(("config", "monitor", "picture_names", "pictures_title", "subtitle", "figure"), "")
     nothing |= {"commands": {}, "unfinished": False, "row_width": 420}
     template = TEMPLATE.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     with replacing(path) as temporary:
@@ -104,7 +104,7 @@ def write_grid(run: RunFolder, path: Path | None = None, step: int | None = None
         most: samples, the first of all.
     """
     samples = {at: files for at, files in sample_files(run).items() if step is None or at <= step}
-    if len(samples) < 2:
+    if len(samples) < 2 or 0 not in samples:  # of a run that branched off, the base's are elsewhere
         return False
     before, after = (
         {name: read_strip(path) for name, path in samples[at].items()} for at in (min(samples), max(samples))

@@ -1,5 +1,7 @@
 """A run on one page: report.html, self-contained, to be looked at while it is written and long after."""
 
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,20 @@ from callbacks.report.page import (
 )
 from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
+from callbacks.validation import Validation
 from datamodules.base import TrainingData
 from datamodules.images.dataset import pictures
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 
+# The page is written again when it is this old, and reloads itself as often.
+SECONDS_BETWEEN_PAGES = 15
+
 
 class Report(L.Callback):
-    """Writes report.html at the start, after each set of sample pictures, and at the end.
+    """Writes report.html at the start, every few seconds, after each set of sample pictures, and at the end.
+
+    What it shows is read from files of the run: writing it does not wait for the device.
 
     Args:
         output_dir: the run's folder.
@@ -45,7 +53,10 @@ class Report(L.Callback):
         self._data: dict[str, Any] = {}
         self._started = False
         self._results: dict[Path, str] = {}  # as data URLs
+        self._strips: dict[Path, dict[str, Any]] = {}  # of the last step's pictures
+        self._config = ""
         self._sampled_step = -1
+        self._written = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """At the first epoch: the first sample pictures and config.yaml are made in on_train_start."""
@@ -54,19 +65,37 @@ class Report(L.Callback):
             return
         self._started = True
         if trainer.is_global_zero:
-            with pl_module.base.timer.stage(NOT_TRAINING):
-                self._write(trainer, pl_module, unfinished=True)
+            self._renew(trainer, pl_module, now=True)
+            pl_module.base.timer.listeners.append(lambda _: self._renew(trainer, pl_module))
         sampler = find_callback(trainer, SampleImages)
         self._sampled_step = -1 if sampler is None else sampler.sampled_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        assert isinstance(pl_module, EditModule)
         sampler = find_callback(trainer, SampleImages)
-        if sampler is None or not trainer.is_global_zero or sampler.sampled_step in (self._sampled_step, -1):
-            return
-        self._sampled_step = sampler.sampled_step
-        with pl_module.base.timer.stage(NOT_TRAINING):
-            self._write(trainer, pl_module, unfinished=True)
+        sampled = sampler is not None and sampler.sampled_step not in (self._sampled_step, -1)
+        if sampler is not None:
+            self._sampled_step = sampler.sampled_step
+        if trainer.is_global_zero:
+            self._renew(trainer, pl_module, now=sampled)
+
+    def _renew(self, trainer: L.Trainer, module: L.LightningModule, now: bool = False) -> None:
+        """Write the page if it is older than `SECONDS_BETWEEN_PAGES`, or now."""
+        assert isinstance(module, EditModule)
+        if now or time.monotonic() - self._written >= SECONDS_BETWEEN_PAGES:
+            self._written = math.inf  # writing is noted as progress, too
+            with module.base.timer.stage(NOT_TRAINING):
+                self._write(trainer, module, unfinished=True)
+            self._written = time.monotonic()
+
+    def _strip(self, path: Path) -> dict[str, Any]:
+        strip = read_strip(path)
+        return {
+            "strip": strip,
+            "prompt": strip.prompt,
+            "controls": [data_url(control) for control in strip.controls],
+            "target": data_url(strip.target),
+            "size": "small" if max(strip.target.size) <= THUMBNAIL else "",
+        }
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
@@ -94,31 +123,29 @@ class Report(L.Callback):
     def _write_page(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         metrics, validation = read_metrics(self.run.metrics), read_rows(self.run.validation)
         samples = {step: files for step, files in sample_files(self.run).items() if step <= trainer.global_step}
-        last = {name: read_strip(path) for name, path in samples[max(samples)].items()} if samples else {}
+        last = samples[max(samples)] if samples else {}
+        self._strips = {path: self._strips.get(path) or self._strip(path) for path in last.values()}
         rows = []
-        for name, strip in last.items():
+        for name, path in last.items():
             results = [self._result(of_step[name]) if name in of_step else None for of_step in samples.values()]
-            rows.append(
-                {
-                    "prompt": strip.prompt,
-                    "controls": [data_url(control) for control in strip.controls],
-                    "results": results,
-                    "target": data_url(strip.target),
-                    "size": "small" if max(strip.target.size) <= THUMBNAIL else "",
-                }
-            )
+            rows.append({**self._strips[path], "results": results})
         data = TrainingData.of(trainer)
         if not self._data:
             with best_effort("part of the report on the data"):
                 self._data = describe_data(data, self.preview_count)
-        config = self.run.config
-        settings: Any = OmegaConf.to_container(OmegaConf.load(config)) if config.is_file() else {}
+        if not self._config and self.run.config.is_file():
+            self._config = OmegaConf.to_yaml(shareable(OmegaConf.to_container(OmegaConf.load(self.run.config))))
         step = trainer.global_step
-        sampler = find_callback(trainer, SampleImages)
+        sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
+        assert module.adapter is not None
+        assert module.objective is not None
+        what = [without_secrets(module.base.name), str(module.adapter), module.objective.chosen]
+        what += [module.optimization.describe(), f"step {step} of {trainer.max_steps}", module.base.timer.now]
         render(
             self.run.report,
             title=self.run.path.name,
-            subtitle=f"{without_secrets(module.base.name)}, {module.adapter}, step {step} of {trainer.max_steps}",
+            subtitle=", ".join(filter(None, what)),
+            lines=[] if validated is None else validated.best_lines(module.adapter.folder),
             numbers=headline(metrics, validation),
             rows=rows,
             steps=sorted(samples),
@@ -127,9 +154,9 @@ class Report(L.Callback):
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
             commands=commands(
-                module, Names.of_run(module, self.run, self.model_name), sampler, next(iter(last.values()), None)
+                module, Names.of_run(module, self.run, self.model_name), sampler, rows[0]["strip"] if rows else None
             ),
-            config=OmegaConf.to_yaml(shareable(settings)) if settings else "",
+            config=self._config,
             unfinished=unfinished,
             **self._data,
         )

@@ -63,8 +63,8 @@ class BucketCache(Cache):
     def leases(self) -> Leases:
         return Leases(self.bucket.inner("building"))
 
-    def touch(self) -> bool:
-        return super().touch() and self.bucket.may_write(USED)
+    def touch(self, by: str | None = None) -> bool:
+        return super().touch(by) and self.bucket.may_write(USED)
 
     def tars(self) -> dict[str, int]:
         return {name: one["size"] for name, one in self.bucket.names().items() if fnmatch(name, "latents-*.tar")}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datamodules.files import DAMAGED, remove_temporary, sha256
+from datamodules.files import DAMAGED, remove_temporary, replacing, sha256
 from datamodules.shards.checksums import Checksums
 from datamodules.shards.leases import Leases
 from datamodules.shards.manifest import INDEX, index_matches, read_manifest, write_index_and_manifest
@@ -137,16 +137,25 @@ class Cache:
         """Who does what of a build."""
         return Leases(Folder(self.folder / "building"))
 
-    def touch(self) -> bool:
-        """Note that the cache is used now; whether anything can be written here."""
+    def touch(self, by: str | None = None) -> bool:
+        """Note that the cache is used now, and by what; return whether anything can be written here."""
+        used = self.folder / USED
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / USED).touch()
+            used.touch()
+            if by is not None:
+                with replacing(used) as temporary:
+                    temporary.write_text("\n".join([*(one for one in self.users() if one != by), by]) + "\n", "utf-8")
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             return False
         return True
+
+    def users(self) -> list[str]:
+        """What has used the cache, the latest last."""
+        used = self.folder / USED
+        return used.read_text(encoding="utf-8").splitlines() if used.is_file() else []
 
     def recover(self) -> None:
         """Make the index agree with the tars; only one process may do this.

@@ -49,13 +49,14 @@ class TrainedParts:
             for name, tensor in self.adapter.tensors(part).items()
         }
 
-    def reduce_checkpoint(self, checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
-        """Leave out of a Lightning checkpoint what does not train.
-
-        An accumulation window that is not finished is left out, too: it is taken again from its start.
-        """
+    def reduce_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remove all but the trainable tensors from a Lightning checkpoint."""
         names = self.tensors()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
+
+    @staticmethod
+    def restart_window(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
+        """Make a Lightning checkpoint resume at the start of an accumulation window of the present length."""
         batches = checkpoint["global_step"] * accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counter in (progress["total"], progress["current"]):

@@ -34,6 +34,11 @@ class Objective(ABC):
     needs_empty_prompt: bool = False
     preserve_prompts: tuple[str, ...] = ()
 
+    @property
+    def chosen(self) -> str:
+        """The name to show in summaries; empty for the default objective."""
+        return "" if self.name == Objective.name else self.name
+
     def check(self, family: Family, adapter: Adapter) -> None:
         """Raise a UserError for a model or an adapter that it cannot train, before any weights are read."""
         if self.needs_base and adapter.trains_base:

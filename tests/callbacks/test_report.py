@@ -3,14 +3,18 @@
 import base64
 import csv
 import io
+import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
+from callbacks.report import report
 from callbacks.report.page import data_url, read_strip, shareable, without_secrets
+from callbacks.report.report import Report
 from tests.support.commands import lora_bytes, short
 from tests.support.pictures import make_pairs
 from tests.test_shown import pasted
@@ -86,10 +90,41 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
     assert grid.width > grid.height
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, monkeypatch, seconds):
+    """At each step that is written, while pictures are made, too; the base's picture is not what came after."""
+    pages = []
+    write = Report._write
+
+    def keep(self, *args, **more):
+        write(self, *args, **more)
+        pages.append((tmp_path / "run/report.html").read_text())
+
+    monkeypatch.setattr(Report, "_write", keep)
+    monkeypatch.setattr(report, "SECONDS_BETWEEN_PAGES", seconds)
+    decoded = Counter()
+    monkeypatch.setattr(report, "read_strip", lambda path: decoded.update([path]) or read_strip(path))
+    text = run("train", *settings, "sample_every=0", "trainer.log_every_n_steps=1").text
+    assert re.search(rf"report +{tmp_path / 'run/report.html'}, kept up to date", text)
+    assert "step 0 of 4" in pages[0]
+    assert ">before</figcaption>" in pages[0]
+    assert ">after</figcaption>" not in pages[0]
+    if seconds:
+        assert len(pages) == 3  # at the start, with the last pictures and at the end
+        return
+    for step in (1, 2, 3):
+        [page, *_] = (page for page in pages if f"step {step} of 4" in page)
+        assert len(json.loads(re.search(r"curves = (\[.*\])", page)[1])[0]["lines"][1]["points"]) >= step - 1
+        assert ">after</figcaption>" not in page
+    assert any("step 4 of 4, sampling 2/2" in page for page in pages)
+    assert any("step 4 of 4, validating 1/2" in page for page in pages)
+    assert ">after</figcaption>" in pages[-1]
+    assert max(decoded.values()) == 2, "once for its result, once for its other parts, however many pages are written"
+    assert len(pages) > 20
+
+
 @pytest.mark.slow
 def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_path, settings, monkeypatch):
-    from callbacks.report.report import Report
-
     pages = []
     write = Report._write
 
@@ -118,12 +153,11 @@ def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, s
     relative = [one for one in settings if not one.startswith("output_dir")]
     outcome = run("train", *relative, "output_dir=it's a run", "optimizer.lr=3e-2", "scheduler=constant")
     here, there = Page(tmp_path / "it's a run/report.html").blocks[:2]
-    photo = pairs / "control_images/03.png"
-    Image.open(photo).save("PHOTO.png")
     script, *overrides = pasted(here)
     assert script == "predict.py"
     printed = re.search("try it: (.*)", outcome.text)[1]
-    assert pasted(printed) == ["predict.py", "lora=it's a run", "image=PHOTO.png", "prompt=..."]
+    photo = f"image={pairs / 'control_images/03.png'}"
+    assert pasted(printed) == ["predict.py", "lora=it's a run", photo, "prompt=mirror picture 3"]
     run("predict", *overrides, "output_dir=out")
     [picture] = (tmp_path / "out").glob("*.png")
     base = re.search(r"from_pretrained\('([^']+)'", there)[1]

@@ -2,20 +2,29 @@
 
 import hashlib
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
 from PIL import Image
+from torchmetrics.image import PeakSignalNoiseRatio
 
 from callbacks.image_metrics import FeatureSimilarity, MaskIoU
+from callbacks.report.commands import example
 from callbacks.report.page import read_strip
+from callbacks.run_folder import RunFolder
 from callbacks.validation import Validation
+from datamodules.images.cells import Cell
+from datamodules.images.sample import Sample
+from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
 from tests.support.pictures import make_pairs
 from tests.support.tiny_pipelines import MODELS, every_model
+from tests.test_shown import pasted
 
 
 @pytest.fixture
@@ -24,6 +33,60 @@ def settings(tiny, pairs, tmp_path):
     common = short(tiny, pairs, tmp_path / "run", 4, shown=True)
     pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=2", "sample_every=2"]
     return [*common, *pictures, "data.val_count=2", "optimizer.lr=1e-2", "scheduler=constant", "save_every=2"]
+
+
+def test_the_best_weights_are_named_and_metrics_that_are_best_elsewhere(tmp_path):
+    validation = Validation(str(tmp_path), {}, None)
+    validation.metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0), "iou": MaskIoU()}
+    assert validation.best_lines("lora") == []
+    row = {"val_loss": 0.3, "psnr": 10.0, "psnr_nothing": 30.0, "iou": math.nan}
+    validation.rows = [
+        {"step": 0, **row},
+        {"step": 100, **row, "val_loss": 0.1815},
+        {"step": 200, **row, "psnr": 12.5},
+        {"step": 300, **row, "val_loss": 0.1965, "psnr": 11.0},
+    ]
+    assert validation.best_lines("lora") == [
+        "best: lora/best, val_loss 0.1815 at step 100; lora/last: val_loss 0.1965 at step 300",
+        "best at another step: psnr 12.5 at step 200",
+    ]
+    validation.monitor = "psnr"
+    best, others = validation.best_lines("run/model")
+    assert best == "best: run/model/best, psnr 12.5 at step 200; run/model/last: psnr 11 at step 300"
+    assert others == "best at another step: val_loss 0.1815 at step 100"
+
+
+def test_the_end_names_the_best_weights_and_a_command_that_works(run, pairs, tmp_path, settings):
+    """In the terminal, the report and the cards; with a held-out picture and its instruction."""
+    text = run("train", *settings).text
+    folder = tmp_path / "run"
+    best = min(rows(folder)[1:], key=lambda row: row["val_loss"])
+    last = rows(folder)[-1]
+    words = f"val_loss {best['val_loss']:.4g} at step {best['step']:.0f}; LORA/last: val_loss {last['val_loss']:.4g}"
+    assert f"best: {folder}/lora/best, {words.replace('LORA', f'{folder}/lora')} at step 4\n" in text
+    assert f"best: lora/best, {words.replace('LORA', 'lora')} at step 4" in (folder / "report.html").read_text()
+    for name in ("last", "best"):
+        card = (folder / "lora" / name / "README.md").read_text()
+        assert f"Best: lora/best, {words.replace('LORA', 'lora')} at step 4." in card
+        assert "PHOTO.png" in card
+    [*_, image, prompt] = pasted(text.partition("try it: ")[2].splitlines()[0])
+    assert image == f"image={pairs}/control_images/03.png"
+    assert prompt == "prompt=mirror picture 3"
+    command = Page(folder / "report.html").blocks[0]
+    assert "image=PATH_TO/run/samples/control.png " in command
+    assert "prompt='mirror picture 3'" in command
+    assert same(Image.open(folder / "samples/control.png"), Image.open(pairs / "control_images/03.png"))
+
+
+def test_a_picture_inside_of_a_table_is_named_by_the_runs_copy_of_it(tmp_path):
+    run = RunFolder(tmp_path)
+    target, control = (Cell("a", "a.arrow", 0, 0, column) for column in ("target", "control"))
+    packed = Sample("a", target, (control,), ("make it snow",))
+    data = SimpleNamespace(validation=None, samples=[packed])
+    assert example(run, data) == ("PHOTO.png", "make it snow")
+    run.control.parent.mkdir()
+    run.control.touch()
+    assert example(run, data) == (str(run.control), "make it snow")
 
 
 def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tiny, pairs, tmp_path):

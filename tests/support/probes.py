@@ -28,6 +28,21 @@ class DumpWeights(L.Callback):
         torch.save(trainable(pl_module), self.folder / f"rank{trainer.global_rank}.pt")
 
 
+class CountBatches(L.Callback):
+    """Writes STEP:BATCHES for each optimizer step: how many batches it accumulated."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.batches += 1
+        if not trainer.fit_loop._should_accumulate():
+            with self.file.open("a") as file:
+                print(f"{trainer.global_step}:{self.batches}", file=file)
+            self.batches = 0
+
+
 class LoadedModules(L.Callback):
     """Writes down what is imported when training ends."""
 
