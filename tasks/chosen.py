@@ -9,7 +9,7 @@ from datamodules.errors import UserError
 # Settings of predict.py that only some tasks look at; what stands below them is meant too.
 OF_TASKS = {
     **dict.fromkeys(("format", "rank", "merge", "merge_weights", "extract", "fuse", "export"), ("export",)),
-    **dict.fromkeys(("lora_scale", "merge_lora"), ("edit",)),
+    **dict.fromkeys(("lora_scale", "lora_weights", "merge_lora"), ("edit",)),
     "average": ("average",),
     "overwrite": ("caption", "export", "average"),
     "delete": ("clean",),

@@ -103,8 +103,8 @@ class Report(L.Callback):
                     "prompt": strip.prompt,
                     "controls": [data_url(control) for control in strip.controls],
                     "results": results,
-                    "target": data_url(strip.target),
-                    "size": "small" if max(strip.target.size) <= THUMBNAIL else "",
+                    "target": data_url(strip.target) if strip.target else "",
+                    "size": "small" if max(strip.result.size) <= THUMBNAIL else "",
                 }
             )
         data = TrainingData.of(trainer)
