@@ -128,9 +128,7 @@ def lora_weights(cfg: DictConfig, count: int, scales: list[float]) -> list[float
         return None
     weights = [float(weight) for weight in as_list(cfg, "lora_weights")]
     if len(weights) != count:
-        raise UserError(
-            f"lora_weights={cfg.lora_weights}: {len(weights)} strengths do not fit {count} LoRAs. Give each one."
-        )
+        raise UserError(f"lora_weights={cfg.lora_weights} does not fit lora=, which names {count}. Give each LoRA one.")
     return weights
 
 
