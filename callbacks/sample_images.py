@@ -20,7 +20,6 @@ from datamodules.edits import EditRequest, Requests, own_edits
 from datamodules.errors import UserError
 from datamodules.files import short_name
 from lightning_modules.edit_module import EditModule
-from lightning_modules.family import Sampling
 from lightning_modules.inference import inference_weights
 from lightning_modules.picture_transformer import PictureTransformer
 from lightning_modules.timing import NOT_TRAINING
@@ -32,12 +31,7 @@ NO_TARGET = "no target"
 
 
 class Shown(NamedTuple):
-    """A sample to be sampled: its controls and its target, each (1, 3, h, w), and its encoding.
-
-    Attributes:
-        target: None where there is none, as of `sample_root`.
-        size: (width, height) of the result.
-    """
+    """A sample to be sampled at `size` (width, height); an image of sample_root has no target."""
 
     controls: list[Tensor]
     target: Tensor | None
@@ -46,7 +40,7 @@ class Shown(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The contents of a strip, on the CPU; `target` as of `Shown`."""
+    """The contents of a strip, on the CPU; an image of sample_root has no target."""
 
     key: str
     prompt: str
@@ -92,13 +86,15 @@ class SampleImages(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, EditModule)
-        data, sampling = TrainingData.of(trainer), _sampling(pl_module)
-        if sampling.transformer_name_or_path is not None:
-            self._other = PictureTransformer(pl_module, sampling.transformer_name_or_path)
+        assert pl_module.sampler.sampling is not None
+        self.sampling = pl_module.sampler.sampling
+        self.negative_prompt = pl_module.sampling_rules.negative_prompt(self.sampling)
+        if self.sampling.transformer_name_or_path is not None:
+            self._other = PictureTransformer(pl_module, self.sampling.transformer_name_or_path)
             self._other.check()
         if self.edits is not None:
             self.edits.configure_for(pl_module)
-        if not data.needs_encoders and (self.edits is not None or pl_module.sampling_rules.negative_prompt(sampling)):
+        if not TrainingData.of(trainer).needs_encoders and (self.edits is not None or self.negative_prompt):
             # Before the transformer is loaded, next to which the encoders may not fit.
             pl_module.base.check()
             pl_module.base.check_files()
@@ -134,13 +130,12 @@ class SampleImages(L.Callback):
         """Write one strip for each of the first samples, and for each edit of sample_root."""
         if self._shown is None:
             self._shown = self._prepare(trainer, module)
-        sampling, made = _sampling(module), []
+        made = []
         weights = inference_weights(module) if self._other is None else self._other.in_use()
         with torch.no_grad(), weights:
             for controls, target, size, latents in self._shown:
-                latents = latents.to(module.base.device)
-                latents = module.encoder.refresh_prompt_embeds(latents, sampling.negative_prompt or "")
-                result = module.sampler.sample(latents, sampling, size, [self.seed])
+                latents = module.encoder.refresh_prompt_embeds(latents.to(module.base.device), self.negative_prompt)
+                result = module.sampler.sample(latents, self.sampling, size, [self.seed])
                 made.append(Made(latents.keys[0], " ".join(latents.prompts), controls, target, result.cpu()))
         self.results = of_all(trainer, made)
         names = file_names([one.key for one in self.results])
@@ -160,11 +155,10 @@ class SampleImages(L.Callback):
 
     def _prepare(self, trainer: L.Trainer, module: EditModule) -> list[Shown]:
         """Encode this process's share of the samples, and of sample_root."""
-        training = TrainingData.of(trainer)
+        training, negative = TrainingData.of(trainer), self.negative_prompt
         data = training.validation or training
         count = min(self.count, data.sample_count)
-        own: Requests | list[EditRequest] = [] if self.edits is None else self.edits.requests()
-        negative = module.sampling_rules.negative_prompt(_sampling(module))
+        own: Requests | list[EditRequest] = [] if self.edits is None else Requests(self.edits)
 
         def encode(batch: RawBatch | LatentBatch) -> LatentBatch:
             if isinstance(batch, RawBatch):
@@ -194,11 +188,6 @@ class SampleImages(L.Callback):
                 request = own[number - count]
                 shown.append(Shown(request.raw.controls, None, request.size, encode(request.raw)))
         return shown
-
-
-def _sampling(module: EditModule) -> Sampling:
-    assert module.sampler.sampling is not None
-    return module.sampler.sampling
 
 
 def file_names(keys: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import read_text
 from datamodules.images.conditions import ConditionImages, Model, model_of
-from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, belongs_to_another, further_controls
+from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, belongs_to_another, folder_images, further_controls
 from datamodules.images.prompts import lines_of, read_prompts
 from datamodules.images.transforms import image_size, verify_image
 
@@ -99,9 +99,8 @@ class EditsDataModule(PromptData):
         if prompts := list(read_prompts(path)):
             return prompts
         otherwise = ', or pass prompt="make it snow"' if self.setting == "image" else ""
-        raise UserError(
-            f"{self.setting}: say what to do with {path}: write it into {path.with_suffix('.txt')}{otherwise}"
-        )
+        where = f"{path.with_suffix('.txt')}{otherwise}"
+        raise UserError(f"{self.setting}: say what to do with {path}: write it into {where}")
 
     def setup(self, stage: str) -> None:
         self.configure_for(model_of(self.run))
@@ -119,9 +118,8 @@ class EditsDataModule(PromptData):
             if count and most == 0:
                 raise UserError(f"{name} makes pictures from the prompt alone: leave {self.setting}= out")
             if most and count > most:
-                raise UserError(
-                    f"{name} takes at most {self.condition_images.limit}, but {listing([str(path) for path in paths])} are {count}"
-                )
+                listed = listing([str(path) for path in paths])
+                raise UserError(f"{name} takes at most {self.condition_images.limit}, but {listed} are {count}")
 
     def all_prompts(self) -> list[PromptRequest]:
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
@@ -140,13 +138,9 @@ class EditsDataModule(PromptData):
         """The indices of this process's requests."""
         return range(self.run.global_rank, len(self), self.run.world_size)
 
-    def requests(self) -> "Requests":
-        """Return all requests, in order."""
-        return Requests(self)
-
     def predict_dataloader(self) -> DataLoader[EditRequest]:
         """This process's requests, one per batch."""
-        requests = self.requests()
+        requests = Requests(self)
         processes = self.run.world_size
         if processes > len(self):
             raise UserError(f"{processes} processes for {len(self)} images and prompts: use fewer devices")
@@ -198,15 +192,10 @@ class Requests(Dataset[EditRequest]):
 
 
 def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
-    """Return the edits of sample_root: of its images, or where it has none, samples from its texts alone.
-
-    Raises:
-        UserError: there are neither, or an image has no instruction.
-    """
-    path = Path(root).expanduser()
-    texts = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.suffix.lower() == ".txt" else []
-    if path.is_dir() and any(one.suffix.lower() in IMAGE_SUFFIXES for one in path.iterdir()):
-        texts = []
+    """Return the edits of sample_root: of its images, or where there are none, samples from its texts alone."""
+    path = Path(str(root)).expanduser()
+    no_images = path.is_dir() and not folder_images(path)
+    texts = sorted(path.glob("*.txt")) if no_images else [path] if path.suffix == ".txt" else []
     prompts = [prompt for text in texts for prompt in lines_of(read_text(text))]
     image = None if texts else root
     return EditsDataModule(image, prompts, None, None, [seed], [1.0], None, None, max_area, 1, "sample_root")
@@ -223,8 +212,8 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
         for one in listed:
             if not one.is_file() or one.suffix.lower() not in IMAGE_SUFFIXES:
                 raise UserError(
-                    f"{setting}=[...]: {one} is not an image file ({FORMATS}). A list names the references of one edit; "
-                    'for several edits give a folder or a glob, as "folder/*.jpg".'
+                    f"{setting}=[...]: {one} is not an image file. A list names the references of one edit. For several "
+                    'edits give a folder or a glob, as "folder/*.jpg".'
                 )
         return [listed]
     path = Path(image).expanduser()

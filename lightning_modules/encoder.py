@@ -144,16 +144,12 @@ class Encoder:
             batch = self(batch, "" if empty_prompt else None)
         return self.refresh_prompt_embeds(batch)
 
-    def refresh_prompt_embeds(self, batch: LatentBatch, negative_prompt: str = "") -> LatentBatch:
-        """Return the batch with the present outputs of the text encoders; where none train, as it is.
-
-        Args:
-            negative_prompt: the text of the batch's `empty_prompt`.
-        """
+    def refresh_prompt_embeds(self, batch: LatentBatch, negative_prompt: str | None = None) -> LatentBatch:
+        """Return the batch with the present outputs of the text encoders, if they train; `empty_prompt` is negative."""
         if not self.trains_text_encoders:
             return batch
         encode = self.family.encode_prompts
-        empty = encode(self.base.components, [negative_prompt]) if batch.empty_prompt else {}
+        empty = encode(self.base.components, [negative_prompt or ""]) if batch.empty_prompt else {}
         return replace(batch, prompt=encode(self.base.components, batch.prompts), empty_prompt=empty)
 
     def keep_prompts(self, requests: Sequence[PromptRequest], processes: int) -> None:

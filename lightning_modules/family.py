@@ -96,16 +96,11 @@ class SamplingRules(NamedTuple):
             )
 
     def without_effect(self, sampling: Sampling, takes_guidance: bool) -> Iterator[str]:
-        """Yield a line about each setting that changes nothing.
-
-        Args:
-            takes_guidance: whether the transformer follows guidance_scale.
-        """
+        """Yield a line about each setting that changes nothing, with a transformer that follows guidance or does not."""
         if sampling.negative_prompt and self.negative_prompt(sampling) is None:
             yield f"negative_prompt has no effect without {self.cfg_scale} above {self.cfg_above:g}"
-        if (sampling.guidance_scale or 0) > self.cfg_above * (
-            self.cfg_scale == "guidance_scale"
-        ) and not takes_guidance:
+        least = self.cfg_above if self.cfg_scale == "guidance_scale" else 0
+        if not takes_guidance and (sampling.guidance_scale or 0) > least:
             yield f"guidance_scale={sampling.guidance_scale:g} has no effect: this transformer does not follow it"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.edits import EditRequest
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
@@ -55,22 +55,15 @@ class Sampler:
                 self.check_source(self.base.source)
 
     def check_source(self, source: TransformerSource) -> None:
-        """Raise a UserError for a shift that the scheduler does not have; note settings without effect.
-
-        Args:
-            source: of the transformer to sample with.
-        """
+        """Raise a UserError for a shift that the transformer's scheduler cannot take; note settings without effect."""
         import diffusers
 
         assert self.sampling is not None
         rules, index = self.family.sampling_rules, self.base.index | source.pipeline_index()
         name = index["scheduler"][1]
         known = inspect.signature(getattr(diffusers, name, object).__init__).parameters
-        if missing := sorted(self.sampling.scheduler_config.keys() - known.keys()):
-            raise UserError(
-                f"shift={self.sampling.shift:g}: the {name} of {source.name} does not have {listing(missing)}. Leave "
-                "shift out."
-            )
+        if not self.sampling.scheduler_config.keys() <= known.keys():
+            raise UserError(f"shift={self.sampling.shift:g}: {name} of {source.name} takes no fixed shift. Leave it out.")
         guided = rules.cfg_scale == "guidance_scale"
         takes = not index.get("is_distilled") if guided else source.meta.config.get("guidance_embeds", False)
         for line in rules.without_effect(self.sampling, takes):

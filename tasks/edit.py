@@ -113,18 +113,13 @@ def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[flo
 
 
 def lora_weights(cfg: DictConfig, count: int, scales: list[float]) -> list[float] | None:
-    """Return the strength of each LoRA; None where they have none of their own.
-
-    Raises:
-        UserError: there are not as many as LoRAs, or it is not clear whether `scales` are meant as such.
-    """
+    """Return the strength of each LoRA, None for 1; raise a UserError where `scales` may be meant as such."""
+    if cfg.lora_weights is None and count == len(scales) > 1:
+        raise UserError(
+            f"lora_scale={cfg.lora_scale} for {count} LoRAs is ambiguous. For a strength of each LoRA write "
+            f"lora_weights={cfg.lora_scale}; for a picture of all at each scale add lora_weights={[1] * count}."
+        )
     if cfg.lora_weights is None:
-        if count == len(scales) > 1:
-            ones = ",".join(["1"] * count)
-            raise UserError(
-                f"lora_scale={cfg.lora_scale} for {count} LoRAs is ambiguous. For a strength of each LoRA write "
-                f"lora_weights={cfg.lora_scale}; for a picture of all of them at each scale add lora_weights=[{ones}]."
-            )
         return None
     weights = [float(weight) for weight in as_list(cfg, "lora_weights")]
     if len(weights) != count:

@@ -60,10 +60,7 @@ class StartOfTraining(L.Callback):
 class SaveConfig(L.Callback):
     """Writes config.yaml when all callbacks before it have started, since each of them may refuse the run.
 
-    The file marks a folder as a run's. `Report` reads it from the first epoch on. Loggers get what others may read.
-
-    Args:
-        resolved: the settings with their interpolations resolved, for loggers.
+    The file marks a folder as a run's. `Report` reads it from the first epoch on. Loggers get the resolved ones.
     """
 
     def __init__(self, run: RunFolder, settings: dict[str, Any], resolved: Any) -> None:

@@ -16,8 +16,7 @@ from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
-from tasks.edit import as_list, lora_weights
-from tasks.settings import PREDICTION, check_settings
+from tasks.edit import lora_weights
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.pictures import pixels, records
@@ -221,19 +220,14 @@ def test_weights_are_those_of_a_merged_export_and_of_diffusers(predict, run, sto
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            "lora_scale=[1,0.3]",
-            "lora_scale=[1, 0.3] for 2 LoRAs is ambiguous. For a strength of each LoRA write lora_wei",
-        ),
-        ("lora_weights=[1]", "lora_weights=[1] does not fit lora=, which names 2. Give each LoRA one."),
-        ("lora_weights=much", "lora_weights=much: must be a number or null or a list of them"),
+        (["lora_scale=[1,0.3]"], "lora_scale=[1, 0.3] for 2 LoRAs is ambiguous. For a strength of each LoRA write lora_wei"),
+        (["lora_weights=[1]"], "lora_weights=[1] does not fit lora=, which names 2. Give each LoRA one."),
+        (["lora_weights=[]"], "lora_weights=[]: the list is empty"),
     ],
 )
 def test_strengths_that_do_not_fit_the_loras_are_one_line(settings, words):
-    cfg = compose("predict", "lora=[a,b]", settings)
     with pytest.raises(UserError, match=re.escape(words)):
-        check_settings(cfg, PREDICTION)
-        lora_weights(cfg, 2, [float(scale) for scale in as_list(cfg, "lora_scale") if scale is not None])
+        lora_weights(compose("predict", "lora=[a,b]", *settings), 2, [1.0, 0.3])
 
 
 def test_scales_of_a_strip_and_weights_go_together():

@@ -94,7 +94,7 @@ def test_fixed_shift_is_the_closed_form(repositories, terminal):
     own = FlowMatchEulerDiscreteScheduler.from_pretrained(repositories["qwen_image_edit"], subfolder="scheduler")
     sigmas = [1.0, 0.75, 0.5, 0.25]
     own.set_timesteps(sigmas=sigmas, mu=0.7)
-    assert own.sigmas[-2] == pytest.approx(0.02), "the repository's: dynamic, stretched to its own terminal"
+    assert own.sigmas[-2] == pytest.approx(0.02, abs=1e-6), "the repository's: dynamic, stretched to its own terminal"
     fixed = Sampling(4, None, None, None, shift=3.0, shift_terminal=terminal).scheduler(own)
     fixed.set_timesteps(sigmas=sigmas, mu=0.7)
     least = 0.5 if terminal is None else terminal
@@ -120,7 +120,7 @@ def test_shift_gives_the_stock_pipelines_picture_with_such_a_scheduler(
     stock = stock_picture(repositories[model], None, monkeypatch, prepare=prepare, prompt="make it snow", **call)
     usual = stock_picture(repositories[model], None, monkeypatch, prompt="make it snow", **call)
     assert np.array_equal(own, (stock * 255).round().astype(int))
-    assert np.abs(own - usual * 255).max() > 3
+    assert not np.array_equal(own, (usual * 255).round().astype(int))
     [record] = records(tmp_path / "out")
     assert (record["shift"], record["shift_terminal"]) == (3.0, None)
 
@@ -138,11 +138,11 @@ def test_shift_that_cannot_be_followed_is_refused_before_weights(repositories, t
     copy = shutil.copytree(repositories["flux_kontext"], tmp_path / "heun")
     edit_json(copy / "model_index.json", scheduler=["diffusers", "FlowMatchHeunDiscreteScheduler"])
     with pytest.raises(
-        UserError, match="shift=3: the FlowMatchHeunDiscreteScheduler of .* does not have shift_terminal"
+        UserError, match=r"shift=3: FlowMatchHeunDiscreteScheduler of .* takes no fixed shift"
     ):
         sampler_of(copy, "flux_kontext", "model.sampling.shift=3").check()
     sampler_of(copy, "flux_kontext").check()
-    with pytest.raises(UserError, match="shift_terminal=0.1: without shift, the repository's scheduler sets both"):
+    with pytest.raises(UserError, match=r"shift_terminal=0.1: without shift, the repository's scheduler sets both"):
         sampler_of(repositories["flux_kontext"], "flux_kontext", "model.sampling.shift_terminal=0.1").check()
 
 
@@ -169,7 +169,7 @@ def test_shift_that_cannot_be_followed_is_refused_before_weights(repositories, t
 def test_sampling_settings_without_effect_are_noted(repositories, caplog, model, settings, note):
     note_once.cache_clear()
     sampler_of(repositories[model], model, *(f"model.sampling.{setting}" for setting in settings)).check()
-    assert [message[:85] for message in caplog.messages] == ([] if note is None else [f"note: {note}"[:85]])
+    assert [message.startswith(f"note: {note}") for message in caplog.messages] == [True] * (note is not None)
 
 
 def test_guidance_of_a_distilled_klein_is_noted(repositories, tmp_path, caplog):
@@ -209,7 +209,7 @@ def test_images_without_targets_are_sampled_as_predict_edits_them(run, arguments
             *negative,
         ]
     else:
-        settings += negative + ["data.val_count=1"]
+        settings += [*negative, "data.val_count=1"]
     run("train", *settings)
     run("predict", f"lora={tmp_path / 'run'}", f"image={own_images}", f"output_dir={tmp_path / 'out'}")
     sampled = results(tmp_path / "run", 2)
@@ -251,10 +251,10 @@ def test_what_is_wrong_with_images_of_ones_own_is_one_line(own_images, tmp_path,
         own_edits("/nowhere", 0, 1024)
     (own_images / "b.txt").write_text("x")
     module = sampler_of(repositories["qwen_image_edit"], "qwen_image_edit").family
-    with pytest.raises(UserError, match="takes at most 1 condition image, but .*b.png, .*b_control_1.png are 2"):
+    with pytest.raises(UserError, match=r"takes at most 1 condition image, but .*b.png, .*b_control_1.png are 2"):
         own_edits(str(own_images), 0, 1024).configure_for(module)
     Image.new("RGB", (8, 8)).save(own_images / "b_control_1.png")
-    with pytest.raises(UserError, match="b_control_1.png is 8x8: both sides must be at least 16"):
+    with pytest.raises(UserError, match=r"b_control_1.png is 8x8: both sides must be at least 16"):
         own_edits(str(own_images), 0, 1024)
 
 
