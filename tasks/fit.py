@@ -21,6 +21,7 @@ from callbacks.peers import peers
 from callbacks.report.commands import predict_command
 from callbacks.report.page import shareable
 from callbacks.run_folder import RunFolder
+from callbacks.sample_images import SampleImages
 from callbacks.shares import of_first
 from callbacks.signals import Stopped, stop
 from callbacks.validation import Validation
@@ -116,6 +117,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
+    if cfg.sample_root is not None and not any(isinstance(one, SampleImages) for one in configured):
+        raise UserError(f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out.")
     if isinstance(data, CachedDataModule) and data.shards is None:
         data.sample_set.require_root()
         module.check()
