@@ -17,7 +17,7 @@ from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling
-from lightning_modules.pretrained.frozen_base import FrozenBase, note_once
+from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import load_component
 from lightning_modules.pretrained.transformer import TransformerSource
 
@@ -42,6 +42,7 @@ class Sampler:
         self.sampling = sampling
         self.transformer: Any = None
         self._scheduler: Any = None
+        self._noted: set[str] = set()
         self._source: TransformerSource | None = None
         self._pipeline: Any = None
         self._samples = False  # what a pipeline says of its step stays as it was when a picture fails
@@ -67,7 +68,9 @@ class Sampler:
         guided = rules.cfg_scale == "guidance_scale"
         takes = not index.get("is_distilled") if guided else source.meta.config.get("guidance_embeds", False)
         for line in rules.without_effect(self.sampling, takes):
-            note_once(line)
+            if line not in self._noted:
+                log.warning(f"note: {line}")
+                self._noted.add(line)
 
     def use(self, transformer: Any, source: TransformerSource | None = None) -> None:
         """Make pictures with this one from now on; None lets go of the one before.

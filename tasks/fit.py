@@ -69,12 +69,14 @@ class SaveConfig(L.Callback):
         self.settings = settings
         self.resolved = resolved
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for logger in trainer.loggers:  # before Lightning has them write their files
+            logger.log_hyperparams(shareable(self.resolved))
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             with replacing(self.run.config) as temporary:
                 OmegaConf.save(OmegaConf.create(self.settings), temporary)
-            for logger in trainer.loggers:
-                logger.log_hyperparams(shareable(self.resolved))
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> float:
