@@ -100,7 +100,7 @@ class Report(L.Callback):
             results = [self._result(of_step[name]) if name in of_step else None for of_step in samples.values()]
             rows.append(
                 {
-                    "prompt": strip.prompt,
+                    "prompt": strip.prompt if strip.target else f"{strip.prompt} (of sample_root)",
                     "controls": [data_url(control) for control in strip.controls],
                     "results": results,
                     "target": data_url(strip.target) if strip.target else "",
