@@ -212,8 +212,8 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
         for one in listed:
             if not one.is_file() or one.suffix.lower() not in IMAGE_SUFFIXES:
                 raise UserError(
-                    f"{setting}=[...]: {one} is not an image file. A list names the references of one edit. For several "
-                    'edits give a folder or a glob, as "folder/*.jpg".'
+                    f"{setting}=[...]: {one} is not an image file. A list names the references of one edit. For "
+                    'several edits give a folder or a glob, as "folder/*.jpg".'
                 )
         return [listed]
     path = Path(image).expanduser()

@@ -96,7 +96,7 @@ class SamplingRules(NamedTuple):
             )
 
     def without_effect(self, sampling: Sampling, takes_guidance: bool) -> Iterator[str]:
-        """Yield a line about each setting that changes nothing, with a transformer that follows guidance or does not."""
+        """Yield a line about each setting that changes nothing, by whether the transformer follows guidance_scale."""
         if sampling.negative_prompt and self.negative_prompt(sampling) is None:
             yield f"negative_prompt has no effect without {self.cfg_scale} above {self.cfg_above:g}"
         least = self.cfg_above if self.cfg_scale == "guidance_scale" else 0

@@ -64,7 +64,9 @@ class Sampler:
         name = index["scheduler"][1]
         known = inspect.signature(getattr(diffusers, name, object).__init__).parameters
         if not self.sampling.scheduler_config.keys() <= known.keys():
-            raise UserError(f"shift={self.sampling.shift:g}: {name} of {source.name} takes no fixed shift. Leave it out.")
+            raise UserError(
+                f"shift={self.sampling.shift:g}: {name} of {source.name} takes no fixed shift. Leave it out."
+            )
         guided = rules.cfg_scale == "guidance_scale"
         takes = not index.get("is_distilled") if guided else source.meta.config.get("guidance_embeds", False)
         for line in rules.without_effect(self.sampling, takes):

@@ -120,7 +120,9 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
     if cfg.sample_root is not None and not any(isinstance(one, SampleImages) for one in configured):
-        raise UserError(f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out.")
+        raise UserError(
+            f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
+        )
     if isinstance(data, CachedDataModule) and data.shards is None:
         data.sample_set.require_root()
         module.check()

@@ -220,7 +220,10 @@ def test_weights_are_those_of_a_merged_export_and_of_diffusers(predict, run, sto
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["lora_scale=[1,0.3]"], "lora_scale=[1, 0.3] for 2 LoRAs is ambiguous. For a strength of each LoRA write lora_wei"),
+        (
+            ["lora_scale=[1,0.3]"],
+            "lora_scale=[1, 0.3] for 2 LoRAs is ambiguous. For a strength of each LoRA write lora_wei",
+        ),
         (["lora_weights=[1]"], "lora_weights=[1] does not fit lora=, which names 2. Give each LoRA one."),
         (["lora_weights=[]"], "lora_weights=[]: the list is empty"),
     ],

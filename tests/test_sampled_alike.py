@@ -136,9 +136,7 @@ def edit_json(path, **values):
 def test_shift_that_cannot_be_followed_is_refused_before_weights(repositories, tmp_path):
     copy = shutil.copytree(repositories["flux_kontext"], tmp_path / "heun")
     edit_json(copy / "model_index.json", scheduler=["diffusers", "FlowMatchHeunDiscreteScheduler"])
-    with pytest.raises(
-        UserError, match=r"shift=3: FlowMatchHeunDiscreteScheduler of .* takes no fixed shift"
-    ):
+    with pytest.raises(UserError, match=r"shift=3: FlowMatchHeunDiscreteScheduler of .* takes no fixed shift"):
         sampler_of(copy, "flux_kontext", "model.sampling.shift=3").check()
     sampler_of(copy, "flux_kontext").check()
     with pytest.raises(UserError, match=r"shift_terminal=0.1: without shift, the repository's scheduler sets both"):
@@ -288,6 +286,18 @@ def test_several_references_of_one_edit_stand_in_one_line(run, repositories, tmp
 def test_lists_that_are_no_references_are_one_line(settings, words):
     with pytest.raises(UserError, match=re.escape(words)):
         requests(compose("predict", "prompt=x", *settings), None, [1.0])
+
+
+def test_a_max_area_that_shrinks_nothing_is_noted(run, tmp_path):
+    request = ["prompt=x", "width=32", "height=32", "num_inference_steps=1"]
+    text = run("predict", *request, "max_area=4096", f"output_dir={tmp_path / 'noted'}").text
+    assert "note: max_area has no effect: no image is shrunk to it" in text
+    assert "max_area" not in run("predict", *request, f"output_dir={tmp_path / 'usual'}").text
+
+
+def test_images_of_ones_own_without_sample_images_are_refused(fails, own_images):
+    line = fails(f"sample_root={own_images}", "callbacks.sample_images=null")
+    assert line.endswith("callbacks.sample_images=null samples no images. Leave one out.")
 
 
 class Watching(CSVLogger):
