@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
@@ -59,6 +61,15 @@ def in_a_row(images: Sequence[Image.Image]) -> list[Image.Image]:
             part.paste(band, (0, (height - band.height) // 2))
         row.append(part)
     return [*row, last]
+
+
+def log_image(trainer: L.Trainer, name: str, image: Image.Image) -> None:
+    """Show an image of the present step in every logger that takes images."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(name, np.asarray(image), trainer.global_step, dataformats="HWC")
+        elif hasattr(logger, "log_image"):  # as of Weights & Biases
+            logger.log_image(name, [image], step=trainer.global_step)
 
 
 def strip_of(images: Mapping[str, Image.Image]) -> Image.Image:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
 from torch import Tensor
 
+from callbacks.image_writer import log_image
 from callbacks.run_folder import RunFolder
 from datamodules.base import TrainingData
 from datamodules.files import replacing
@@ -30,12 +31,10 @@ class RankHistogram(L.Callback):
 
     Args:
         output_dir: the run's folder; the picture is active_ranks.png.
-        num_inference_steps: of the sampling that is compared.
     """
 
-    def __init__(self, output_dir: str, num_inference_steps: int) -> None:
+    def __init__(self, output_dir: str) -> None:
         self.path = RunFolder(output_dir).active_ranks
-        self.num_inference_steps = num_inference_steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
@@ -49,7 +48,8 @@ class RankHistogram(L.Callback):
         [((width, height), _)] = data.size_counts().most_common(1)
         tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
         schedule = module.rank_gates[0].schedule
-        steps = module.base.sampling_timesteps(tokens, self.num_inference_steps)
+        assert module.sampler.sampling is not None
+        steps = module.base.sampling_timesteps(tokens, module.sampler.sampling)
         samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
         matching, shift = module.flow, module.base.dynamic_shift(tokens)
         t = flow.draw_timesteps(matching.seed, min(samples, ENOUGH), matching.timesteps, shift)
@@ -58,9 +58,8 @@ class RankHistogram(L.Callback):
         with replacing(self.path) as temporary:
             figure = draw_ranks(trained, used, schedule, f"{width}x{height}")
             figure.savefig(temporary, format="png")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure("active ranks", figure)
+        with Image.open(self.path) as image:
+            log_image(trainer, "active ranks", image.convert("RGB"))
         log.info(
             f"active rank of {schedule.rank}: {trained.float().mean():.1f} on average in training, "
             f"{used.float().mean():.1f} in {len(steps)} sampling steps at {width}x{height}; see {self.path}"

@@ -1,53 +1,67 @@
 """Fixed-seed pictures of a few samples, to see the edit being learned."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from torch import Tensor
 
 from callbacks.best_effort import best_effort
-from callbacks.image_writer import in_a_row, save_png, to_image
+from callbacks.image_writer import in_a_row, log_image, save_png, to_image
 from callbacks.run_folder import RunFolder
 from callbacks.shares import of_all, of_first, share
-from datamodules.base import Example, TrainingData
+from datamodules.base import TrainingData
 from datamodules.batch import LatentBatch, RawBatch
+from datamodules.edits import EditRequest, Requests, own_edits
+from datamodules.errors import UserError
 from datamodules.files import short_name
 from lightning_modules.edit_module import EditModule
-from lightning_modules.family import Sampling
 from lightning_modules.inference import inference_weights
 from lightning_modules.picture_transformer import PictureTransformer
 from lightning_modules.timing import NOT_TRAINING
 
 # The text chunk of a strip's PNG that lists the widths of its parts.
 PARTS = "parts"
+# Another one where the last part is the result, not a target.
+NO_TARGET = "no target"
+
+
+class Shown(NamedTuple):
+    """A sample to be sampled at `size` (width, height); an image of sample_root has no target."""
+
+    controls: list[Tensor]
+    target: Tensor | None
+    size: tuple[int, int]
+    latents: LatentBatch
 
 
 class Made(NamedTuple):
-    """What a strip shows, on the CPU: the controls and the target, and the result."""
+    """The contents of a strip, on the CPU; an image of sample_root has no target."""
 
     key: str
     prompt: str
-    pictures: list[Tensor]
+    controls: list[Tensor]
+    target: Tensor | None
     result: Tensor
 
 
 class SampleImages(L.Callback):
     """Before training, every `sample_every` steps and at the end: samples/step-N/KEY.png, control | result | target.
 
-    The same computation as predict.py's. It draws from a generator of its own, so training is the same with and
-    without it. Processes share the samples; the first one writes.
+    The same computation as predict.py's, with the same settings: model.sampling. It draws from a generator of its own,
+    so training is the same with and without it. Processes share the samples; the first one writes.
 
     Args:
         output_dir: the run's folder.
         sample_every: optimizer steps between two sets; 0 makes them at the end only.
         count: how many of the first samples that are held out, or where none are, of all.
-        num_inference_steps, guidance_scale, true_cfg_scale, seed: as in prediction; the negative prompt is "".
-        transformer_name_or_path: the transformer that makes them, of `PictureTransformer`; None for that which trains.
+        seed: as in prediction.
+        root: images without targets, of `own_edits`; None for none.
+        max_area: of these images, as in prediction.
 
     Attributes:
         validation: the data module of the held-out samples, where there are some.
@@ -56,23 +70,15 @@ class SampleImages(L.Callback):
     """
 
     def __init__(
-        self,
-        output_dir: str,
-        sample_every: int,
-        count: int,
-        num_inference_steps: int,
-        guidance_scale: float | None,
-        true_cfg_scale: float | None,
-        seed: int,
-        transformer_name_or_path: str | None,
+        self, output_dir: str, sample_every: int, count: int, seed: int, root: str | None, max_area: int
     ) -> None:
         self.run = RunFolder(output_dir)
         self.sample_every = sample_every
         self.count = count
-        self.sampling = Sampling(num_inference_steps, guidance_scale, true_cfg_scale, "", transformer_name_or_path)
         self.seed = seed
+        self.edits = None if root is None else own_edits(root, seed, max_area)
         self._other: PictureTransformer | None = None
-        self._examples: list[tuple[list[Tensor], LatentBatch]] = []  # this process's
+        self._shown: list[Shown] | None = None  # this process's
         self._step = 0
         self.validation: TrainingData | None = None
         self.results: list[Made] = []
@@ -80,10 +86,20 @@ class SampleImages(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, EditModule)
-        pl_module.sampling_rules.check(self.sampling, pl_module.pipeline_name)
+        assert pl_module.sampler.sampling is not None
+        self.sampling = pl_module.sampler.sampling
+        self.negative_prompt = pl_module.sampling_rules.negative_prompt(self.sampling)
         if self.sampling.transformer_name_or_path is not None:
             self._other = PictureTransformer(pl_module, self.sampling.transformer_name_or_path)
             self._other.check()
+        if self.edits is not None:
+            self.edits.configure_for(pl_module)
+        if not TrainingData.of(trainer).needs_encoders and (self.edits is not None or self.negative_prompt):
+            # Before the transformer is loaded, next to which the encoders may not fit.
+            pl_module.base.check()
+            pl_module.base.check_files()
+            self._shown = self._prepare(trainer, pl_module)
+            pl_module.base.components.release(*pl_module.text_components)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
@@ -111,24 +127,19 @@ class SampleImages(L.Callback):
             self.sampled_step = trainer.global_step
 
     def sample(self, trainer: L.Trainer, module: EditModule) -> None:
-        """Write one strip for each of the first samples."""
+        """Write one strip for each of the first samples, and for each edit of sample_root."""
         note = module.base.timer.note_progress
-        if not self._examples:
+        if self._shown is None:
             note("preparing samples")
-            data = self.validation or TrainingData.of(trainer)
-            guided = module.sampling_rules.negative_prompt(self.sampling) is not None
-            examples = data.examples(share(trainer, self.count), empty_prompt=guided)
-            self._examples = [self._prepare(module, example) for example in examples]
+            self._shown = self._prepare(trainer, module)
         made = []
         weights = inference_weights(module) if self._other is None else self._other.in_use()
         with torch.no_grad(), weights:
-            for number, (pictures, latents) in enumerate(self._examples, start=1):
-                note(f"sampling {number}/{len(self._examples)}")
-                height, width = pictures[-1].shape[-2:]
-                latents = module.encoder.refresh_prompt_embeds(latents)
-                result = module.sampler.sample(latents, self.sampling, (width, height), [self.seed])
-                shown = [picture.cpu() for picture in pictures]
-                made.append(Made(latents.keys[0], " ".join(latents.prompts), shown, result.cpu()))
+            for number, (controls, target, size, latents) in enumerate(self._shown, start=1):
+                note(f"sampling {number}/{len(self._shown)}")
+                latents = module.encoder.refresh_prompt_embeds(latents.to(module.base.device), self.negative_prompt)
+                result = module.sampler.sample(latents, self.sampling, size, [self.seed])
+                made.append(Made(latents.keys[0], " ".join(latents.prompts), controls, target, result.cpu()))
         self.results = of_all(trainer, made)
         names = file_names([one.key for one in self.results])
         if trainer.is_global_zero and self.results:
@@ -139,29 +150,55 @@ class SampleImages(L.Callback):
 
     def _write_control(self, made: Made) -> None:
         """Write the first control of the sample that commands name; its own file may be inside of a table or a tar."""
-        if len(made.pictures) > 1 and not self.run.control.is_file():
+        if made.controls and not self.run.control.is_file():
             with best_effort(str(self.run.control)):
-                save_png(to_image(made.pictures[0]), self.run.control)
+                save_png(to_image(made.controls[0]), self.run.control)
 
     def _write(self, trainer: L.Trainer, name: str, made: Made) -> None:
-        *controls, target = made.pictures
-        parts = in_a_row([to_image(picture) for picture in (*controls, made.result, target)])
-        strip = np.concatenate([np.asarray(part) for part in parts], axis=1)
+        shown = [*made.controls, made.result, *([] if made.target is None else [made.target])]
+        parts = in_a_row([to_image(picture) for picture in shown])
+        strip = Image.fromarray(np.concatenate([np.asarray(part) for part in parts], axis=1))
         facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": made.prompt}
-        path = self.run.samples_of(trainer.global_step) / f"{name}.png"
-        save_png(Image.fromarray(strip), path, facts)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image(f"samples/{name}", strip, trainer.global_step, dataformats="HWC")
+        if made.target is None:
+            facts[NO_TARGET] = "true"
+        save_png(strip, self.run.samples_of(trainer.global_step) / f"{name}.png", facts)
+        log_image(trainer, f"samples/{name}", strip)
 
-    def _prepare(self, module: EditModule, example: Example) -> tuple[list[Tensor], LatentBatch]:
-        """The pictures to show beside the result (decoded where there are no files), and the latents."""
-        if isinstance(example.batch, RawBatch):
-            negative = module.sampling_rules.negative_prompt(self.sampling)
-            return example.pictures, module.encoder(example.batch, negative)
-        latents = example.batch.to(module.base.device)
-        known = [image for image in (*latents.controls, latents.target_mean) if image is not None]
-        return example.pictures or [module.encoder.decode(module.normalize(image)) for image in known], latents
+    def _prepare(self, trainer: L.Trainer, module: EditModule) -> list[Shown]:
+        """Encode this process's share of the samples, and of sample_root."""
+        training, negative = TrainingData.of(trainer), self.negative_prompt
+        data = training.validation or training
+        count = min(self.count, data.sample_count)
+        own: Requests | list[EditRequest] = [] if self.edits is None else Requests(self.edits)
+
+        def encode(batch: RawBatch | LatentBatch) -> LatentBatch:
+            if isinstance(batch, RawBatch):
+                batch = replace(batch, target=None, rejected=None, mask=None)
+                return module.encoder.remembered(batch, negative, training.encodings)
+            if negative:
+                if module.condition_images.text_sees_them:
+                    raise UserError(
+                        f"negative_prompt={negative}: data.shards holds no images for the text encoder to see with it. "
+                        "Train on data.root, or set callbacks.sample_images=null."
+                    )
+                alone = RawBatch(["negative prompt"], [0], [negative], None, [])
+                batch.empty_prompt = module.encoder.remembered(alone, None, training.encodings).prompt
+            return batch
+
+        shown = []
+        for pictures, batch in data.examples(share(trainer, count), negative):
+            if not pictures:
+                assert isinstance(batch, LatentBatch)
+                known = [one for one in (*batch.controls, batch.target_mean) if one is not None]
+                pictures = [module.encoder.decode(module.normalize(one.to(module.base.device))) for one in known]
+            *controls, target = pictures
+            height, width = target.shape[-2:]
+            shown.append(Shown(controls, target, (width, height), encode(batch)))
+        for number in range(count + len(own))[share(trainer, count + len(own))]:
+            if number >= count:
+                request = own[number - count]
+                shown.append(Shown(request.raw.controls, None, request.size, encode(request.raw)))
+        return shown
 
 
 def file_names(keys: Sequence[str]) -> dict[str, str]:

@@ -200,5 +200,5 @@ def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
         "link": str(run.report.relative_to(folder)) if run.report.is_file() else "",
         "overrides": without_secrets(row["overrides"]),
         "value": f"{row['value']:.4g}" if row["value"] != "" else "failed",
-        "strips": [[data_url(one, THUMBNAIL) for one in (*s.controls, s.result, s.target)] for s in strips],
+        "strips": [[data_url(one, THUMBNAIL) for one in (*s.controls, s.result, s.target) if one] for s in strips],
     }

@@ -130,7 +130,7 @@ class Validation(L.Callback):
     def _measure(self, sampler: SampleImages, module: EditModule) -> dict[str, float]:
         """Each metric over all pictures: against the target, the source, and of doing nothing."""
         scores: dict[str, float] = {}
-        compared = [_in_unit_range(one) for one in sampler.results]
+        compared = [_in_unit_range(one) for one in sampler.results if one.target is not None]
         for name, metric in self.metrics.items():
             for end, (one, other) in {"": (1, 2), **ENDS}.items():
                 known = [pictures for pictures in compared if pictures[one] is not None and pictures[other] is not None]
@@ -209,9 +209,11 @@ class Validation(L.Callback):
 
 def _in_unit_range(made: Made) -> tuple[Any, Tensor, Tensor]:
     """Source (None where there is none), result and target, each (1, 3, H, W) in [0, 1]."""
-    *controls, target = (picture.float() for picture in made.pictures)
-    source = None
-    if controls:
-        source = torch.nn.functional.interpolate(controls[0], target.shape[-2:], mode="bilinear", antialias=True)
-    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in (source, made.result.float(), target)]
+    assert made.target is not None
+    source, sides = None, made.target.shape[-2:]
+    if made.controls:
+        control = made.controls[0].float()
+        source = torch.nn.functional.interpolate(control, sides, mode="bilinear", antialias=True)
+    pictures = source, made.result.float(), made.target.float()
+    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in pictures]
     return tuple(in_range)  # type: ignore[return-value]

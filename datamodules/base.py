@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import lightning.pytorch as L
@@ -83,6 +84,7 @@ class TrainingData(DataModule, ABC):
         notes: what may be a mistake, one line each.
         validation: the held-out samples, as a data module of their own; None if there are none.
         sizes: of each view of a sample; none where samples are streamed.
+        encodings: the folder of the model's cache, for encodings of samples that are shown; None where encoders stay.
     """
 
     batch_size: int
@@ -94,6 +96,7 @@ class TrainingData(DataModule, ABC):
     notes: list[str]
     validation: "TrainingData | None"
     sizes: Sizes = Sizes([], [])
+    encodings: Path | None = None
 
     def serve(self, objective: Asking | None) -> None:
         """Let batches have what an objective asks for; None asks for nothing."""
@@ -160,8 +163,13 @@ class TrainingData(DataModule, ABC):
         """The first `count` samples as pixels, each as a batch of one; none if the data is latents alone."""
 
     @abstractmethod
-    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
-        """These of the samples with their pictures; `empty_prompt` as in `one_by_one`."""
+    def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
+        """Return these of the samples with their pictures.
+
+        Args:
+            negative_prompt: to guide away from; a cache holds the conditioning of "" only, and with another prompt
+                batches are pixels where there are some. None where it is not needed.
+        """
 
     def train_dataloader(self) -> Prefetcher:
         self._refuse_epochs()

@@ -139,6 +139,7 @@ class CachedDataModule(PairsDataModule):
 
     def open(self, cache: Cache) -> None:
         """Find the samples in the cache; of data.root it must have all."""
+        self.encodings = cache.folder
         self.encoded = cache if self.shards is None else Cache(Path(self.shards).expanduser(), {})
         self.tars = self.encoded.readable_tars(self.cache_limit)
         if self.shards is not None:
@@ -232,8 +233,10 @@ class CachedDataModule(PairsDataModule):
     def train_batches(self) -> ThreadedLoader:
         return ThreadedLoader(self.reader(self.with_empty_prompt, self.seed), self.sampler(), self.num_workers)
 
-    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
-        batches = self.one_by_one(which, empty_prompt)
+    def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
+        if self.samples and negative_prompt:
+            return super().examples(which, negative_prompt)
+        batches = self.one_by_one(which, negative_prompt is not None)
         if not self.samples:
             return [Example([], batch) for batch in batches]
         return [Example(pictures(raw), batch) for raw, batch in zip(self.raw_one_by_one(which), batches, strict=True)]

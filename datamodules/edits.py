@@ -10,18 +10,19 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
-from datamodules.errors import UserError, printable
+from datamodules.errors import UserError, listing, printable
 from datamodules.files import read_text
-from datamodules.images.conditions import ConditionImages, model_of
+from datamodules.images.conditions import ConditionImages, Model, model_of
 from datamodules.images.folders import (
     FORMATS,
     IMAGE_SUFFIXES,
+    Listing,
     belongs_to_another,
     find_file,
     further_controls,
     stem_of,
 )
-from datamodules.images.prompts import text_prompts
+from datamodules.images.prompts import read_prompts, text_prompts
 from datamodules.images.transforms import image_size, verify_image
 
 
@@ -50,20 +51,22 @@ class EditsDataModule(PromptData):
     """Every image with every prompt.
 
     Args:
-        image: a file, a folder or a glob; None makes pictures from the prompt alone.
-            `X_control_1.*`, ... beside `X.*` are its further control images, as in training.
+        image: a file, a folder or a glob; a list of files is one edit with several references; None samples from the
+            prompt alone. `X_control_1.*`, ... alongside `X.*` are its further control images, as in training.
         prompt: one instruction, or several.
-        prompts_file: instead of `prompt`, a UTF-8 file with one instruction per line.
+        prompts_file: instead of `prompt`, a UTF-8 file with one instruction per line. Without either, each image has
+            its own, in X.txt alongside it.
         negative_prompt: encoded too, unless None.
         seeds, lora_scales: each prompt gives a picture for each pair of them.
         height, width: of the result; None for the image's own size floored to 16, or the model's without an image.
         max_area: larger images are shrunk to this many pixels before the edit.
         batch_size: pictures of one image that are made at once.
+        setting: the name of `image` in messages.
     """
 
     def __init__(
         self,
-        image: str | None,
+        image: str | Sequence[str] | None,
         prompt: str | Sequence[str] | None,
         prompts_file: str | None,
         negative_prompt: str | None,
@@ -73,10 +76,19 @@ class EditsDataModule(PromptData):
         width: int | None,
         max_area: int,
         batch_size: int,
+        setting: str = "image",
     ) -> None:
         super().__init__()
-        self.images = find_images(image) if image is not None else [()]
-        self.prompts = _read_prompts(prompt, prompts_file)
+        self.setting = setting
+        self.images = find_images(image, setting) if image is not None else [()]
+        shared = _read_prompts(prompt, prompts_file, required=image is None)
+        prompts = [shared or self._own_prompts(paths[0]) for paths in self.images]
+        # For each request the index of its image, and its prompts by their numbers.
+        self.groups = [
+            (index, range(len(own))[start : start + batch_size], own[start : start + batch_size])
+            for index, own in enumerate(prompts)
+            for start in range(0, len(own), batch_size)
+        ]
         self.negative_prompt = negative_prompt
         self.seeds = list(seeds)
         self.lora_scales = list(lora_scales)
@@ -91,9 +103,19 @@ class EditsDataModule(PromptData):
                 image_size(path)
                 verify_image(path)
 
+    def _own_prompts(self, path: Path) -> list[str]:
+        prompts, _ = read_prompts(Listing.of(path.parent).texts.get(stem_of(path), []))
+        if prompts:
+            return list(prompts)
+        otherwise = ', or pass prompt="make it snow"' if self.setting == "image" else ""
+        where = f"{path.with_suffix('.txt')}{otherwise}"
+        raise UserError(f"{self.setting}: say what to do with {path}: write it into {where}")
+
     def setup(self, stage: str) -> None:
+        self.configure_for(model_of(self.run))
+
+    def configure_for(self, model: Model) -> None:
         """Raise a UserError if the model takes fewer or more images than there are."""
-        model = model_of(self.run)
         name, self.condition_images = model.base.name, model.condition_images
         self.resolution = model.geometry.resolution
         least, most = self.condition_images.least, self.condition_images.most
@@ -101,33 +123,25 @@ class EditsDataModule(PromptData):
             count = len(paths)
             if count == 0 and (least > 0 or (most != 0 and None in (self.height, self.width))):
                 alone = "" if least > 0 else "; for a picture from the prompt alone give width= and height="
-                raise UserError(f"no image= to edit, which {name} needs{alone}")
+                raise UserError(f"no {self.setting}= to edit, which {name} needs{alone}")
             if count and most == 0:
-                raise UserError(f"{name} makes pictures from the prompt alone: leave image= out")
+                raise UserError(f"{name} makes pictures from the prompt alone: leave {self.setting}= out")
             if most and count > most:
-                listed = f"{paths[0]} and its further control images"
+                listed = listing([str(path) for path in paths])
                 raise UserError(f"{name} takes at most {self.condition_images.limit}, but {listed} are {count}")
 
     def all_prompts(self) -> list[PromptRequest]:
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
         if not self.condition_images.text_sees_them:
-            return [(prompt, ()) for prompt in dict.fromkeys([*self.prompts, *negative])]
-        mine = [(image, prompt) for image, prompts in map(self.group, self.share()) for prompt in (*prompts, *negative)]
-        return list(dict.fromkeys((prompt, self.images[image]) for image, prompt in mine))
-
-    def group(self, index: int) -> tuple[int, list[str]]:
-        """The index of a request's image, and its prompts."""
-        image, number = divmod(index, self._groups)
-        return image, self.prompts[number * self.batch_size : (number + 1) * self.batch_size]
-
-    @property
-    def _groups(self) -> int:
-        """Requests per image."""
-        return -(-len(self.prompts) // self.batch_size)
+            all_texts = [*(prompt for *_, prompts in self.groups for prompt in prompts), *negative]
+            return [(prompt, ()) for prompt in dict.fromkeys(all_texts)]
+        mine = [self.groups[index] for index in self.share()]
+        wanted = [(prompt, self.images[image]) for image, _, prompts in mine for prompt in (*prompts, *negative)]
+        return list(dict.fromkeys(wanted))
 
     def __len__(self) -> int:
         """The number of all requests."""
-        return len(self.images) * self._groups
+        return len(self.groups)
 
     def share(self) -> range:
         """The indices of this process's requests."""
@@ -135,16 +149,18 @@ class EditsDataModule(PromptData):
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
         """This process's requests, one per batch."""
-        requests = _Requests(self)
+        requests = Requests(self)
         processes = self.run.world_size
-        if processes > len(requests):
-            raise UserError(f"{processes} processes for {len(requests)} images and prompts: use fewer devices")
+        if processes > len(self):
+            raise UserError(f"{processes} processes for {len(self)} images and prompts: use fewer devices")
         return DataLoader(
             dataset=Subset(requests, self.share()), batch_size=1, collate_fn=lambda items: items[0], num_workers=0
         )
 
 
-class _Requests(Dataset[EditRequest]):
+class Requests(Dataset[EditRequest]):
+    """The requests of an `EditsDataModule`, each with its images decoded."""
+
     def __init__(self, data: EditsDataModule) -> None:
         self.data = data
         self.names: list[str] = []
@@ -159,8 +175,7 @@ class _Requests(Dataset[EditRequest]):
 
     def __getitem__(self, index: int) -> EditRequest:
         data = self.data
-        image, prompts = data.group(index)
-        first = index % data._groups * data.batch_size
+        image, numbers, prompts = data.groups[index]
         paths = data.images[image]
         # From the file's size, as the result's is: the decoded image may already be reduced.
         windows = [data.condition_images.window(*image_size(path), data.max_area) for path in paths]
@@ -170,7 +185,7 @@ class _Requests(Dataset[EditRequest]):
             own = data.condition_images.target_size(*image_size(paths[0]), data.max_area)
         return EditRequest(
             raw=RawBatch(
-                keys=[f"{self.names[image]}_p{number:02d}" for number in range(first, first + len(prompts))],
+                keys=[f"{self.names[image]}_p{number:02d}" for number in numbers],
                 draws=[0] * len(prompts),
                 prompts=prompts,
                 target=None,
@@ -185,15 +200,34 @@ class _Requests(Dataset[EditRequest]):
         )
 
 
-def find_images(image: str) -> list[tuple[Path, ...]]:
-    """The images that a file, a folder or a glob names, each with its further control images.
+def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
+    """Return the edits of sample_root: of its images, or where there are none, samples from its texts alone."""
+    path = Path(str(root)).expanduser()
+    no_images = path.is_dir() and not Listing.of(path).images
+    texts = sorted(path.glob("*.txt")) if no_images else [path] if path.suffix == ".txt" else []
+    prompts = [prompt for text in texts for prompt in text_prompts(read_text(text))]
+    image = None if texts else root
+    return EditsDataModule(image, prompts, None, None, [seed], [1.0], None, None, max_area, 1, "sample_root")
+
+
+def find_images(image: str | Sequence[str], setting: str = "image") -> list[tuple[Path, ...]]:
+    """The images that a file, a folder or a glob names, each with its further control images; a list is one edit's.
 
     Raises:
         UserError: there are none.
     """
+    if not isinstance(image, str):
+        listed = tuple(find_file(Path(), str(Path(str(one)).expanduser())) for one in image)
+        for one in listed:
+            if not one.is_file() or one.suffix.lower() not in IMAGE_SUFFIXES:
+                raise UserError(
+                    f"{setting}=[...]: {one} is not an image file. A list names the references of one edit. For "
+                    'several edits give a folder or a glob, as "folder/*.jpg".'
+                )
+        return [listed]
     path = find_file(Path(), str(Path(image).expanduser()))
     if path.is_file() and path.suffix.lower() not in IMAGE_SUFFIXES:
-        raise UserError(f"image={image}: is none of {FORMATS}")
+        raise UserError(f"{setting}={image}: is none of {FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
     paths = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES)
@@ -204,12 +238,14 @@ def find_images(image: str) -> list[tuple[Path, ...]]:
     if not path.is_file():
         paths = [path for path in paths if not belongs_to_another(stem_of(path), beside[path.parent])]
     if not paths:
-        raise UserError(f"image={image}: no such file, and no image in a folder or glob of that name")
+        raise UserError(f"{setting}={image}: no such file, and no image in a folder or glob of that name")
     return [(path, *further[path.parent].get(stem_of(path), [])) for path in paths]
 
 
-def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None) -> list[str]:
+def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None, required: bool) -> list[str]:
     if prompt in (None, []) and prompts_file is None:
+        if not required:
+            return []
         raise UserError('say what to do: prompt="make it snow", or prompts_file=FILE with one prompt a line')
     if prompt is not None and prompts_file is not None:
         raise UserError("both prompt= and prompts_file= are given: choose one")

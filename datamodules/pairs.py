@@ -208,7 +208,7 @@ class PairsDataModule(TrainingData):
     def pixels(self, count: int) -> list[RawBatch]:
         return list(self.raw_one_by_one(slice(count))) if self.views else []
 
-    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
+    def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
         return [Example(pictures(raw), raw) for raw in self.raw_one_by_one(which)]
 
     @property

@@ -14,7 +14,7 @@ from datamodules.images.conditions import model_of
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.copied import check_preserved
 from datamodules.shards.failures import shown
-from datamodules.shards.fingerprint import check_fit, fingerprint_parts
+from datamodules.shards.fingerprint import check_fit, fingerprint, fingerprint_parts
 from datamodules.shards.remote import Shard, find_shards
 from datamodules.shards.stream import ShardStream, StreamLoader, collate, read_items
 
@@ -61,7 +61,9 @@ class StreamedDataModule(TrainingData):
         self.serve(model.objective)
         check_preserved(self.preserve_prompts, where)
         self.shards, self.manifest = find_shards(self.pattern)
-        check_fit(self.manifest["parts"], fingerprint_parts(model, self.memo), where)
+        parts = fingerprint_parts(model, self.memo)
+        check_fit(self.manifest["parts"], parts, where)
+        self.encodings = self.memo.parent / fingerprint(parts)
 
     def train_batches(self) -> StreamLoader:
         trainer = self.run
@@ -86,8 +88,8 @@ class StreamedDataModule(TrainingData):
     def pixels(self, count: int) -> list[RawBatch]:
         return []
 
-    def examples(self, which: slice, empty_prompt: bool) -> list[Example]:
-        return [Example([], batch) for batch in self.one_by_one(which, empty_prompt)]
+    def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
+        return [Example([], batch) for batch in self.one_by_one(which, negative_prompt is not None)]
 
     def describe(self) -> str:
         shards = count_of(len(self.shards), "shards")

@@ -1,8 +1,10 @@
 """Pixels and prompts to latents and embeddings: the one way from a RawBatch to a LatentBatch."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from datamodules.batch import ON_HOST, LatentBatch, PromptRequest, RawBatch, copy_to, stack_padded
 from datamodules.encoding import EncodeRequest
+from datamodules.errors import UserError
+from datamodules.files import reading, replacing
 from datamodules.images.transforms import PREPROCESSING
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -89,6 +93,24 @@ class Encoder:
             rejected_std=rejected[1],
         )
 
+    def remembered(self, batch: RawBatch, negative_prompt: str | None, folder: Path | None) -> LatentBatch:
+        """Return the encoded batch of one, on the CPU; a later run loads no encoder for it.
+
+        Args:
+            folder: of this base's cache, whose name stands for all that encodings depend on; None to keep nothing.
+        """
+        if folder is None:
+            return self(batch, negative_prompt)
+        texts = json.dumps([batch.keys, batch.prompts, negative_prompt])
+        path = folder / f"sample-{_digest(texts, [*batch.tensors(), *batch.prompt_images[0]]).hex()[:32]}.pt"
+        if path.is_file():
+            with reading(path, "delete it and start again"):
+                return LatentBatch(**torch.load(path, weights_only=True))
+        encoded = self(batch, negative_prompt).map(torch.Tensor.cpu)
+        with suppress(UserError), replacing(path) as temporary:  # where nothing can be written, it is encoded each time
+            torch.save(vars(encoded), temporary)
+        return encoded
+
     @torch.no_grad()
     def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch | None, list[dict[str, Tensor]]]:
         """A view encoded with the empty prompt, unless it is there already; and the conditioning of each text."""
@@ -122,12 +144,12 @@ class Encoder:
             batch = self(batch, "" if empty_prompt else None)
         return self.refresh_prompt_embeds(batch)
 
-    def refresh_prompt_embeds(self, batch: LatentBatch) -> LatentBatch:
-        """The batch with what the text encoders give now; where none train, as it is."""
+    def refresh_prompt_embeds(self, batch: LatentBatch, negative_prompt: str | None = None) -> LatentBatch:
+        """Return the batch with the present outputs of the text encoders, if they train; `empty_prompt` is negative."""
         if not self.trains_text_encoders:
             return batch
         encode = self.family.encode_prompts
-        empty = encode(self.base.components, [""]) if batch.empty_prompt else {}
+        empty = encode(self.base.components, [negative_prompt or ""]) if batch.empty_prompt else {}
         return replace(batch, prompt=encode(self.base.components, batch.prompts), empty_prompt=empty)
 
     def keep_prompts(self, requests: Sequence[PromptRequest], processes: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a picture is made; names and meanings are those of the diffusers pipelines.
+    """How an image is sampled, in training and in prediction; names and meanings are those of diffusers.
 
     Attributes:
-        transformer_name_or_path: the transformer to make it with; None for the model's own.
+        transformer_name_or_path: the transformer to sample with; None for the model's own.
+        shift, shift_terminal: of the scheduler, instead of its own shift; None for what its repository sets.
     """
 
     num_inference_steps: int
@@ -32,6 +33,18 @@ class Sampling:
     true_cfg_scale: float | None
     negative_prompt: str | None
     transformer_name_or_path: str | None = None
+    shift: float | None = None
+    shift_terminal: float | None = None
+
+    @property
+    def scheduler_config(self) -> dict[str, Any]:
+        """The settings of FlowMatchEulerDiscreteScheduler that differ from its repository's."""
+        fixed = {"shift": self.shift, "shift_terminal": self.shift_terminal, "use_dynamic_shifting": False}
+        return {} if self.shift is None else fixed
+
+    def scheduler(self, own: Any) -> Any:
+        """Return a scheduler with the repository's configuration and these settings."""
+        return type(own).from_config(own.config, **self.scheduler_config)
 
 
 def dynamic_mu(config: Mapping[str, Any], tokens: int, num_inference_steps: int) -> float:
@@ -76,6 +89,19 @@ class SamplingRules(NamedTuple):
         if sampling.negative_prompt and (self.cfg_scale is None or not self.any_negative):
             what = "none" if self.cfg_scale is None else "the empty one alone"
             raise UserError(f"negative_prompt: {pipeline_name} takes {what}: leave it out")
+        if sampling.shift is None and sampling.shift_terminal is not None:
+            raise UserError(
+                f"shift_terminal={sampling.shift_terminal:g}: without shift, the repository's scheduler sets both. Set "
+                "shift as well."
+            )
+
+    def without_effect(self, sampling: Sampling, takes_guidance: bool) -> Iterator[str]:
+        """Yield a line about each setting that changes nothing, by whether the transformer follows guidance_scale."""
+        if sampling.negative_prompt and self.negative_prompt(sampling) is None:
+            yield f"negative_prompt has no effect without {self.cfg_scale} above {self.cfg_above:g}"
+        least = self.cfg_above if self.cfg_scale == "guidance_scale" else 0
+        if not takes_guidance and (sampling.guidance_scale or 0) > least:
+            yield f"guidance_scale={sampling.guidance_scale:g} has no effect: this transformer does not follow it"
 
 
 class TokenCounts(NamedTuple):

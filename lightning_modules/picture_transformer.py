@@ -50,6 +50,7 @@ class PictureTransformer:
             raise UserError(f"{setting} does not go with trainer=fsdp, which splits one transformer alone")
         self.source.check_class(type(self.module).__name__)
         self.source.check()
+        self.module.sampler.check_source(self.source)
         layers = self.module.layers.native
         if LayerNames(self.source.meta, layers).sides != LayerNames(base.source.meta, layers).sides:
             raise UserError(f"{setting} has other layers than {base.transformer_name}: a LoRA of one does not fit both")

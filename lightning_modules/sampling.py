@@ -14,6 +14,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.edits import EditRequest
+from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
@@ -30,7 +31,7 @@ class Sampler:
 
     Args:
         loras: that are applied to it, in prediction.
-        sampling: how predicted pictures are made; None where none are.
+        sampling: how images are sampled, in training and in prediction; None where none are.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class Sampler:
         self.loras = loras
         self.sampling = sampling
         self.transformer: Any = None
+        self._scheduler: Any = None
+        self._noted: set[str] = set()
         self._source: TransformerSource | None = None
         self._pipeline: Any = None
         self._samples = False  # what a pipeline says of its step stays as it was when a picture fails
@@ -51,6 +54,27 @@ class Sampler:
         self.loras.check(self.base)
         if self.sampling is not None:
             self.family.sampling_rules.check(self.sampling, self.family.pipeline_name)
+            if self.sampling.transformer_name_or_path in (None, self.base.transformer_name):
+                self.check_source(self.base.source)
+
+    def check_source(self, source: TransformerSource) -> None:
+        """Raise a UserError for a shift that the transformer's scheduler cannot take; note settings without effect."""
+        import diffusers
+
+        assert self.sampling is not None
+        rules, index = self.family.sampling_rules, self.base.index | source.pipeline_index()
+        name = index["scheduler"][1]
+        known = inspect.signature(getattr(diffusers, name, object).__init__).parameters
+        if not self.sampling.scheduler_config.keys() <= known.keys():
+            raise UserError(
+                f"shift={self.sampling.shift:g}: {name} of {source.name} takes no fixed shift. Leave it out."
+            )
+        guided = rules.cfg_scale == "guidance_scale"
+        takes = not index.get("is_distilled") if guided else source.meta.config.get("guidance_embeds", False)
+        for line in rules.without_effect(self.sampling, takes):
+            if line not in self._noted:
+                log.warning(f"note: {line}")
+                self._noted.add(line)
 
     def use(self, transformer: Any, source: TransformerSource | None = None) -> None:
         """Make pictures with this one from now on; None lets go of the one before.
@@ -72,8 +96,9 @@ class Sampler:
             home = parts.repository, self.base.revision
             if self._source is not None and "scheduler" in own:
                 home = chosen.repository, chosen.revision
+            self._scheduler = load_component(home[0], "scheduler", revision=home[1])
             self._pipeline = pipeline_class(
-                scheduler=load_component(home[0], "scheduler", revision=home[1]),
+                scheduler=self._scheduler,
                 vae=parts["vae"],
                 transformer=self.transformer,
                 **dict.fromkeys(self.family.text_components),
@@ -144,6 +169,7 @@ class Sampler:
             "seed": seed,
             "lora": [str(lora) for lora in self.loras.files],
             "lora_scale": self.loras.scales or scale,
+            "lora_weights": self.loras.weights,
             "seconds": {name: round(value, 4) for name, value in taken.items()},
         }
 
@@ -167,6 +193,7 @@ class Sampler:
         }
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         pipeline, self._samples = self.pipeline(), True
+        pipeline.scheduler = sampling.scheduler(self._scheduler)
         try:
             with base.timer.stage("denoise"):
                 latents = pipeline.edit(controls, size, generator=generators, **arguments)

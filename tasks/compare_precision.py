@@ -46,7 +46,7 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
     alone = {"backend": None, "components_to_quantize": ["transformer"], "cache": False}
     quantizations = [instantiate(settings, format=format, **alone) for format in FORMATS]
-    examples = [example.batch for example in data.examples(slice(EXAMPLES), empty_prompt=False)]
+    examples = [example.batch for example in data.examples(slice(EXAMPLES), negative_prompt=None)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
     compare_velocities(module.to(device), quantizations, batches, output_dir / "precision.png")
     log.info(f"done: {output_dir / 'precision.png'}")

@@ -1,5 +1,6 @@
 """task=edit: make pictures."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     if isinstance(cfg.lora_scale, DictConfig):
         by_layer = {str(pattern): float(scale) for pattern, scale in cfg.lora_scale.items()}
     scales = [1.0] if by_layer or cfg.lora_scale is None else [float(scale) for scale in as_list(cfg, "lora_scale")]
+    weights = lora_weights(cfg, len(files), scales)
     scales = list(dict.fromkeys(scales))
     are_sliders = bool(headers) and all((header or {}).get("objective") == SliderObjective.name for header in headers)
     if cfg.lora_scale is None and are_sliders:
@@ -46,8 +48,12 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
         log.info("a slider: pictures from lora_scale=-2 to 2; lora_scale=1 makes one alone")
     if not files and (by_layer or scales != [1.0]):
         raise UserError("lora_scale needs lora=: name the weights that it scales")
+    if not files and cfg.merge_lora:
+        raise UserError("merge_lora=true needs lora=: name the weights to merge")
     place_trainer(cfg)
-    make_pictures(cfg, AppliedLoRAs(files, cfg.merge_lora, by_layer), scales, output_dir, strips=len(scales) > 1)
+    make_pictures(
+        cfg, AppliedLoRAs(files, cfg.merge_lora, by_layer, weights), scales, output_dir, strips=len(scales) > 1
+    )
     log.info(f"done: {output_dir}")
 
 
@@ -59,20 +65,21 @@ def make_pictures(
     Args:
         strips: of `ImageWriter`.
     """
-    chosen = cfg.model.sampling.transformer_name_or_path
-    sampling = Sampling(cfg.num_inference_steps, cfg.guidance_scale, cfg.true_cfg_scale, cfg.negative_prompt, chosen)
+    own = cfg.model.sampling  # what predict.py has no key of its own for is the model's
+    sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
     family: Any = get_class(cfg.model._target_)
     rules = family.sampling_rules
     negative = rules.negative_prompt(sampling)
     if negative is not None and rules.any_negative and cfg.negative_prompt is None:
         log.info(f'{rules.cfg_scale} above {rules.cfg_above:g} needs a negative_prompt; using ""')
-    if negative is None and cfg.negative_prompt and rules.cfg_scale is not None and rules.any_negative:
-        log.warning(f"note: negative_prompt has no effect without {rules.cfg_scale} above {rules.cfg_above:g}")
     data = requests(cfg, negative, scales)
     # Hydra would turn objects among its arguments into configs: finish the call without it.
-    transformer = chosen or cfg.model.transformer_name_or_path
+    transformer = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
     partial = frozen_model(cfg, _partial_=True, transformer_name_or_path=transformer)
     module = partial(loras=loras, sampling=sampling)
+    given = any(override.startswith("max_area=") for override in HydraConfig.get().overrides.task)
+    if given and (module.condition_images.sets_target or cfg.image is None):
+        log.warning("note: max_area has no effect: no image is shrunk to it")
     warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
     silence_libraries()
     callbacks = [ImageWriter(str(folder), strips), GracefulStop()]
@@ -89,11 +96,13 @@ def make_pictures(
 
 def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float]) -> EditsDataModule:
     """Every picture that is asked for: images, prompts, seeds and scales multiply."""
-    for key in ("image", "prompts_file"):
-        if isinstance(cfg[key], ListConfig):
-            raise UserError(f'{key}={cfg[key]}: give one; several images are a folder or a glob, as "folder/*.jpg"')
+    if isinstance(cfg.prompts_file, ListConfig):
+        raise UserError(
+            f"prompts_file={cfg.prompts_file}: only one file is read. Put all prompts into it, one a line, or pass "
+            "prompt=[...]."
+        )
     return EditsDataModule(
-        image=cfg.image,
+        image=as_list(cfg, "image") if isinstance(cfg.image, ListConfig) else cfg.image,
         prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg, "prompt")],
         prompts_file=cfg.prompts_file,
         negative_prompt=negative_prompt,
@@ -104,6 +113,21 @@ def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[flo
         max_area=cfg.max_area,
         batch_size=cfg.batch_size,
     )
+
+
+def lora_weights(cfg: DictConfig, count: int, scales: list[float]) -> list[float] | None:
+    """Return the strength of each LoRA, None for 1; raise a UserError where `scales` may be meant as such."""
+    if cfg.lora_weights is None and count == len(scales) > 1:
+        raise UserError(
+            f"lora_scale={cfg.lora_scale} for {count} LoRAs is ambiguous. For a strength of each LoRA write "
+            f"lora_weights={cfg.lora_scale}; for a picture of all at each scale add lora_weights={[1] * count}."
+        )
+    if cfg.lora_weights is None:
+        return None
+    weights = [float(weight) for weight in as_list(cfg, "lora_weights")]
+    if len(weights) != count:
+        raise UserError(f"lora_weights={cfg.lora_weights} does not fit lora=, which names {count}. Give each LoRA one.")
+    return weights
 
 
 def as_list(cfg: DictConfig, key: str) -> list[Any]:

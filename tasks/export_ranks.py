@@ -1,6 +1,7 @@
 """Other ranks for task=export: the closest LoRA of a rank, and a T-LoRA at one rank."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from omegaconf import DictConfig
 
@@ -42,7 +43,9 @@ def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tup
     with without_network(model.settings) as module:
         side = module.geometry.resolution
         tokens = module.geometry.image_tokens(module.base.latent_size(side, side))
-        ranks = ActiveRanks.of(gate, module.base.sampling_timesteps(tokens, cfg.num_inference_steps))
+        assert module.sampler.sampling is not None
+        sampling = replace(module.sampler.sampling, num_inference_steps=cfg.num_inference_steps)
+        ranks = ActiveRanks.of(gate, module.base.sampling_timesteps(tokens, sampling))
     schedule = gate.schedule
     if cfg.rank is None or cfg.rank > schedule.rank:
         given = "" if cfg.rank is None else f"rank={cfg.rank}: "

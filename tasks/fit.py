@@ -19,7 +19,9 @@ from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
 from callbacks.peers import peers
 from callbacks.report.commands import example, predict_command
+from callbacks.report.page import shareable
 from callbacks.run_folder import RunFolder
+from callbacks.sample_images import SampleImages
 from callbacks.shares import of_first
 from callbacks.signals import Stopped, stop
 from callbacks.validation import Validation
@@ -63,12 +65,17 @@ class StartOfTraining(L.Callback):
 class SaveConfig(L.Callback):
     """Writes config.yaml when all callbacks before it have started, since each of them may refuse the run.
 
-    The file marks a folder as a run's. `Report` reads it from the first epoch on.
+    The file marks a folder as a run's. `Report` reads it from the first epoch on. Loggers get the resolved ones.
     """
 
-    def __init__(self, run: RunFolder, settings: dict[str, Any]) -> None:
+    def __init__(self, run: RunFolder, settings: dict[str, Any], resolved: Any) -> None:
         self.run = run
         self.settings = settings
+        self.resolved = resolved
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for logger in trainer.loggers:  # before Lightning has them write their files
+            logger.log_hyperparams(shareable(self.resolved))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -106,7 +113,8 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
 def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     """The trainer, after its last step."""
     checkpoint, step = find_checkpoint(cfg.ckpt_path, cfg.resume, run) or (None, 0)
-    settings = run_settings(cfg)  # before Hydra's instantiate, which resolves interpolations in place
+    # Before Hydra's instantiate, which resolves interpolations in place.
+    settings, resolved = run_settings(cfg), OmegaConf.to_container(cfg, resolve=True)
     if checkpoint is not None:
         check_resumable(settings, RunFolder.of_checkpoint(checkpoint))
     place_trainer(cfg)
@@ -116,9 +124,14 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     if isinstance(data, PairsDataModule) and data.sample_set.roots:
         data.sample_set.scan()  # what is wrong with it comes before questions to the hub
     module = instantiate(cfg.model, _convert_="all")
-    # Before the cache is built: a logger's library may be missing.
+    # Before the cache is built: a logger's library may be missing, or an image of sample_root.
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
+    configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
+    if cfg.sample_root is not None and not any(isinstance(one, SampleImages) for one in configured):
+        raise UserError(
+            f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
+        )
     if isinstance(data, CachedDataModule) and data.shards is None:
         data.sample_set.require_root()
         module.check()
@@ -126,9 +139,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
         learned = [one for one in data.sample_set.find() if one not in data.sample_set.held_out]
         module.objective.check_samples(learned)
         build_cache(cfg, data)
-    configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
-    callbacks = [*first, *configured, SaveConfig(run, settings), GracefulStop()]
+    callbacks = [*first, *configured, SaveConfig(run, settings, resolved), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=run.path)
     peers.follow(trainer)
     # A run that was killed after its last step was saved still lacks its last pictures and report. Lightning skips

@@ -46,7 +46,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lora_scale", "lora_weights", "merge_lora", "image", "prompt", "prompts_file"), ("edit",)),
     **dict.fromkeys(("negative_prompt", "guidance_scale", "true_cfg_scale", "num_images_per_prompt"), ("edit",)),
     **dict.fromkeys(("height", "width", "max_area", "batch_size"), ("edit",)),
-    "num_inference_steps": ("edit", "export"),
+    **dict.fromkeys(("num_inference_steps", "shift", "shift_terminal"), ("edit", "export")),
     "lora": ("edit", "export", "average", "lora_info"),
     "average": ("average",),
     "overwrite": ("caption", "export", "average"),

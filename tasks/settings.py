@@ -17,6 +17,8 @@ POSITIVE = Number(0, above=True)
 PIXELS = Number(1024, whole=True, null=True)
 SIDE = Number(16, whole=True, multiple=16, null=True)
 SCALE = Number(0)
+SHIFT = Number(0, 1000, above=True, null=True)
+SHIFT_TERMINAL = Number(0, 0.999, above=True, null=True)
 # Beyond it a training step would take hundreds of gigabytes.
 RESOLUTION = Number(16, 4096, whole=True)
 
@@ -48,6 +50,8 @@ SHARED: dict[str, Rule] = {
     "model.sampling.num_inference_steps": COUNT,
     "model.sampling.guidance_scale": Number(0, null=True),
     "model.sampling.true_cfg_scale": Number(0, null=True),
+    "model.sampling.shift": SHIFT,
+    "model.sampling.shift_terminal": SHIFT_TERMINAL,
     "data.resolution": replace(RESOLUTION, null=True, several=True),
     "data.upscale": Switch(),
     "data.crop_count": Number(1, 100, whole=True),
@@ -134,12 +138,9 @@ TRAINING: dict[str, Rule] = {
     "callbacks.lora_checkpoint.keep_checkpoints": COUNT,
     "callbacks.report.preview_count": COUNT,
     "callbacks.hub_upload.private": Switch(),
-    "callbacks.rank_histogram.num_inference_steps": COUNT,
     "callbacks.sample_images.sample_every": COUNT_OR_NONE,
     "callbacks.sample_images.count": COUNT_OR_NONE,
-    "callbacks.sample_images.num_inference_steps": COUNT,
-    "callbacks.sample_images.guidance_scale": Number(0, null=True),
-    "callbacks.sample_images.true_cfg_scale": Number(0, null=True),
+    "callbacks.sample_images.max_area": Number(256, whole=True),
     "callbacks.sample_images.seed": SEED,
 }
 PREDICTION: dict[str, Rule] = {
@@ -149,6 +150,9 @@ PREDICTION: dict[str, Rule] = {
     "num_inference_steps": COUNT,
     "guidance_scale": Number(0, null=True),
     "true_cfg_scale": Number(0, null=True),
+    "shift": SHIFT,
+    "shift_terminal": SHIFT_TERMINAL,
+    "lora_weights": Number(null=True, several=True),
     "lora_scale": Number(null=True, several=True, by_pattern=True),
     "height": SIDE,
     "width": SIDE,

@@ -127,7 +127,7 @@ def test_name_of_any_bytes_is_cached_trained_on_held_out_and_shown(run, tiny, tm
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
     for path in list(root.rglob("0[01].*")):
         path.rename(path.with_name(os.fsdecode(b"caf\xe9" + path.name.encode())))
-    samples = ["callbacks.sample_images.num_inference_steps=1", "sample_every=0", "data.val_count=1"]
+    samples = ["model.sampling.num_inference_steps=1", "sample_every=0", "data.val_count=1"]
     arguments = short(tiny, root, tmp_path / "run", 1, shown=True)
     run("train", *arguments, *samples)
     assert (tmp_path / "run" / "report.html").is_file()

@@ -119,10 +119,10 @@ def test_token_budget_makes_large_pictures_small_batches(run, tiny, tmp_path):
 
 def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
     """A folder of shards needs no pictures, and gives the same weights; sample pictures come from the latents."""
-    run("train", *short(tiny, pairs, tmp_path / "first", 4))
+    run("train", *short(tiny, pairs, tmp_path / "first", 4), "model.sampling.num_inference_steps=1")
     shutil.copytree(only(tmp_path / "cache").folder, tmp_path / "copy")
     arguments = short(tiny, "null", tmp_path / "second", 4, shown=True)
-    samples = ["sample_every=0", "callbacks.sample_images.num_inference_steps=1"]
+    samples = ["sample_every=0", "model.sampling.num_inference_steps=1"]
     text = run("train", *arguments, f"data.shards={tmp_path / 'copy'}", *samples).text
     assert f"8 samples of {tmp_path / 'copy'}" in text
     assert lora_bytes(tmp_path / "first") == lora_bytes(tmp_path / "second")

@@ -84,7 +84,7 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
         common = short(tiny, pairs, output, steps, shown=True)
         return [*MODEL, *common, *SETTINGS, *SPLIT[name], "data.val_count=2", *more]
 
-    quiet, measured = "callbacks.sample_images=null", "callbacks.sample_images.num_inference_steps=2"
+    quiet, measured = "callbacks.sample_images=null", "model.sampling.num_inference_steps=2"
     whole = [overrides("whole", name, 4, *DDP, measured) for name in SPLIT if "model.dtype=bfloat16" in SPLIT[name]]
     for name in SPLIT:
         if "model.dtype=bfloat16" not in SPLIT[name]:

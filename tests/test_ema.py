@@ -96,7 +96,7 @@ def test_samples_count_in_a_window_as_in_a_batch_and_resuming_is_bitwise(run, ti
 @pytest.mark.slow
 def test_two_processes_average_as_one_and_split_weights_as_whole_ones(run, in_two_processes, tiny, pairs, tmp_path):
     """Of layers outside of the blocks, too, which FSDP leaves together behind a picture; so a schedule-free average."""
-    layers = ["adapter.target_modules=all-linear", "callbacks.sample_images.num_inference_steps=1", "sample_every=2"]
+    layers = ["adapter.target_modules=all-linear", "model.sampling.num_inference_steps=1", "sample_every=2"]
 
     def overrides(name, steps, *more):
         common = short(tiny, pairs, tmp_path / name, steps, shown=True)
@@ -132,7 +132,7 @@ def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, t
 
     def overrides(name, *more):
         common = short(tiny, pairs, tmp_path / name, 3, shown=True)
-        quick = ["callbacks.sample_images.num_inference_steps=1", "callbacks.sample_images.count=1", "sample_every=1"]
+        quick = ["model.sampling.num_inference_steps=1", "callbacks.sample_images.count=1", "sample_every=1"]
         return [*common, *SETTINGS, *quick, "adapter=ortho_tlora", "data.val_count=1", "save_every=2", *more]
 
     run("train", *overrides("plain"))

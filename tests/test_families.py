@@ -123,7 +123,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, 
 @every_model
 def test_sample_pictures_come_from_the_cache_and_equal_prediction(run, arguments, tmp_path, model, datasets):
     """In the middle of training no text encoder is at hand: true CFG takes the cached empty prompt."""
-    more = ["callbacks.sample_images.count=1", "callbacks.sample_images.num_inference_steps=2"]
+    more = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=2"]
     overrides = arguments(model, tmp_path / "run", 2, shown=True)
     outcome = run("train", *overrides, *more, f"data.cache_dir={tmp_path / 'cache'}")
     assert outcome.text.count("loading text_encoder\n") == 1  # to encode, not to sample

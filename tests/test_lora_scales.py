@@ -1,17 +1,27 @@
 """lora_scale by patterns of layers' names, against the stock pipeline with layers that are scaled by hand."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from PIL import Image
 
+from datamodules.errors import UserError
+from lightning_modules.adapters.applied import AppliedLoRAs
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from tasks.edit import lora_weights
 from tests.support.combinations import first
+from tests.support.commands import compose
 from tests.support.pictures import pixels, records
 from tests.support.same_adapters import randomize
+from tests.support.tiny_adapters import LAYER, build, export, learn
 
 SCALES = "lora_scale={transformer_blocks.*:0.5,*.1.attn.to_?:-1,single_transformer_blocks.1.*:1.7}"
 STEPS = 3
@@ -151,3 +161,80 @@ def test_a_wrong_mapping_is_one_line(run, trained, photo, tmp_path, scale, words
 def test_a_mapping_needs_a_lora(run, photo):
     outcome = run("predict", f"image={photo}", "prompt=x", "lora_scale={*:0.5}", ok=False)
     assert "lora_scale needs lora=" in outcome.error
+
+
+KINDS = {"lora": 1.0, "lokr": 0.3, "tlora": -0.5, "dora": 0.0}
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_weights_of_several_loras_multiply_their_updates(tiny, tmp_path, merge):
+    """Of every kind, together with scales by layer and the common scale; a weight of 0 leaves even a DoRA out."""
+    kinds = [kind for kind in KINDS if not (merge and kind == "tlora")]  # which is not merged
+    files = [tmp_path / kind / "pytorch_lora_weights.safetensors" for kind in kinds]
+    for kind, file in zip(kinds, files, strict=True):
+        module = build(tiny, kind)
+        learn(module)
+        export(module, file)
+    module = build(tiny, "lora")
+    transformer, base = FluxTransformer2DModel.from_pretrained(tiny / "transformer"), module.base
+    plain = transformer.get_submodule(LAYER).weight.detach().clone()
+    weights = [KINDS[kind] for kind in kinds]
+    loras = AppliedLoRAs(files, merge, {"transformer_blocks.0.*": 0.7}, weights)
+    loras.load(transformer, base)
+    for gate in loras.rank_gates:
+        gate.open(torch.zeros(1), None, torch.float32)  # all ranks
+    names = LayerNames.of(base)
+    deltas = [LoRAFile(file).read(names, base.name)[LAYER].delta().float() for file in files]
+    for scale in (2.0, 1.0):
+        loras.set_scale(transformer, scale)
+        update = sum(0.7 * scale * weight * delta for weight, delta in zip(weights, deltas, strict=True))
+        x = torch.randn(1, 5, plain.shape[1])
+        expected = x @ (plain + update).T + transformer.get_submodule(LAYER).bias
+        torch.testing.assert_close(transformer.get_submodule(LAYER)(x), expected, rtol=1e-4, atol=1e-4)
+    assert all(delta.norm() > 1 for delta in deltas)
+
+
+def test_weights_are_those_of_a_merged_export_and_of_diffusers(predict, run, stock, learned, photo, tmp_path):
+    folders = [learned(adapter) / "lora" / "last" for adapter in ("lora", "tlora")]
+    a = folders[0]
+    b = tmp_path / "b.safetensors"
+    run("predict", "task=export", f"lora={folders[1]}", "rank=2", f"output_dir={tmp_path / 'b'}")
+    [b] = (tmp_path / "b").glob("*.safetensors")
+    merged = [f"merge=[{a},{b}]", "merge_weights=[1,0.3]", f"output_dir={tmp_path / 'merged'}"]
+    run("predict", "task=export", *merged)
+    [file] = (tmp_path / "merged").glob("*.safetensors")
+    picture, record = predict(f"lora=[{a},{b}]", "lora_weights=[1,0.3]", "lora_scale=0.9")
+    assert record["lora_weights"] == [1.0, 0.3]
+    by_export, other = predict(f"lora={file}", "lora_scale=0.9")
+    assert other["lora_weights"] is None
+    assert np.abs(picture - by_export).max() <= 1
+    stock.load_lora_weights(a, adapter_name="a")
+    stock.load_lora_weights(b, adapter_name="b")
+    stock.set_adapters(["a", "b"], [0.9, 0.27])
+    expected = stock_picture(stock, photo)
+    assert np.abs(picture - expected).max() <= 1
+    stock.set_adapters(["a", "b"], [0.9, 0.9])
+    assert np.abs(stock_picture(stock, photo) - expected).max() > 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["lora_scale=[1,0.3]"],
+            "lora_scale=[1, 0.3] for 2 LoRAs is ambiguous. For a strength of each LoRA write lora_wei",
+        ),
+        (["lora_weights=[1]"], "lora_weights=[1] does not fit lora=, which names 2. Give each LoRA one."),
+        (["lora_weights=[]"], "lora_weights=[]: the list is empty"),
+    ],
+)
+def test_strengths_that_do_not_fit_the_loras_are_one_line(settings, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        lora_weights(compose("predict", "lora=[a,b]", *settings), 2, [1.0, 0.3])
+
+
+def test_scales_of_a_strip_and_weights_go_together():
+    cfg = compose("predict", "lora=[a,b]", "lora_scale=[1,0.3]", "lora_weights=[1,1]")
+    assert lora_weights(cfg, 2, [1.0, 0.3]) == [1.0, 1.0]
+    assert lora_weights(compose("predict", "lora=[a,b]", "lora_scale=[0,0.5,1]"), 2, [0.0, 0.5, 1.0]) is None
+    assert lora_weights(compose("predict", "lora=a", "lora_scale=[0.5]"), 1, [0.5]) is None

@@ -113,7 +113,7 @@ def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(ru
 def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp_path):
     """Nobody should see better samples in training than pictures later."""
     arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)
-    run("train", *arguments, "optimizer.lr=3e-2", "callbacks.sample_images.num_inference_steps=3")
+    run("train", *arguments, "optimizer.lr=3e-2", "model.sampling.num_inference_steps=3")
     image = pairs / "control_images" / "02.png"
     run(
         "predict", f"lora={tmp_path / 'run'}", f"image={image}", "prompt=mirror picture 2", "num_inference_steps=3",
@@ -130,7 +130,7 @@ def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
     """Loaders cast the LoRA to the base's dtype; pictures made while training must not look better than that."""
     arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)
     steps = "num_inference_steps=3"
-    run("train", *arguments, "model.dtype=bfloat16", "optimizer.lr=3e-2", f"callbacks.sample_images.{steps}")
+    run("train", *arguments, "model.dtype=bfloat16", "optimizer.lr=3e-2", f"model.sampling.{steps}")
     out = tmp_path / "out"
     image = pairs / "control_images" / "02.png"
     run("predict", f"lora={tmp_path / 'run'}", f"image={image}", "prompt=mirror picture 2", steps, f"output_dir={out}")

@@ -50,7 +50,8 @@ def test_components_may_be_placed_one_by_one(run, trained, photo, tmp_path):
         (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a whole number from 256 on"),
         (["prompt=[]"], "prompt=[]: the list is empty"),
         (["lora=[]"], "lora=[]: the list is empty"),
-        (["prompt=x", "image=[a.png,b.png]"], "give one; several images are a folder or a glob"),
+        (["prompt=x", "image=[a.png,b.png]"], "image=[...]: a.png is not an image file. A list names the references"),
+        (["prompt=x", "merge_lora=true", "width=32", "height=32"], "merge_lora=true needs lora="),
         (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
         (["prompt=x", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number from 1 on"),
         (

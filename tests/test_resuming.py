@@ -91,7 +91,7 @@ def test_run_that_was_killed_behind_its_last_saving_gets_its_end(run, tiny, pair
 
     def arguments(steps):
         common = short(tiny, pairs, folder, steps, shown=True)
-        settings = ["callbacks.sample_images.num_inference_steps=1", "callbacks.sample_images.count=2"]
+        settings = ["model.sampling.num_inference_steps=1", "callbacks.sample_images.count=2"]
         return [*common, *settings, "data.val_count=2", "save_every=2", "sample_every=2", "scheduler=constant"]
 
     run("train", *arguments(4))

@@ -70,7 +70,7 @@ def test_max_steps_and_schedule_count_optimizer_steps(run, tiny, pairs, tmp_path
 def test_run_folder_holds_what_is_promised(run, tiny, pairs, tmp_path):
     folder = tmp_path / "run"
     arguments = [a for a in short(tiny, pairs, folder, 4, shown=True) if "logger" not in a]
-    settings = ["save_every=2", "sample_every=2", "callbacks.sample_images.num_inference_steps=2"]
+    settings = ["save_every=2", "sample_every=2", "model.sampling.num_inference_steps=2"]
     outcome = run("train", *arguments, *settings)
     for name in ("step-000002", "step-000004", "last"):
         assert (folder / "lora" / name / "pytorch_lora_weights.safetensors").is_file()
@@ -91,7 +91,7 @@ def test_samples_in_the_middle_of_a_window_change_nothing(run, tiny, pairs, tmp_
     plain = short(tiny, pairs, tmp_path / "plain", 4)
     run("train", *plain, *settings)
     sampled = short(tiny, pairs, tmp_path / "sampled", 4, shown=True)
-    run("train", *sampled, *settings, "sample_every=1", "callbacks.sample_images.num_inference_steps=1")
+    run("train", *sampled, *settings, "sample_every=1", "model.sampling.num_inference_steps=1")
     assert lora_bytes(tmp_path / "plain") == lora_bytes(tmp_path / "sampled")
 
 

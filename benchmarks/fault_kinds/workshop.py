@@ -33,7 +33,7 @@ TRAIN = [
 QUIET = ["callbacks.sample_images=null", "callbacks.report=null"]
 SHOWN = [
     *("data.val_count=2", "sample_every=4", "callbacks.sample_images.count=2"),
-    "callbacks.sample_images.num_inference_steps=1",
+    "model.sampling.num_inference_steps=1",
 ]
 
 

@@ -89,7 +89,8 @@ class Card(NamedTuple):
         if not write_grid(self.run, self.folder / GRID, self.step, MOST):
             return 0, []
         samples = {at: files for at, files in sample_files(self.run).items() if at <= self.step}
-        strips = [read_strip(path) for path in list(samples[max(samples)].values())[:MOST]]
+        # Images of sample_root are not published.
+        strips = [one for path in samples[max(samples)].values() if (one := read_strip(path)).target][:MOST]
         for number, strip in enumerate(strips, start=1):
             result = scaled(strip.result, min(1.0, LARGEST / max(strip.result.size)))
             save_png(result, self.folder / _result_name(number))

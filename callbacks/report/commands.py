@@ -50,22 +50,25 @@ class Names(NamedTuple):
 
 def commands(module: EditModule, names: Names, sampler: SampleImages | None, sample: Strip | None) -> dict[str, str]:
     """The commands that make the sample pictures again, by where they are entered."""
-    seed, sampling = (0, {}) if sampler is None else (sampler.seed, _sampling(module, sampler.sampling))
+    used = module.sampler.sampling if sampler is not None else None
+    seed = 0 if sampler is None else sampler.seed
+    sampling, fixed = ({}, {}) if used is None else (_sampling(module, used), used.scheduler_config)
     prompt = sample.prompt if sample is not None and sample.prompt else "..."
-    width, height = sample.target.size if sample is not None else (1024, 1024)
+    width, height = sample.result.size if sample is not None else (1024, 1024)
     images = int(module.condition_images.most != 0) if sample is None else len(sample.controls)
-    other = None if sampler is None else sampler.sampling.transformer_name_or_path
+    other = None if used is None else used.transformer_name_or_path
     transformer = names.shown(module.base.transformer_name if other is None else other)
     chosen = {} if other is None else {"model.sampling.transformer_name_or_path": transformer}
     scales = (1,) if module.objective is None else module.objective.scales
     dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
-    settings = {"prompt": prompt, **dial, **chosen, **sampling, "seed": seed}
+    shift = {name: value for name, value in fixed.items() if name.startswith("shift") and value is not None}
+    settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed}
     found = {"Here": predict_command(module, names.arguments, settings, names.photo)}
     # The stock Kontext pipeline takes one condition image.
     if images <= 1 or module.condition_images.most is not None:
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
         whole = other is not None and repository_file(resolve_repository(other), "model_index.json") is not None
-        found["In diffusers"] = diffusers_code(module, names, transformer, whole, arguments, seed, images)
+        found["In diffusers"] = diffusers_code(module, names, transformer, whole, arguments, seed, images, fixed)
     return found
 
 
@@ -115,6 +118,7 @@ def diffusers_code(
     arguments: dict[str, Any],
     seed: int,
     images: int,
+    fixed: Mapping[str, Any],
 ) -> str:
     """Python code for the stock diffusers pipeline.
 
@@ -123,8 +127,10 @@ def diffusers_code(
         whole: whether that is another pipeline than the base, which brings its scheduler, too.
         arguments: of the pipeline's call, without those below.
         images: condition images.
+        fixed: settings of the scheduler that differ from its repository's.
     """
     assert module.adapter is not None
+    changes = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
     loading = module.adapter.loading_code(names.weights, module.pipeline_name)
     base = names.models[module.base.name] if loading else names.weights
     base = transformer if whole else base
@@ -139,6 +145,7 @@ def diffusers_code(
         "",
         f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base.dtype)[6:]})",
         *loading,
+        *([f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})"] if fixed else []),
         "picture = pipe(",
         *([f"    image={image},"] if images else []),
         *(f"    {name}={value!r}," for name, value in arguments.items()),

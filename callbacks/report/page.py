@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from callbacks.image_writer import save_png, scaled
 from callbacks.run_folder import RunFolder
-from callbacks.sample_images import PARTS
+from callbacks.sample_images import NO_TARGET, PARTS
 from datamodules.errors import without_credentials
 from datamodules.files import replacing
 
@@ -23,11 +23,11 @@ TEMPLATE = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
 
 
 class Strip(NamedTuple):
-    """A sample picture's parts, and the prompt."""
+    """A sample picture's parts, and the prompt; an image of sample_root has no target."""
 
     controls: list[Image.Image]
     result: Image.Image
-    target: Image.Image
+    target: Image.Image | None
     prompt: str
 
 
@@ -37,7 +37,9 @@ def read_strip(path: Path) -> Strip:
         facts, image = file.info, file.convert("RGB")
     widths = [int(width) for width in facts[PARTS].split()]
     edges = [sum(widths[:n]) for n in range(len(widths) + 1)]
-    *controls, result, target = (image.crop((left, 0, right, image.height)) for left, right in pairwise(edges))
+    parts = [image.crop((left, 0, right, image.height)) for left, right in pairwise(edges)]
+    target = None if NO_TARGET in facts else parts.pop()
+    *controls, result = parts
     return Strip(controls, result, target, facts.get("prompt", ""))
 
 
@@ -59,7 +61,7 @@ def data_url(image: Image.Image, largest: int = LARGEST) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-SECRET = re.compile(r"token|secret|password|passwd|api_?key|auth|credential", re.IGNORECASE)
+SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential", re.IGNORECASE)
 
 
 def shareable(settings: Any) -> Any:
@@ -109,8 +111,9 @@ def write_grid(run: RunFolder, path: Path | None = None, step: int | None = None
     before, after = (
         {name: read_strip(path) for name, path in samples[at].items()} for at in (min(samples), max(samples))
     )
-    known = [(before[name], strip) for name, strip in after.items() if name in before][:most]
-    rows = [[*strip.controls[:1], base.result, strip.result, strip.target] for base, strip in known]
+    known = [(before[name], strip, strip.target) for name, strip in after.items() if name in before]
+    complete = [[*strip.controls[:1], base.result, strip.result, target] for base, strip, target in known if target]
+    rows = complete[:most]
     if not rows:
         return False
     side = max(max(part.size) for row in rows for part in row)

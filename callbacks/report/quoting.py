@@ -7,6 +7,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 TEXTS = {
     "prompt",
     "negative_prompt",
+    "model.sampling.negative_prompt",
     "data.prefix",
     "data.source.instance_prompt",
     "data.trigger_word",
@@ -30,6 +31,8 @@ PATHS = {
     "captioner.pretrained_model_name_or_path",
     "model.pretrained_model_name_or_path",
     "model.transformer_name_or_path",
+    "model.sampling.transformer_name_or_path",
+    "sample_root",
 }
 
 

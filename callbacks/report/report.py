@@ -91,10 +91,10 @@ class Report(L.Callback):
         strip = read_strip(path)
         return {
             "strip": strip,
-            "prompt": strip.prompt,
+            "prompt": strip.prompt if strip.target else f"{strip.prompt} (of sample_root)",
             "controls": [data_url(control) for control in strip.controls],
-            "target": data_url(strip.target),
-            "size": "small" if max(strip.target.size) <= THUMBNAIL else "",
+            "target": data_url(strip.target) if strip.target else "",
+            "size": "small" if max(strip.result.size) <= THUMBNAIL else "",
         }
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -27,12 +27,13 @@ from lightning_modules.pretrained.repository import DTYPES
 
 
 class AppliedLoRAs:
-    """The LoRAs of a prediction, weighed by one factor.
+    """The LoRAs of a prediction, weighted by one factor.
 
     Args:
         files: their weights.
         merge: whether they become a part of the transformer's weights while pictures are made.
         scales: of layers, by patterns of diffusers' names of them: the last one that matches holds, else it is 1.
+        weights: the strength of each file, by which these are multiplied; None for 1.
 
     Attributes:
         rank_gates: of those that are T-LoRAs, once they are loaded.
@@ -42,9 +43,14 @@ class AppliedLoRAs:
     callbacks = RANK_MASK_CALLBACKS
 
     def __init__(
-        self, files: Sequence[str | Path], merge: bool = False, scales: Mapping[str, float] | None = None
+        self,
+        files: Sequence[str | Path],
+        merge: bool = False,
+        scales: Mapping[str, float] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
         self.files = [Path(file) for file in files]
+        self.weights = None if weights is None else list(weights)
         self.merge = merge
         self.scales = dict(scales or {})
         self.rank_gates: list[RankGate] = []
@@ -52,9 +58,10 @@ class AppliedLoRAs:
         self._scale: float | None = None
 
     @property
-    def names(self) -> list[str]:
-        """What they are called in the transformer."""
-        return [f"lora_{number}" for number in range(len(self.files))]
+    def used(self) -> dict[str, tuple[Path, float]]:
+        """Each file and its weight, by its name in the transformer; without those of weight 0."""
+        weighted = zip(self.files, self.weights or [1.0] * len(self.files), strict=True)
+        return {f"lora_{number}": one for number, one in enumerate(weighted) if one[1] != 0}
 
     def check(self, base: FrozenBase) -> None:
         """Raise a UserError for files that do not fit the base, or cannot be merged into it."""
@@ -93,7 +100,7 @@ class AppliedLoRAs:
         self.rank_gates = []
         names = LayerNames.of(base)
         others: dict[str, dict[str, Factors]] = {}
-        for name, path in zip(self.names, self.files, strict=True):
+        for name, (path, _) in self.used.items():
             read = LoRAFile(path).read(names, base.name)
             scales = {layer: last_match(self.scales, layer, 1.0) for layer in read}
             # A DoRA scales its rows, however small the update is: a layer without it is left out.
@@ -121,14 +128,14 @@ class AppliedLoRAs:
         transformer.requires_grad_(False)
 
     def set_scale(self, transformer: Any, scale: float) -> None:
-        """Weigh them, all by the same factor."""
-        if not self.files or scale == self._scale:
+        """Multiply their weights by a factor."""
+        if not self.used or scale == self._scale:
             return
         self._scale = scale
-        transformer.set_adapters(self.names, [scale] * len(self.files))
+        transformer.set_adapters(list(self.used), [scale * weight for _, weight in self.used.values()])
         enable(transformer, scale != 0)  # at 0 a DoRA would go on to scale rows
         if self.merge:
-            self._merged = self._merged or MergedLoRAs(transformer, self.names)
+            self._merged = self._merged or MergedLoRAs(transformer, list(self.used))
             self._merged.merge()
 
     def unmerge(self) -> None:

@@ -154,7 +154,7 @@ class LoRABeside:
 
     def put_in(self) -> None:
         """With it from now on."""
-        activate(self._transformer, [*self._lora.names, ADAPTER])
+        activate(self._transformer, [*self._lora.used, ADAPTER])
 
     def leave_out(self) -> None:
         """Without it from now on."""

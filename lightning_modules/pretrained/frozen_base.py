@@ -13,7 +13,7 @@ from torch import Tensor
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from lightning_modules import flow
-from lightning_modules.family import Family
+from lightning_modules.family import Family, Sampling
 from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.component_files import GET_AGAIN, check_component
 from lightning_modules.pretrained.components import Components
@@ -196,11 +196,11 @@ class FrozenBase:
         config = self.components["scheduler"].config
         return flow.dynamic_shift(tokens, config) if config["use_dynamic_shifting"] else config["shift"]
 
-    def sampling_timesteps(self, tokens: int, num_inference_steps: int) -> Tensor:
-        """The pipeline's timesteps (num_inference_steps,), in [0, 1000], for a target of so many tokens."""
-        scheduler = self.components["scheduler"]
-        sigmas = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps, dtype=torch.float64)
-        mu = self.family_class.sampling_rules.mu(scheduler.config, tokens, num_inference_steps)
+    def sampling_timesteps(self, tokens: int, sampling: Sampling) -> Tensor:
+        """Return the pipeline's timesteps (num_inference_steps,), in [0, 1000], for a target of so many tokens."""
+        scheduler, steps = sampling.scheduler(self.components["scheduler"]), sampling.num_inference_steps
+        sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64)
+        mu = self.family_class.sampling_rules.mu(scheduler.config, tokens, steps)
         scheduler.set_timesteps(sigmas=sigmas.tolist(), mu=mu)
         return scheduler.timesteps
 

@@ -151,7 +151,7 @@ def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, s
     """Both blocks of the page, as they stand."""
     monkeypatch.chdir(tmp_path)
     relative = [one for one in settings if not one.startswith("output_dir")]
-    outcome = run("train", *relative, "output_dir=it's a run", "optimizer.lr=3e-2", "scheduler=constant")
+    outcome = run("train", *relative, "output_dir=it's a run", "optimizer.lr=3e-2", "model.sampling.shift=2")
     here, there = Page(tmp_path / "it's a run/report.html").blocks[:2]
     script, *overrides = pasted(here)
     assert script == "predict.py"

@@ -8,7 +8,7 @@ import pytest
 from tests.support.commands import lora_bytes, short
 from tests.support.several_runs import DDP, start_two
 
-PICTURES = ["callbacks.sample_images.num_inference_steps=2", "callbacks.sample_images.count=3", "sample_every=2"]
+PICTURES = ["model.sampling.num_inference_steps=2", "callbacks.sample_images.count=3", "sample_every=2"]
 PICTURES += ["scheduler=constant", "model.dtype=float32", "save_every=2"]
 IN_ORDER = "+callbacks.validation.metrics.in_order._target_=tests.support.probes.InOrder"
 # More samples than processes, and not evenly; fewer; and those that train.

@@ -129,7 +129,7 @@ def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
 @every_model
 def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arguments, tmp_path, model):
     settings = [one for one in arguments(model, tmp_path / "run", 1, shown=True) if "dtype" not in one]
-    pictures = ["callbacks.sample_images.count=2", "callbacks.sample_images.num_inference_steps=2"]
+    pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=2"]
     run("train", *settings, *pictures, "data.val_count=2", "model.dtype=bfloat16", "optimizer.lr=1e-2")
     first, last = rows(tmp_path / "run")
     assert all(np.isfinite(value) for value in (*first.values(), *last.values()))

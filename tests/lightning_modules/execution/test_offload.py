@@ -134,7 +134,7 @@ def test_run_and_prediction_with_offloading_are_the_same(run, tiny, pairs, tmp_p
     pictures = []
     for name, more in (("whole", []), ("offloaded", offloaded)):
         common = short(tiny, pairs, tmp_path / name, 3, "pairs", shown=True)
-        steps = "callbacks.sample_images.num_inference_steps=2"
+        steps = "model.sampling.num_inference_steps=2"
         run("train", "model=flux_kontext_fp8", *FLUX["settings"], *common, steps, *more)
         asked = [f"lora={tmp_path / name}", f"image={pairs / 'control_images/00.png'}", "prompt=x"]
         where = [f"model.pretrained_model_name_or_path={tiny}", f"output_dir={tmp_path / name / 'pictures'}"]

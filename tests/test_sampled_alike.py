@@ -1,0 +1,342 @@
+"""One place decides how an image is sampled: sample images of training are predict.py's, whatever is set."""
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from diffusers import FlowMatchEulerDiscreteScheduler
+from hydra.utils import instantiate
+from lightning.pytorch.loggers import CSVLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from callbacks.report.page import read_strip
+from datamodules.edits import own_edits
+from datamodules.errors import UserError
+from lightning_modules.family import Sampling
+from tasks.edit import requests
+from tests.support.commands import compose, rows, short
+from tests.support.pictures import photograph, pixels, records
+from tests.support.stock_pictures import same_request, stock_picture
+from tests.support.tiny_pipelines import MODELS
+
+# What each setting of `Sampling` is changed to.
+CHANGED = {
+    "num_inference_steps": 3,
+    "guidance_scale": 1.5,
+    "true_cfg_scale": 3.0,
+    "negative_prompt": "blurry",
+    "transformer_name_or_path": "other",
+    "shift": 3.0,
+    "shift_terminal": 0.3,
+}
+# What the change of one needs to be followed at all.
+NEEDS = {"negative_prompt": ["model.sampling.true_cfg_scale=2"], "shift_terminal": ["model.sampling.shift=3"]}
+FIELDS = [field.name for field in dataclasses.fields(Sampling)]
+QUICK = {("flux_kontext", "shift"), ("qwen_image_edit_plus", "negative_prompt")}
+CASES = [
+    pytest.param(model, field, marks=[pytest.mark.slow] * ((model, field) not in QUICK))
+    for model in ("flux_kontext", "qwen_image_edit_plus")
+    for field in FIELDS
+]
+
+
+def other_transformer(repository, folder):
+    """A transformer of the same layers and other weights."""
+    shutil.copytree(repository / "transformer", folder)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({name: 1.2 * tensor for name, tensor in weights.items()}, file, {"format": "pt"})
+    return folder
+
+
+def results(folder, step):
+    return {p.stem: np.asarray(read_strip(p).result) for p in (folder / f"samples/step-{step:06d}").glob("*.png")}
+
+
+@pytest.mark.parametrize(("model", "field"), CASES)
+def test_samples_of_training_equal_predicts_to_the_bit_with_every_setting(
+    run, arguments, repositories, datasets, tmp_path, model, field
+):
+    value = CHANGED[field]
+    if field == "transformer_name_or_path":
+        value = other_transformer(repositories[model], tmp_path / "other")
+    common = ["model.sampling.num_inference_steps=2", *NEEDS.get(field, [])]
+    common += ["callbacks.sample_images.count=1", f"data.cache_dir={tmp_path / 'cache'}"]
+    for name, more in (("usual", []), ("run", [f"model.sampling.{field}={value}"])):
+        settings = arguments(model, tmp_path / name, 2, "optimizer.lr=3e-2", *common, *more, shown=True)
+        text = run("train", *settings).text
+    changed, usual = results(tmp_path / "run", 0), results(tmp_path / "usual", 0)
+    has_effect = not np.array_equal(changed["0"], usual["0"])
+    assert has_effect != ("guidance_scale=1.5 has no effect" in text)
+    image = datasets[model] / "control_images" / "0.png"
+    run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", f"image={image}", f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
+    assert np.array_equal(pixels(tmp_path / "out" / "0.png"), results(tmp_path / "run", 2)["0"])
+    [record] = records(tmp_path / "out")
+    assert record[field] == (str(value) if field == "transformer_name_or_path" else value)
+
+
+# A Lightning LoRA's schedule: fixed shift 3, 3 t / (1 + 2 t) of t = 1, 3/4, 1/2, 1/4.
+LIGHTNING = [1.0, 0.9, 0.75, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("terminal", [None, 0.1])
+def test_fixed_shift_is_the_closed_form(repositories, terminal):
+    own = FlowMatchEulerDiscreteScheduler.from_pretrained(repositories["qwen_image_edit"], subfolder="scheduler")
+    sigmas = [1.0, 0.75, 0.5, 0.25]
+    own.set_timesteps(sigmas=sigmas, mu=0.7)
+    assert own.sigmas[-2] == pytest.approx(0.02, abs=1e-6), "the repository's: dynamic, stretched to its own terminal"
+    fixed = Sampling(4, None, None, None, shift=3.0, shift_terminal=terminal).scheduler(own)
+    fixed.set_timesteps(sigmas=sigmas, mu=0.7)
+    least = 0.5 if terminal is None else terminal
+    expected = [1 - (1 - sigma) * (1 - least) / 0.5 for sigma in LIGHTNING[:-1]]
+    torch.testing.assert_close(fixed.sigmas, torch.tensor([*expected, 0.0]))
+    assert dict(Sampling(4, None, None, None).scheduler(own).config) == dict(own.config)
+
+
+def test_shift_gives_the_stock_pipelines_picture_with_such_a_scheduler(
+    run, arguments, repositories, datasets, tmp_path, monkeypatch
+):
+    """Bitwise, of Qwen-Image-Edit, whose own schedule is dynamic; and the record says it."""
+    model = "qwen_image_edit"
+    call, request = same_request(model, datasets[model])
+    settings = [one for one in arguments(model, tmp_path, 1) if one.startswith("model")]
+
+    def prepare(pipeline, _):
+        config = {**pipeline.scheduler.config, "use_dynamic_shifting": False, "shift": 3.0, "shift_terminal": None}
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler(**{k: v for k, v in config.items() if k[0] != "_"})
+
+    run("predict", *settings, "prompt=make it snow", f"output_dir={tmp_path / 'out'}", *request, "shift=3")
+    own = pixels(tmp_path / "out" / "0.png")
+    stock = stock_picture(repositories[model], None, monkeypatch, prepare=prepare, prompt="make it snow", **call)
+    usual = stock_picture(repositories[model], None, monkeypatch, prompt="make it snow", **call)
+    assert np.array_equal(own, (stock * 255).round().astype(int))
+    assert not np.array_equal(own, (usual * 255).round().astype(int))
+    [record] = records(tmp_path / "out")
+    assert (record["shift"], record["shift_terminal"]) == (3.0, None)
+
+
+def sampler_of(repository, model, *more):
+    settings = [f"model={model}", f"model.pretrained_model_name_or_path={repository}", "model.dtype=float32"]
+    return instantiate(compose("predict", *settings, *more).model, adapter=None, optimizer=None, scheduler=None).sampler
+
+
+def edit_json(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_shift_that_cannot_be_followed_is_refused_before_weights(repositories, tmp_path):
+    copy = shutil.copytree(repositories["flux_kontext"], tmp_path / "heun")
+    edit_json(copy / "model_index.json", scheduler=["diffusers", "FlowMatchHeunDiscreteScheduler"])
+    with pytest.raises(UserError, match=r"shift=3: FlowMatchHeunDiscreteScheduler of .* takes no fixed shift"):
+        sampler_of(copy, "flux_kontext", "model.sampling.shift=3").check()
+    sampler_of(copy, "flux_kontext").check()
+    with pytest.raises(UserError, match=r"shift_terminal=0.1: without shift, the repository's scheduler sets both"):
+        sampler_of(repositories["flux_kontext"], "flux_kontext", "model.sampling.shift_terminal=0.1").check()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "note"),
+    [
+        (
+            "qwen_image_edit",
+            ["guidance_scale=3"],
+            "guidance_scale=3 has no effect: this transformer does not follow it",
+        ),
+        (
+            "qwen_image_edit",
+            ["true_cfg_scale=1", "negative_prompt=blurry"],
+            "negative_prompt has no effect without true",
+        ),
+        ("flux_kontext", ["negative_prompt=blurry"], "negative_prompt has no effect without true_cfg_scale above 1"),
+        ("longcat_image_edit", ["guidance_scale=1", "negative_prompt=x"], "negative_prompt has no effect without guid"),
+        ("flux2_klein_4b", [], None),
+        ("flux_kontext", ["guidance_scale=3"], None),
+        ("qwen_image_edit", ["negative_prompt=blurry"], None),
+    ],
+)
+def test_sampling_settings_without_effect_are_noted(repositories, caplog, model, settings, note):
+    sampler_of(repositories[model], model, *(f"model.sampling.{setting}" for setting in settings)).check()
+    assert [message.startswith(f"note: {note}") for message in caplog.messages] == [True] * (note is not None)
+
+
+def test_guidance_of_a_distilled_klein_is_noted(repositories, tmp_path, caplog):
+    copy = shutil.copytree(repositories["flux2_klein_4b"], tmp_path / "copy")
+    edit_json(copy / "model_index.json", is_distilled=True)
+    sampler = sampler_of(copy, "flux2_klein_4b")
+    sampler.check()
+    sampler.check()
+    assert caplog.messages == ["note: guidance_scale=4 has no effect: this transformer does not follow it"]
+
+
+@pytest.fixture
+def own_images(datasets, tmp_path):
+    """Two images with instructions of their own and no targets, one with a further control."""
+    root = tmp_path / "own"
+    root.mkdir()
+    for name, prompt in (("a", "make it rain"), ("b", "make it snow")):
+        photograph("coffee", 48, 32).save(root / f"{name}.png")
+        (root / f"{name}.txt").write_text(prompt)
+    photograph("rocket", 32, 32).save(root / "b_control_1.png")
+    return root
+
+
+@pytest.mark.parametrize("how", ["cached", "streamed", pytest.param("pairs", marks=pytest.mark.slow)])
+def test_images_without_targets_are_sampled_as_predict_edits_them(run, arguments, own_images, datasets, tmp_path, how):
+    model, negative = "qwen_image_edit_plus", ["model.sampling.negative_prompt=blurry"]
+    common = ["model.sampling.num_inference_steps=2", f"data.cache_dir={tmp_path / 'cache'}", "optimizer.lr=3e-2"]
+    common += ["callbacks.sample_images.count=1", f"sample_root={own_images}"]
+    settings = arguments(model, tmp_path / "run", 2, *common, shown=True)
+    if how == "streamed":
+        run("train", *arguments(model, tmp_path / "first", 1, f"data.cache_dir={tmp_path / 'cache'}"))
+        [manifest] = (tmp_path / "cache").glob("*/manifest.json")
+        settings = [one for one in settings if not one.startswith("data.root")]
+        settings += [f"data.shards={manifest.parent.as_uri()}"]
+    elif how == "pairs":
+        settings = [one for one in settings if "cache_dir" not in one and one != "data=cached"] + [
+            "data=pairs",
+            *negative,
+        ]
+    else:
+        settings += [*negative, "data.val_count=1"]
+    run("train", *settings)
+    run("predict", f"lora={tmp_path / 'run'}", f"image={own_images}", f"output_dir={tmp_path / 'out'}")
+    sampled = results(tmp_path / "run", 2)
+    assert len(sampled) == 3
+    for name in "ab":
+        assert np.array_equal(sampled[f"{name}_p00"], pixels(tmp_path / "out" / f"{name}.png"))
+        strip = read_strip(tmp_path / f"run/samples/step-000002/{name}_p00.png")
+        assert strip.target is None
+        assert len(strip.controls) == {"a": 1, "b": 2}[name]
+        assert strip.prompt == {"a": "make it rain", "b": "make it snow"}[name]
+        assert strip.prompt in (tmp_path / "run" / "report.html").read_text()
+    assert {record["prompt"] for record in records(tmp_path / "out")} == {"make it rain", "make it snow"}
+    if how == "cached":  # metrics are of the sample with a target, as without these images
+        with_them = rows(tmp_path / "run")
+        again = [one.replace("/run", "/again") for one in settings if "sample_root" not in one]
+        assert "loading text_encoder\n" not in run("train", *again).text
+        assert rows(tmp_path / "again") == with_them
+        resumed = run("train", *settings, "ckpt_path=last", "trainer.max_steps=3").text
+        assert "loading text_encoder\n" not in resumed
+
+
+def test_prompts_alone_are_sampled_by_text_to_image_models(run, arguments, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red dog\na blue dog\n")
+    more = [f"sample_root={tmp_path / 'prompts.txt'}", "model.sampling.num_inference_steps=1", "model.resolution=64"]
+    run("train", *arguments("z_image", tmp_path / "run", 1, *more, "callbacks.sample_images.count=0", shown=True))
+    run("predict", f"lora={tmp_path / 'run'}", f"prompts_file={tmp_path / 'prompts.txt'}", f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
+    sampled = results(tmp_path / "run", 1)
+    assert list(sampled) == ["picture_p00", "picture_p01"]
+    for name, picture in sampled.items():
+        [path] = (tmp_path / "out").glob(f"{name}_*.png")
+        assert np.array_equal(picture, pixels(path))
+
+
+def test_what_is_wrong_with_images_of_ones_own_is_one_line(own_images, tmp_path, repositories):
+    (own_images / "b.txt").unlink()
+    with pytest.raises(UserError, match=r"sample_root: say what to do with .*b.png: write it into .*b.txt$"):
+        own_edits(str(own_images), 0, 1024)
+    with pytest.raises(UserError, match="sample_root=/nowhere: no such file"):
+        own_edits("/nowhere", 0, 1024)
+    (own_images / "b.txt").write_text("x")
+    module = sampler_of(repositories["qwen_image_edit"], "qwen_image_edit").family
+    with pytest.raises(UserError, match=r"takes at most 1 condition image, but .*b.png, .*b_control_1.png are 2"):
+        own_edits(str(own_images), 0, 1024).configure_for(module)
+    Image.new("RGB", (8, 8)).save(own_images / "b_control_1.png")
+    with pytest.raises(UserError, match=r"b_control_1.png is 8x8: both sides must be at least 16"):
+        own_edits(str(own_images), 0, 1024)
+
+
+def test_several_references_of_one_edit_stand_in_one_line(run, repositories, tmp_path, monkeypatch):
+    """Of sizes of their own, as the stock pipeline takes them."""
+    model, names = "qwen_image_edit_plus", ("a.png", "b.png")
+    for name, size in zip(names, ((64, 32), (32, 48)), strict=True):
+        photograph("coffee", *size).save(tmp_path / name)
+    paths = [tmp_path / name for name in names]
+    settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
+    request = ["num_inference_steps=2", "seed=11", "width=64", "height=32", "true_cfg_scale=1"]
+    run("predict", *settings, *MODELS[model].settings, *request, "prompt=x", f"image=[{paths[0]},{paths[1]}]", f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
+    call = {"num_inference_steps": 2, "width": 64, "height": 32, "true_cfg_scale": 1.0}
+    images = [Image.open(path) for path in paths]
+    stock = stock_picture(repositories[model], None, monkeypatch, prompt="x", image=images, **call)
+    assert np.abs(pixels(tmp_path / "out" / "a.png") - (stock * 255).round().astype(int)).max() <= 1
+    assert len(list((tmp_path / "out").glob("*.png"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["image=[]"], "image=[]: the list is empty"),
+        (["image=[/nowhere.png]"], "image=[...]: /nowhere.png is not an image file"),
+        (["image=[/tmp]"], "image=[...]: /tmp is not an image file"),
+        (
+            ["prompts_file=[a.txt,b.txt]"],
+            "only one file is read. Put all prompts into it, one a line, or pass prompt=[...].",
+        ),
+    ],
+)
+def test_lists_that_are_no_references_are_one_line(settings, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        requests(compose("predict", "prompt=x", *settings), None, [1.0])
+
+
+def test_a_max_area_that_shrinks_nothing_is_noted(run, tmp_path):
+    request = ["prompt=x", "width=32", "height=32", "num_inference_steps=1"]
+    text = run("predict", *request, "max_area=4096", f"output_dir={tmp_path / 'noted'}").text
+    assert "note: max_area has no effect: no image is shrunk to it" in text
+    assert "max_area has no effect" not in run("predict", *request, f"output_dir={tmp_path / 'usual'}").text
+
+
+def test_images_of_ones_own_without_sample_images_are_refused(fails, own_images):
+    line = fails(f"sample_root={own_images}", "callbacks.sample_images=null")
+    assert line.endswith("callbacks.sample_images=null samples no images. Leave one out.")
+
+
+class Watching(CSVLogger):
+    """A logger that takes images, as that of Weights & Biases."""
+
+    shown: ClassVar[list] = []
+
+    def log_image(self, key, images, step=None):
+        self.shown.append((key, [np.asarray(image).copy() for image in images], step))
+
+
+def test_settings_and_sample_images_go_to_every_logger_that_takes_them(run, tiny, pairs, tmp_path):
+    arguments = [one for one in short(tiny, pairs, tmp_path / "run", 2, shown=True) if one != "logger=none"]
+    loggers = [
+        "logger=[tensorboard,csv]", "+logger.own._target_=tests.test_sampled_alike.Watching",
+        f"+logger.own.save_dir={tmp_path / 'own'}",
+    ]  # fmt: skip
+    Watching.shown.clear()
+    run("train", *arguments, *loggers, "callbacks.sample_images.count=2", "model.sampling.num_inference_steps=1")
+    strips = sorted((tmp_path / "run/samples").glob("*/*.png"))
+    assert len(strips) == 4
+    expected = {(f"samples/{path.stem}", int(path.parent.name[-6:])): pixels(path) for path in strips}
+    shown = {(key, step): image for key, [image], step in Watching.shown}
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0}).Reload()
+    board = {
+        (tag, event.step): np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+        for tag in events.Tags()["images"]
+        for event in events.Images(tag)
+    }
+    for found in (shown, board):
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    files = [*tmp_path.glob("run/**/hparams.yaml"), *tmp_path.glob("own/**/hparams.yaml")]
+    assert len(files) == 3
+    for file in files:
+        settings = yaml.safe_load(file.read_text())
+        assert settings["adapter"]["rank"] == 4
+        assert settings["optimizer"]["lr"] == 1e-4 != config["optimizer"]["lr"], "resolved"
+        assert settings["model"]["sampling"]["num_inference_steps"] == 1
+        assert settings["output_dir"] == ".../run", "as in report.html, without folders of this machine"
+        assert settings.keys() == config.keys() - {"defaults", "hydra"}
