@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -15,6 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, printable
+from datamodules.files import reading
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.edit_module import EditModule
@@ -53,7 +55,7 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
     chosen = any(override.startswith("model=") for override in overrides)
     trained = ((files[0].header or {}).get("model") or {}) if files else {}
     if chosen or trained:
-        settings = model_settings(cfg, [file.header for file in files], overrides)
+        settings = model_settings(cfg, [header_here(file) for file in files], overrides)
         name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained.get("name"))
         try:
             return _known(name, settings)
@@ -131,6 +133,27 @@ def write_files(files: Mapping[str, Any], folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def header_here(file: LoRAFile) -> Header:
+    """Return a LoRA's header; in its run's folder with the paths of this machine, which config.yaml alone has."""
+    header, folders = file.header, file.path.absolute().parents
+    config = folders[2] / "config.yaml" if len(folders) > 2 else file.path
+    if not (header and header.get("model") and config.name == "config.yaml" and config.is_file()):
+        return header
+    with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
+        settings: Any = OmegaConf.to_container(OmegaConf.load(config)).get("model") or {}  # type: ignore[union-attr]
+
+    return header | {"model": _here(header["model"], settings)}
+
+
+def _here(said: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace what is said by what is known, where that is a path of this machine."""
+    paths = {key: one for key, one in known.items() if isinstance(one, str) and os.path.exists(one)}
+    return {
+        key: _here(one, known.get(key) or {}) if isinstance(one, dict) else paths.get(key, one)
+        for key, one in said.items()
+    }
 
 
 def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
