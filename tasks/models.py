@@ -20,6 +20,7 @@ from datamodules.files import reading
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.edit_module import EditModule
+from lightning_modules.pretrained.repository import EMBEDDED
 from tasks.resolvers import CONF
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
@@ -55,10 +56,9 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
     chosen = any(override.startswith("model=") for override in overrides)
     trained = ((files[0].header or {}).get("model") or {}) if files else {}
     if chosen or trained:
-        settings = model_settings(cfg, [header_here(file) for file in files], overrides)
         name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained.get("name"))
         try:
-            return _known(name, settings)
+            return _known(name, model_settings(cfg, [header_here(file) for file in files], overrides))
         except UserError:
             if chosen:
                 raise  # else the base is not on this machine, and its layers are those of one that is known
@@ -185,6 +185,12 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
         same_kind = usual is None or value is None or isinstance(value, str) == isinstance(usual, str)
         if _plain(value) and not private and key not in given and usual is not ... and same_kind:
             OmegaConf.update(model, key, value, merge=False)
+    base = str(model.pretrained_model_name_or_path)
+    if "/" not in base and base != EMBEDDED and not os.path.exists(base):
+        raise UserError(
+            f"the LoRA was trained on {printable(base[:150])}, a folder of the machine that trained it: pass "
+            "model.pretrained_model_name_or_path=FOLDER"
+        )
     return model
 
 
