@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from callbacks.model_card.origin import published
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import link_or_copy, replacing
@@ -146,7 +147,7 @@ class LoRACheckpoint(L.Callback):
         with averaged_weights(module, other):
             if ema is not None and ema.in_use:
                 header["ema"] = ema.metadata()
-            write = module.trained.export(module.base, header, self.dtype)
+            write = module.trained.export(module.base, published(header, self.model["name"]), self.dtype)
             for name in names if trainer.is_global_zero else ():
                 write(self.run.weights(module.adapter.folder, name))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
 from datamodules.files import reading, replacing
-from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_weights
+from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_or_download
 from lightning_modules.adapters.formats.lora_file import HEADER_KEY, LoRAFile
 from lightning_modules.adapters.formats.written import require_finite
 from tasks.edit import as_list
@@ -60,7 +60,7 @@ def savings(cfg: DictConfig) -> dict[int, LoRAFile]:
             "lora=[outputs/RUN/lora/step-000100,outputs/RUN/lora/step-000200]"
         )
     files: dict[int, LoRAFile] = {}
-    for file in [LoRAFile(find_weights(folder)) for folder in folders]:
+    for file in [LoRAFile(find_or_download(folder)) for folder in folders]:
         step = step_of(file)
         if step in files:
             raise UserError(f"task=average: {files[step].path} and {file.path} are both of step {step}: leave one out")

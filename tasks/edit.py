@@ -11,15 +11,16 @@ from omegaconf import DictConfig, ListConfig
 
 from callbacks.graceful_stop import GracefulStop
 from callbacks.image_writer import PREDICTIONS, ImageWriter
+from callbacks.model_card.origin import published
 from callbacks.peers import peers
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.adapters.formats.find import find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.family import Sampling
 from lightning_modules.objectives.slider import SliderObjective
-from tasks.models import Header, model_settings
+from tasks.models import Header, header_here, model_settings
 from tasks.placement import frozen_model, place_trainer
 from tasks.settings import PREDICTION, check_settings
 from tasks.terminal import log, silence_libraries
@@ -32,8 +33,8 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
         raise UserError(f"output_dir={output_dir} already contains predictions: choose another folder")
     if cfg.lora is None:
         log.info(f"no lora=: the model alone ({cfg.model.pretrained_model_name_or_path})")
-    files = [find_weights(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
-    headers = [LoRAFile(file).header for file in files]
+    files = [find_or_download(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
+    headers = [header_here(LoRAFile(file)) for file in files]
     cfg.model = model_settings(cfg, headers, HydraConfig.get().overrides.task)
     check_settings(cfg, PREDICTION)  # again: the file's header may hold any value
     by_layer = {}
@@ -153,6 +154,6 @@ def warn_of_other_base(module: Any, files: list[Path], headers: list[Header]) ->
             # Encoders without a precision of their own have the model's dtype.
             plain = key.endswith("_precision") and key != "base_precision"
             before = trained.get(key, trained.get("dtype", ...) if plain else ...)
-            now = here.get(key, str(module.base.dtype)[6:])
+            now = published(here.get(key, str(module.base.dtype)[6:]), str(trained.get("name")))
             if before is not ... and before != now:
                 log.warning(f"note: {file} was trained on {key} {before}, this is {now}")

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from callbacks.model_card.origin import published
 from datamodules.errors import UserError
 from datamodules.files import short_name
-from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, find_weights
+from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.written import FORMATS, export_dtype, save_lora
 from tasks.edit import as_list
@@ -50,7 +51,8 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         made = {"format": cfg.format, "from": titles}
         made |= {"weights": weights} if cfg.merge is not None else {}
         made |= {"rank": cfg.rank} if cfg.rank is not None else {}
-        save_lora(lora.updates, path, lora.header_of(made), dtype, cfg.format, model.names)
+        header = published(lora.header_of(made), model.name)
+        save_lora(lora.updates, path, header, dtype, cfg.format, model.names)
         say_written(path, lora, model, cfg.format)
     if note:
         log.warning(note)
@@ -94,7 +96,7 @@ def chosen(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
     if cfg.extract is not None:
         return [], []
     key = "lora" if cfg.merge is None else "merge"
-    found = [LoRAFile(find_weights(str(lora))) for lora in as_list(cfg, key)]
+    found = [LoRAFile(find_or_download(lora)) for lora in as_list(cfg, key)]
     if cfg.merge is None:
         if len(found) > 1:
             raise UserError(f"lora={cfg.lora}: to write several as one, name them by merge=")

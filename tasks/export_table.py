@@ -15,7 +15,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.formats.checked import loader_of
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.readers import readers
-from lightning_modules.adapters.formats.written import FORMATS
+from lightning_modules.adapters.formats.written import format_of
 from lightning_modules.adapters.low_rank import relative_change
 from lightning_modules.adapters.update import Update
 from tasks.loras_read import LoRA
@@ -59,7 +59,9 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str) -> None:
     table.add_section()
     family: type[Any] = get_class(model.settings._target_)
     loader = loader_of(family.pipeline_name, lora.kind) is not None
-    for reader in readers(FORMATS[format], model.names, lora.updates, lora.is_dora, loader=loader, kind=lora.kind):
+    for reader in readers(
+        format_of(format, model.names), model.names, lora.updates, lora.is_dora, loader=loader, kind=lora.kind
+    ):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import safetensors
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
@@ -64,9 +63,9 @@ class LoRAFacts:
     def not_finite(self) -> list[str]:
         """The tensors of layers that hold such numbers."""
         path = self.file.path
-        with reading(path, "download it again"), safetensors.safe_open(path, framework="pt") as file:
+        with reading(path, "download it again"), self.file.opened() as tensor_of:
             keys = [key for parts in self.file.parts.values() for key in parts.values()]
-            return [key for key in keys if not file.get_tensor(key).float().isfinite().all()]
+            return [key for key in keys if not tensor_of(key).float().isfinite().all()]
 
     def rows(self) -> dict[str, str]:
         """What there is to say, by its name."""
@@ -88,6 +87,7 @@ class LoRAFacts:
             "DoRA": f"in {doras} of {len(parts)} layers" if doras else "no",
             "T-LoRA": _schedule(file),
             "text encoders": f"{len(texts)} tensors, left out" if texts else "none",
+            **{what: f"{len(keys)} tensors, left out" for what, keys in file.left_out.items() if keys != texts},
             "size": f"{decimal(file.path.stat().st_size)}, {numbers:,} numbers",
         }
         if self.known and len(self.updates) not in (0, len(parts)):

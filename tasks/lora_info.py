@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.adapters.formats.find import find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.low_rank import inner, squared_difference
 from tasks.edit import as_list
@@ -32,7 +32,7 @@ def lora_info(cfg: DictConfig, output_dir: Path) -> None:
     loras = [] if cfg.lora is None else as_list(cfg, "lora")
     if len(loras) not in (1, 2):
         raise UserError("task=lora_info: give lora=FILE, or two to compare, lora=[ONE,OTHER]")
-    facts = [facts_of(cfg, LoRAFile(find_weights(str(lora)))) for lora in loras]
+    facts = [facts_of(cfg, LoRAFile(find_or_download(lora))) for lora in loras]
     chart = output_dir / CHART
     chart.unlink(missing_ok=True)  # of another time
     names = [end_of(str(lora), 44) for lora in loras]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -15,9 +16,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, printable
+from datamodules.files import reading
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.edit_module import EditModule
+from lightning_modules.pretrained.repository import EMBEDDED
 from tasks.resolvers import CONF
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
@@ -53,10 +56,9 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
     chosen = any(override.startswith("model=") for override in overrides)
     trained = ((files[0].header or {}).get("model") or {}) if files else {}
     if chosen or trained:
-        settings = model_settings(cfg, [file.header for file in files], overrides)
         name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained.get("name"))
         try:
-            return _known(name, settings)
+            return _known(name, model_settings(cfg, [header_here(file) for file in files], overrides))
         except UserError:
             if chosen:
                 raise  # else the base is not on this machine, and its layers are those of one that is known
@@ -133,6 +135,27 @@ def write_files(files: Mapping[str, Any], folder: Path) -> None:
         path.write_text(json.dumps(content), encoding="utf-8")
 
 
+def header_here(file: LoRAFile) -> Header:
+    """Return a LoRA's header; in its run's folder with the paths of this machine, which config.yaml alone has."""
+    header, folders = file.header, file.path.absolute().parents
+    config = folders[2] / "config.yaml" if len(folders) > 2 else file.path
+    if not (header and header.get("model") and config.name == "config.yaml" and config.is_file()):
+        return header
+    with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
+        settings: Any = OmegaConf.to_container(OmegaConf.load(config)).get("model") or {}  # type: ignore[union-attr]
+
+    return header | {"model": _here(header["model"], settings)}
+
+
+def _here(said: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace what is said by what is known, where that is a path of this machine."""
+    paths = {key: one for key, one in known.items() if isinstance(one, str) and os.path.exists(one)}
+    return {
+        key: _here(one, known.get(key) or {}) if isinstance(one, dict) else paths.get(key, one)
+        for key, one in said.items()
+    }
+
+
 def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
     """The settings of the model that the first LoRA was trained on, changed by what the command line says of it."""
     trained = ((headers or [None])[0] or {}).get("model")
@@ -162,6 +185,12 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
         same_kind = usual is None or value is None or isinstance(value, str) == isinstance(usual, str)
         if _plain(value) and not private and key not in given and usual is not ... and same_kind:
             OmegaConf.update(model, key, value, merge=False)
+    base = str(model.pretrained_model_name_or_path)
+    if "/" not in base and base != EMBEDDED and not os.path.exists(base):
+        raise UserError(
+            f"the LoRA was trained on {printable(base[:150])}, a folder of the machine that trained it: pass "
+            "model.pretrained_model_name_or_path=FOLDER"
+        )
     return model
 
 

@@ -32,7 +32,7 @@ def test_lora_of_another_model(fails, run, tiny, pairs, tmp_path):
     line = fails(wide, f"adapter.init_from={tmp_path / 'first'}")
     assert "does not fit" in line
     assert ", in the model " in line
-    assert f"it was made for {tiny}" in line
+    assert f"it was made for {tiny.name}" in line
     outcome = run("predict", f"lora={tmp_path / 'first'}", wide, "prompt=x", "width=32", "height=32", ok=False)
     assert "does not fit" in outcome.error
 

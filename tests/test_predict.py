@@ -100,12 +100,13 @@ def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(ru
     moved = shutil.copy(
         trained / "lora" / "last" / "pytorch_lora_weights.safetensors", tmp_path / "elsewhere.safetensors"
     )
-    common = [f"lora={moved}", f"image={photo}", "prompt=x", "num_inference_steps=2"]
+    base = f"model.pretrained_model_name_or_path={tiny}"  # the run's config.yaml names it, which is not here
+    common = [f"lora={moved}", f"image={photo}", "prompt=x", "num_inference_steps=2", base]
     run("predict", *common, f"output_dir={tmp_path / 'a'}")
     outcome = run("predict", *common, "model.dtype=bfloat16", f"output_dir={tmp_path / 'b'}")
     assert "was trained on base_precision float32, this is bfloat16" in outcome.text
     assert not np.array_equal(pixels(tmp_path / "a" / "photo.png"), pixels(tmp_path / "b" / "photo.png"))
-    same = run("predict", f"lora={trained}", *common[1:], f"output_dir={tmp_path / 'c'}")
+    same = run("predict", f"lora={trained}", *common[1:-1], f"output_dir={tmp_path / 'c'}")
     assert "note:" not in same.text
     assert np.array_equal(pixels(tmp_path / "a" / "photo.png"), pixels(tmp_path / "c" / "photo.png"))
 

@@ -21,6 +21,11 @@ from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.base import TrainingData
 from datamodules.files import replacing
+from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.readers import Reader, readers
+from lightning_modules.adapters.formats.written import FORMATS
+from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.edit_module import EditModule
 from lightning_modules.pretrained.repository import EMBEDDED
 
@@ -211,12 +216,21 @@ class Card(NamedTuple):
             "root": root,
             "place": place,
             "commands": commands(self.module, names, sampler, strips[0] if strips else None),
-            "comfyui": self._is_lora and self.module.base.name != EMBEDDED and self.module.adapter.in_comfyui,
+            "comfyui": self._in_comfyui() if self._is_lora and self.module.base.name != EMBEDDED else None,
             "comfyui_note": COMFYUI_NOTES.get(self.module.pipeline_name, ""),
             "file": next((path.name for path in self.folder.glob("*.safetensors")), ""),
             "schedule": None if schedule["kind"] == "constant" else schedule,
             "slider": self.module.objective is not None and len(self.module.objective.scales) > 1,
         }
+
+    def _in_comfyui(self) -> Reader:
+        """What ComfyUI makes of the file."""
+        [path] = self.folder.glob("*.safetensors")
+        file, names = LoRAFile(path), LayerNames.of(self.module.base)
+        layers = [layer for one in file.check(names, self.module.base.name).values() for layer in one.layers]
+        dora, kind = any("magnitude" in parts for parts in file.parts.values()), kind_of(file.empty.values())
+        found = readers(FORMATS["diffusers"], names, layers, dora, kind=kind)
+        return next(one for one in found if one.program == "ComfyUI")
 
 
 def _result_name(number: int) -> str:

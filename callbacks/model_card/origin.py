@@ -1,5 +1,7 @@
 """Where a base comes from, as others know it: its id on the hub, and its licence."""
 
+import json
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -66,8 +68,28 @@ def hub_id(name: str, model_name: str) -> str | None:
         return name if HUB_ID.fullmatch(name) else None
     if cached := SNAPSHOT.search(path.resolve().as_posix()):
         return f"{cached[1]}/{cached[2]}"
+    for config in ("model_index.json", "config.json"):
+        with suppress(OSError, *DAMAGED):  # the folder is loaded later, or not at all
+            said = json.loads((path / config).read_text(encoding="utf-8"))["_name_or_path"]
+            if HUB_ID.fullmatch(said) and not os.path.exists(said):
+                return said
     default = default_base(model_name) or ""
     return default if "/" in default and default.rpartition("/")[2] == path.name else None
+
+
+def published(value: Any, model_name: str) -> Any:
+    """Return what a file for others says in place of a value: folders and files of this machine by their names alone.
+
+    Args:
+        model_name: as for `hub_id`.
+    """
+    if isinstance(value, dict):
+        return {key: published(one, model_name) for key, one in value.items()}
+    if isinstance(value, list):
+        return [published(one, model_name) for one in value]
+    if not isinstance(value, str) or not (value.startswith(("/", "~")) or os.path.exists(value)):
+        return value
+    return hub_id(value, model_name) or Path(value).expanduser().absolute().name
 
 
 def default_base(model_name: str) -> str | None:

@@ -42,7 +42,6 @@ class Adapter(ABC):
             the first one gives is the opposite of what was learned, for each sample of a batch alone.
         reads_base: whether it computes with the base's own weights in every step, which must then stay what they are.
         turns_inputs: whether layers get other inputs by it.
-        in_comfyui: whether ComfyUI reads its files; `export` for those of task=export format=comfyui alone.
         callbacks: the Lightning callbacks without which it would not be right, by their full names.
     """
 
@@ -54,7 +53,6 @@ class Adapter(ABC):
     is_linear: bool = False
     reads_base: bool = False
     turns_inputs: bool = False
-    in_comfyui: bool | str = True
     callbacks: tuple[str, ...] = ()
 
     @abstractmethod

@@ -21,7 +21,6 @@ class DoRA(LoRA):
     Arguments are those of `LoRA`; its dropout is that of A's inputs alone.
     """
 
-    in_comfyui = "export"
     is_linear = False
     reads_base = True
     has_magnitudes = True

@@ -79,7 +79,7 @@ class FullFineTuning(Adapter):
                 for name, part in trained.items():
                     with self.in_dtype(part, base.dtype):
                         part.save_pretrained(unfinished / name)
-                for config in unfinished.glob("*/config.json"):
+                for config in (unfinished / "model_index.json", *unfinished.glob("*/config.json")):
                     _forget_origin(config)
 
         return write

@@ -10,7 +10,7 @@ from lightning_modules.adapters.kronecker import PARTS as KRONECKER
 from lightning_modules.adapters.kronecker import Kronecker
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.rotation import Rotation
-from lightning_modules.adapters.update import Update
+from lightning_modules.adapters.update import Unread, Update
 
 # The tensors that each may be made of.
 KINDS: dict[type[Update], tuple[str, ...]] = {
@@ -27,12 +27,12 @@ def kinds_of(parts: Collection[str]) -> list[type[Update]]:
 
 
 def made_of(tensors: Mapping[str, Tensor]) -> Update:
-    """The update of a layer's tensors; raises ValueError for such as make none."""
+    """The update of a layer's tensors; raises ValueError for such as make none, Unread for forms of elsewhere."""
     kind, *others = kinds_of(tensors)
-    if others and "magnitude" in tensors and not {"down", "up"} & set(tensors):
-        raise ValueError("a magnitude beside what is no LoRA, which Retouch does not read")
     if others:
-        raise ValueError(f"{' and '.join(sorted(tensors))}, of two kinds of updates")
+        dora = "the magnitude of a DoRA beside " if "magnitude" in tensors else ""
+        parts = " and ".join(sorted(tensors.keys() - {"magnitude"}))
+        raise Unread(f"{dora}{parts}{'' if dora else ', of two kinds of updates'}")
     if not kind.is_complete(tensors):
         raise ValueError(f"nothing but {' and '.join(sorted(tensors))}, which is half of an update")
     return kind.of(tensors)

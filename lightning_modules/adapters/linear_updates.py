@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, require_own_rates
 from lightning_modules.adapters.formats.checked import loading_code, read_back
-from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_weights
+from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import save_lora
@@ -57,7 +57,7 @@ class LinearUpdates(Adapter):
     ) -> None:
         self.target_modules = target_modules if isinstance(target_modules, str | None) else list(target_modules)
         self.layers = as_names(layers)
-        self.init_from = None if init_from is None else find_weights(init_from)
+        self.init_from = None if init_from is None else find_or_download(init_from)
         self.lr_pattern = {str(key): value for key, value in (lr_pattern or {}).items()}
         self.seed = seed
         self._told_of_rounding = False

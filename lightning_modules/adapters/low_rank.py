@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.update import Update
+from lightning_modules.adapters.update import Unread, Update
 
 
 class LowRank(NamedTuple):
@@ -42,8 +42,11 @@ class LowRank(NamedTuple):
         if down.ndim != 2 or up.ndim != 2 or len(down) != up.shape[1] or len(down) == 0:
             raise ValueError(f"matrices of {tuple(down.shape)} and {tuple(up.shape)}")
         magnitude, rows = tensors.get("magnitude"), len(up)
+        if magnitude is not None and magnitude.shape == (1, down.shape[1]) != (rows, 1):
+            raise Unread("a DoRA's magnitude for each input, as OneTrainer has unless told otherwise; Retouch reads "
+                         "one for each output")  # fmt: skip
         if magnitude is not None and magnitude.shape not in ((rows,), (rows, 1)):  # ComfyUI has a column
-            raise ValueError(f"a magnitude of {tuple(magnitude.shape)}: Retouch reads DoRA with one for each output")
+            raise ValueError(f"a magnitude of {tuple(magnitude.shape)} for {rows} outputs")
         return cls(down, up, None if magnitude is None else magnitude.flatten())
 
     def tensors(self) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ class OFT(Factored):
 
     kind = "OFT"
     turns_inputs = True
-    in_comfyui = False
 
     def __init__(self, block_size: int, **updates: Any) -> None:
         super().__init__(**updates)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.adapters.formats.find import find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
@@ -181,7 +181,7 @@ def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | No
     Raises:
         UserError: the file has no schedule, or no such adapter is loaded.
     """
-    path = find_weights(lora)
+    path = find_or_download(lora)
     gate = read_rank_gate(path)
     if gate is None:
         raise UserError(f"{path} has no rank schedule: it is no T-LoRA, and works without one")

@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 
+class Unread(ValueError):
+    """Tensors that fit together, in a form that Retouch does not read."""
+
+
 class Update(Protocol):
     """An update of a linear layer's weight W (out, in); every factor is in it."""
 

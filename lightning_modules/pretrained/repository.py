@@ -99,7 +99,7 @@ def _hub_file(repository: str, filename: str, revision: str | None) -> Path | No
             return None
         raise UserError(
             f"{repository} is no folder here and huggingface.co cannot be reached: check the network (and "
-            "HF_HUB_OFFLINE), or pass the path of a downloaded copy"
+            "HF_HUB_OFFLINE), or pass the path of a downloaded copy; it is not in the hub's cache"
         ) from error
 
 

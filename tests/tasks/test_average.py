@@ -84,6 +84,9 @@ def test_average_is_a_lora_like_any_other(run, tiny, whole, photo, tmp_path):
     folder = tmp_path / "mean"
     run("predict", "task=average", f"lora={whole}", f"output_dir={folder}")
     asked = [f"image={photo}", "prompt=snow", "num_inference_steps=1", f"output_dir={tmp_path / 'pictures'}"]
+    error = run("predict", f"lora={folder}", *asked, ok=False).error
+    assert f"was trained on {tiny.name}, a folder of the machine that trained it" in error
+    asked.append(f"model.pretrained_model_name_or_path={tiny}")
     run("predict", f"lora={folder}", *asked)
     assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
     pipeline = FluxKontextPipeline.from_pretrained(tiny)

@@ -99,7 +99,7 @@ def test_a_schedule_that_masks_nothing_needs_no_rank(run, arguments, names, tmp_
     assert (facts["rank"], facts["alpha"]) == (8, 8.0)
 
 
-def test_pictures_say_what_the_constant_rank_costs(run, learned, photo, tmp_path):
+def test_pictures_say_what_the_constant_rank_costs(run, learned, tiny, photo, tmp_path):
     """Those with the schedule are task=edit's of the run, those of the file are task=edit's of the file."""
     lora, out = learned("tlora"), tmp_path / "out"
     request = [f"image={photo}", "prompt=[make it snow,mirror picture 1]", "num_inference_steps=3", "seed=[1,2]"]
@@ -107,7 +107,7 @@ def test_pictures_say_what_the_constant_rank_costs(run, learned, photo, tmp_path
     [path] = out.glob("*.safetensors")
     for name, file in (("before", lora), ("exported", path)):
         scales = "lora_scale=[0,1]" if name == "before" else "lora_scale=1"
-        model = [] if name == "before" else ["model.dtype=float32"]
+        model = [] if name == "before" else ["model.dtype=float32", f"model.pretrained_model_name_or_path={tiny}"]
         run("predict", f"lora={file}", *request, scales, *model, f"output_dir={tmp_path / name}")
         made, again = (sorted(folder.glob("*.png")) for folder in (out / "pictures" / name, tmp_path / name))
         assert len(made) == {"before": 8, "exported": 4}[name]

@@ -288,7 +288,7 @@ def with_header(text):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda path: path.write_bytes(b""), "damaged"),
+        (lambda path: path.write_bytes(b""), "is an empty file"),
         (lambda path: path.write_bytes(b"\x1b[2J" * 1000), "damaged"),
         (lambda path: path.write_bytes(struct.pack("<Q", 11 * 10**6) + b" " * 11 * 10**6), "11,000,000 bytes"),
         (text_encoder, "holds no layer of a transformer, only weights of text encoders"),

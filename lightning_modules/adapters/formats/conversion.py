@@ -27,34 +27,35 @@ def split(whole: Update, meaning: Meaning, names: LayerNames) -> dict[str, Updat
     return {layer: part for layer, part in zip(meaning.layers, parts, strict=True) if part is not None}
 
 
-def as_native(updates: Mapping[str, Update], names: LayerNames) -> dict[str, Update]:
-    """The updates by the names of the model's own code; those without another name keep theirs."""
-    found, done = {}, set()
+def as_native(updates: Mapping[str, Update], names: LayerNames) -> tuple[dict[str, Update], dict[str, str]]:
+    """Name updates as the model's own code does; those without another name keep theirs.
+
+    Returns:
+        The updates, and those under diffusers' names that cannot be a part of a native layer, with the reason.
+    """
+    found, done, apart = {}, set(), {}
     for native, layers in names.native.items():
         present = [layer for layer in layers if layer in updates]
         if present:
-            found[native] = _joined([updates.get(layer) for layer in layers], layers, names)
-            done.update(present)
-    return found | {layer: update for layer, update in updates.items() if layer not in done}
+            try:
+                found[native] = _joined([updates.get(layer) for layer in layers], layers, names)
+                done.update(present)
+            except ValueError as error:
+                apart |= dict.fromkeys(present, str(error))
+    return found | {layer: update for layer, update in updates.items() if layer not in done}, apart
 
 
 def _joined(parts: Sequence[Update | None], layers: Sequence[str], names: LayerNames) -> Update:
-    """The update of a layer whose outputs are those of several, one after the other."""
+    """Join the updates of several layers whose outputs are a native one's; raises ValueError where they cannot be."""
     there = [part for part in parts if part is not None]
     if len(layers) == 1 and layers[0] not in names.swapped:
         return there[0]
     if not _are_loras(there):
-        raise UserError(
-            f"{listing(list(layers))} have other names in the model's own code, which a {there[0].kind} cannot follow: "
-            "choose format=diffusers"
-        )
+        raise ValueError(f"{listing(list(layers))} are joined in the model's own code, as a {there[0].kind} cannot be")
     magnitude = None
     if any(part.magnitude is not None for part in there):
         if len(there) < len(parts) or any(part.magnitude is None for part in there):
-            raise UserError(
-                f"{listing(list(layers))} are one layer in the model's own code, and only some of them have DoRA: "
-                "choose format=onetrainer or format=diffusers"
-            )
+            raise ValueError(f"{listing(list(layers))} are one layer in the model's own code, and only some have DoRA")
         magnitude = torch.cat([part.magnitude for part in there if part.magnitude is not None])
     if len(there) == len(parts) and all(torch.equal(part.down, there[0].down) for part in there):
         down, up = there[0].down, torch.cat([part.up for part in there])

@@ -10,7 +10,7 @@ WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 # owner/name, or a file of it.
-ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
+ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.(?:safetensors|bin|ckpt|pth?)))?", re.ASCII)
 
 
 def find_weights(lora: str | Path) -> Path:
@@ -21,6 +21,7 @@ def find_weights(lora: str | Path) -> Path:
     """
     path = Path(lora).expanduser()
     candidates = [path, path / WEIGHTS_NAME, path / "lora" / "last" / WEIGHTS_NAME, path / PEFT_WEIGHTS_NAME]
+    candidates += [path / Path(name).with_suffix(".bin") for name in (WEIGHTS_NAME, PEFT_WEIGHTS_NAME)]  # of 2023
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -39,13 +40,13 @@ def find_weights(lora: str | Path) -> Path:
     raise UserError(f"LoRA weights {path}: the folder has neither {WEIGHTS_NAME} nor lora/last/{WEIGHTS_NAME}")
 
 
-def find_or_download(lora: str) -> Path:
+def find_or_download(lora: str | Path) -> Path:
     """What `find_weights` finds; else a file on huggingface.co, `owner/name` or `owner/name/FILE.safetensors`.
 
     Raises:
         UserError: it is in neither place, cannot be reached, or the repository has several and none of the usual name.
     """
-    match = ON_THE_HUB.fullmatch(lora)
+    match = ON_THE_HUB.fullmatch(str(lora))
     if match is None or Path(lora).expanduser().exists():
         return find_weights(lora)
     repository, filename = match.groups()

@@ -10,13 +10,27 @@ PARTS = {
     "down": re.compile(r"\.(?:lora_A(?:\.[^.]+)?|lora_down|lora\.down)\.weight$"),
     "up": re.compile(r"\.(?:lora_B(?:\.[^.]+)?|lora_up|lora\.up)\.weight$"),
     "alpha": re.compile(r"\.alpha$"),
-    "magnitude": re.compile(r"\.(?:lora_magnitude_vector(?:\.[^.]+){0,2}|dora_scale)$"),
+    "magnitude": re.compile(r"\.(?:lora_magnitude_vector(?:\.[^.]+){0,2}|dora_scale|magnitude)$"),
 }
 # Those of LyCORIS' and peft's other kinds have the names of `kinds.KINDS`.
-FACTORS = re.compile(r"\.(lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_R(?=\.weight$))(?:\.weight)?$")
+FACTORS = re.compile(
+    r"\.(lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_R(?=(?:\.default)?\.weight$))(?:\.default)?(?:\.weight)?$"
+)
 # x-flux: double_blocks.0.processor.qkv_lora1.down.weight
 PROCESSORS = re.compile(r"(?<=_lora|lora[12])\.(down|up)\.weight$")
-TEXT_ENCODER = re.compile(r"(base_model\.model\.)?(lora_te\d*_|text_encoders?(_\d)?\.|te\d?\.|t5xxl\.|clip_[lg]\.)")
+# What wraps modules in training: compiling, DDP, FSDP, DeepSpeed, checkpointing. It may stand anywhere in a name.
+WRAPPERS = re.compile(
+    r"(?:^|(?<=[._]))(?:_orig_mod[._]|(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module)\.)"
+)
+TEXT_ENCODERS = "text encoders"
+# What may be beside a LoRA's layers, and is left out with a note.
+LEFT_OUT = {
+    TEXT_ENCODERS: re.compile(
+        r"(base_model\.model\.)?(lora_te\d*_|text_encoders?(_\d)?\.|te\d?\.|t5xxl\.|clip_[lg]\.)"
+    ),
+    "biases and norms": re.compile(r".*\.(diff_b|[wb]_norm)$|.*norm[^.]*\.(weight\.)?diff$"),
+    "bookkeeping": re.compile(r"_aux\."),
+}
 # What files of other kinds have beside each layer, and what that is.
 OTHER_KINDS = {
     "lokr_": "a LoKr of convolutions",
@@ -31,6 +45,7 @@ OTHER_KINDS = {
 
 def divide(key: str) -> tuple[str, str | None]:
     """A tensor's name -> that of its layer, and which part it is; None for one that no LoRA has."""
+    key = WRAPPERS.sub("", key)
     if found := PROCESSORS.search(key):
         return key[: found.start()], found[1]
     if found := FACTORS.search(key):
@@ -41,9 +56,10 @@ def divide(key: str) -> tuple[str, str | None]:
     return key, None
 
 
-def is_text_encoders(key: str) -> bool:
-    """Whether a tensor is for a text encoder."""
-    return TEXT_ENCODER.match(key) is not None
+def left_out(key: str) -> str | None:
+    """Return what a tensor is of that is left out, by `LEFT_OUT`; None for all others."""
+    key = WRAPPERS.sub("", key)
+    return next((what for what, names in LEFT_OUT.items() if names.match(key)), None)
 
 
 def naming(key: str, prefixes: Mapping[str, str]) -> str:

@@ -3,7 +3,10 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,14 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.files import reading
+from datamodules.files import PICKLE, kind_of_file, reading
 from lightning_modules.adapters.formats.conversion import split
-from lightning_modules.adapters.formats.keys import divide, is_text_encoders, other_kind, short_key, some_keys
+from lightning_modules.adapters.formats.keys import TEXT_ENCODERS, divide, left_out, other_kind, short_key, some_keys
 from lightning_modules.adapters.formats.names import LayerNames, Meaning
-from lightning_modules.adapters.formats.peft_settings import scale_of, settings_beside
+from lightning_modules.adapters.formats.peft_settings import not_understood, scale_of, settings_beside
 from lightning_modules.adapters.kinds import kinds_of, made_of
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.adapters.update import Update
+from lightning_modules.adapters.update import Unread, Update
 
 log = logging.getLogger("retouch")
 
@@ -35,7 +38,7 @@ LONGEST_NAME = 500
 
 
 class LoRAFile:
-    """A LoRA's safetensors file; opening it reads its header alone.
+    """A LoRA's safetensors file, of which opening reads the header alone; or a pickle of its tensors and nothing else.
 
     Attributes:
         path: of the file.
@@ -43,22 +46,51 @@ class LoRAFile:
         shapes: of its tensors.
 
     Raises:
-        UserError: it is no safetensors file.
+        UserError: it is a file of another kind.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path, "name a LoRA's safetensors file, or download it again"):
+            self._is_pickle = kind_of_file(path) == PICKLE
+            if self._is_pickle:
+                self.metadata = {}
+                self.shapes = {key: tuple(tensor.shape) for key, tensor in self._pickled.items()}
+                self.dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in self._pickled.items()}
+                return
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if LARGEST_HEADER < length <= path.stat().st_size:
                 raise ValueError(f"its header has {length:,} bytes")
             with safetensors.safe_open(path, framework="pt") as opened:
-                self.metadata: dict[str, str] = opened.metadata() or {}
+                self.metadata = opened.metadata() or {}
                 self.shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
                 self.dtypes = {key: str(opened.get_slice(key).get_dtype()) for key in self.shapes}
             if not all(key.isprintable() and len(key) <= LONGEST_NAME for key in self.shapes):
                 raise ValueError("it has names that no layer has")
+
+    @cached_property
+    def _pickled(self) -> dict[str, Tensor]:
+        try:
+            zipped = zipfile.is_zipfile(self.path)
+            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
+        except pickle.UnpicklingError as error:
+            raise self._error(
+                "is a pickle that holds more than tensors, and may run code: convert it to safetensors"
+            ) from error
+        state = state.get("state_dict", state) if isinstance(state, dict) else {}
+        if not state or not all(isinstance(one, Tensor) for one in state.values()):
+            raise self._error("is a pickle of something else than a LoRA's tensors: name a safetensors file")
+        return {str(key): tensor for key, tensor in state.items()}
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """Yield the function that reads a tensor by its name."""
+        if self._is_pickle:
+            yield self._pickled.__getitem__
+            return
+        with safetensors.safe_open(self.path, framework="pt") as file:
+            yield file.get_tensor
 
     @cached_property
     def header(self) -> dict[str, Any] | None:
@@ -94,9 +126,18 @@ class LoRAFile:
         return None if self.trained is None else self.trained.scale
 
     @cached_property
+    def left_out(self) -> dict[str, list[str]]:
+        """The tensors that Retouch leaves out, by what they are of."""
+        found: dict[str, list[str]] = {}
+        for key in self.shapes:
+            if what := left_out(key):
+                found.setdefault(what, []).append(key)
+        return found
+
+    @property
     def text_encoder_keys(self) -> list[str]:
         """The tensors of text encoders, which Retouch leaves out."""
-        return [key for key in self.shapes if is_text_encoders(key)]
+        return self.left_out.get(TEXT_ENCODERS, [])
 
     @cached_property
     def parts(self) -> dict[str, dict[str, str]]:
@@ -107,7 +148,7 @@ class LoRAFile:
         """
         layers: dict[str, dict[str, str]] = {}
         others = []
-        for key in self.shapes.keys() - set(self.text_encoder_keys):
+        for key in self.shapes.keys() - {key for keys in self.left_out.values() for key in keys}:
             name, part = divide(key)
             if part is None:
                 others.append(key)
@@ -126,8 +167,14 @@ class LoRAFile:
         """For each layer, as the file names it, its update without numbers.
 
         Raises:
-            UserError: its tensors do not fit together.
+            UserError: its tensors do not fit together, or peft's settings say that they mean something else.
         """
+        with reading(self.path, "download it again"):
+            setting = not_understood(self._peft_settings)
+        if setting:
+            raise self._error(
+                f"was made by peft with {setting}, which Retouch does not read: save it as a plain LoRA there"
+            )
         found = {}
         for name, parts in self.parts.items():
             tensors = {part: torch.empty(self.shapes[key], device="meta") for part, key in parts.items()}
@@ -135,7 +182,8 @@ class LoRAFile:
                 found[name] = made_of(tensors)
             except ValueError as error:
                 wide = any(one.ndim > 2 for one in tensors.values())
-                what = "is for convolutions, too" if wide else "is damaged"
+                unread = "is of a form that Retouch does not read" if isinstance(error, Unread) else "is damaged"
+                what = "is for convolutions, too" if wide else unread
                 raise self._error(f"{what}: {short_key(name)} has {error}") from error
         return found
 
@@ -177,12 +225,11 @@ class LoRAFile:
         """
         updates: dict[str, Update] = {}
         meanings = self.check(names, base)
-        if self.text_encoder_keys:
-            count = len(self.text_encoder_keys)
-            log.warning(f"note: {self.path} is for text encoders too: {count} tensors are left out")
-        with reading(self.path, "download it again"), safetensors.safe_open(self.path, framework="pt") as file:
+        for what, keys in self.left_out.items():
+            log.warning(f"note: {self.path} is for {what} too: {len(keys)} tensors are left out")
+        with reading(self.path, "download it again"), self.opened() as tensor_of:
             for name, parts in self.parts.items():
-                tensors = {part: file.get_tensor(key).float() for part, key in parts.items()}
+                tensors = {part: tensor_of(key).float() for part, key in parts.items()}
                 if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
                     raise self._error(f"holds numbers that are not finite ({short_key(bad[0])}): it diverged")
                 whole = self.empty[name].like(tensors)
@@ -199,9 +246,9 @@ class LoRAFile:
     def scales(self, names: LayerNames) -> dict[str, float]:
         """alpha / rank of each layer, by the file's names of them, as `read` takes it."""
         found = {}
-        with reading(self.path, "download it again"), safetensors.safe_open(self.path, framework="pt") as file:
+        with reading(self.path, "download it again"), self.opened() as tensor_of:
             for name, parts in self.parts.items():
-                alpha = file.get_tensor(parts["alpha"]) if "alpha" in parts else None
+                alpha = tensor_of(parts["alpha"]) if "alpha" in parts else None
                 found[name] = self._scale(names, name, self.empty[name], alpha)
         return found
 
@@ -216,7 +263,8 @@ class LoRAFile:
     def _peft_settings(self) -> Mapping[str, Any]:
         """peft's settings of the transformer's adapter: in diffusers' header, or in the file beside peft's weights."""
         if DIFFUSERS_KEY in self.metadata:
-            return {key.removeprefix("transformer."): value for key, value in self._json(DIFFUSERS_KEY).items()}
+            settings = self._json(DIFFUSERS_KEY).items()
+            return {key.removeprefix("transformer."): one for key, one in settings if not key.startswith("text_enc")}
         return settings_beside(self.path)
 
     def _json(self, key: str) -> dict[str, Any]:
@@ -234,9 +282,14 @@ class LoRAFile:
     def _refuse(self, others: list[str], halves: bool) -> None:
         """Raise the UserError for tensors that Retouch cannot use."""
         if not others:
-            text = ", only weights of text encoders" if self.text_encoder_keys else ""
+            text = f", only weights of {' and '.join(self.left_out)}" if self.left_out else ""
             raise self._error(f"holds no layer of a transformer{text}")
         kind = other_kind(others)
+        if not halves and kind is None and all(len(self.shapes[key]) < 2 or key.endswith("weight") for key in others):
+            raise UserError(
+                f"{self.path} holds a model's own weights ({some_keys(others)}) and no LoRA: a transformer is named by "
+                "model.transformer_name_or_path"
+            )
         known = f"is {kind}" if kind and not halves else f"has {kind} in it" if kind else "holds more than a LoRA"
         raise UserError(
             f"{self.path} {known if halves or kind else 'is no LoRA'} ({some_keys(others)}), which Retouch does not "

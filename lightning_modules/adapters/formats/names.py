@@ -16,6 +16,11 @@ PREFIXES = {
     "diffusion_model.": "ComfyUI",
     "model.diffusion_model.": "ComfyUI",
     "base_model.model.": "peft",
+    "pipe.": "DiffSynth",
+    "dit.": "DiffSynth",
+    "unet.": "diffusers",
+    "model.": "a trainer",
+    "lora_unet__": "kohya",
     "lora_unet_": "kohya",
     "lora_transformer_": "OneTrainer",
     "lycoris_": "LyCORIS",
@@ -100,10 +105,17 @@ class OwnNames(LayerNames):
     """
 
     def __init__(self, sides: Mapping[str, Sides]) -> None:
-        bare = {name: name.removeprefix(next(filter(name.startswith, PREFIXES), "")) for name in sides}
+        bare = {name: without_prefixes(name) for name in sides}
         self.sides = {bare[name]: one for name, one in sides.items()}
         self.native, self.swapped, self.readers = {}, frozenset(), ""
         self._meanings = {name: Meaning((own,)) for name, own in bare.items()}
+
+
+def without_prefixes(name: str) -> str:
+    """Remove all of `PREFIXES` that a layer's name begins with."""
+    while found := next(filter(name.startswith, PREFIXES), None):
+        name = name.removeprefix(found)
+    return name
 
 
 def flat(name: str) -> str:

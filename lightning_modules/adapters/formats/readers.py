@@ -1,8 +1,9 @@
-"""Which programs read a LoRA's file: measured with diffusers 0.42 and peft 0.21, of ComfyUI by its code."""
+"""Which programs read a LoRA's file: measured with diffusers 0.42, peft 0.21, ComfyUI 0.33 and InvokeAI of 2026-08."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from datamodules.errors import listing
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import DORA_SCALE, DOWN_UP, Format
 
@@ -47,14 +48,8 @@ FLUX = {
 COMFYUI = {
     "flux": {Names(""), *FLUX},
     "flux2": FLUX,
-    "z_image": {
-        Names(""),
-        Names("transformer."),
-        Names("diffusion_model."),
-        Names("diffusion_model.", native=True),
-        Names("lora_unet_", native=True, flat=True),
-        Names("lycoris_", flat=True),
-    },
+    "longcat": {Names(""), *FLUX},
+    "z_image": {Names(""), Names("transformer."), Names("diffusion_model."), Names("lycoris_", flat=True)},
     "": {
         Names(""),
         Names("transformer."),
@@ -75,7 +70,7 @@ DIFFUSERS = {
     },
     ("flux2", True): {Names("lora_unet_", native=True, flat=True)},
     ("z_image", False): {Names("transformer."), Names("diffusion_model.")},
-    ("z_image", True): {Names("lora_unet_", flat=True), Names("lora_unet_", native=True, flat=True)},
+    ("z_image", True): {Names("lora_unet_", flat=True)},
     ("", False): {Names("transformer."), Names("diffusion_model.")},
     ("", True): {Names("lora_unet_", flat=True)},
 }
@@ -89,6 +84,14 @@ COMFYUI_LAYERS = (
     "norm_out.",
     "proj_out",
 )
+INVOKEAI = {
+    "flux": {Names("transformer."), Names("diffusion_model.", native=True)},
+    "flux2": {Names("transformer.")},
+    "z_image": {Names("transformer."), Names("diffusion_model.")},
+    "": {Names("transformer.")},
+}
+# Layers by which InvokeAI knows a file of FLUX.1 with diffusers' names.
+INVOKEAI_LAYERS = ("single_transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.add_q_proj")
 PEFT = "base_model.model."
 COMFYUI_DORA = "nearly: it divides by the norms of the base's rows, not of the updated ones"
 OTHERWISE = "task=export fuse=true writes a transformer that has it in its weights"
@@ -123,7 +126,7 @@ def readers(
         by_diffusers = Reader("diffusers", False, f"it has no {kind}; {OTHERWISE}")
     if kind == "OFT":
         by_comfyui = Reader("ComfyUI", False, f"its OFT turns outputs, and this one inputs; {OTHERWISE}")
-    found = [by_comfyui, by_diffusers]
+    found = [by_comfyui, by_diffusers, _invokeai(named, names, layers, kind == "LoRA" and not dora)]
     if named == Names(PEFT):
         found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
     if masked:
@@ -133,15 +136,33 @@ def readers(
 
 def _comfyui(how: Format, named: Names, table: str, layers: list[str], dora: bool) -> Reader:
     if named not in COMFYUI[table]:
-        if named.prefix in (PEFT, "lora_transformer_"):
+        if named.prefix in (PEFT, "lora_transformer_", "lora_unet_"):
             return Reader("ComfyUI", False, "does not know these names; use format=comfyui")
         return Reader("ComfyUI", None, "nobody has tried these names; use format=comfyui")
     if dora and how.magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, f"leaves {how.magnitude[0]} out, half of the DoRA; use format=comfyui")
-    by_table = table in ("flux", "flux2") and not named.native
+    by_table = table in ("flux", "flux2", "longcat") and not named.native
     if by_table and (left_out := [layer for layer in layers if not layer.startswith(COMFYUI_LAYERS)]):
-        return Reader("ComfyUI", False, f"does not read {left_out[0]} under these names; use format=comfyui")
+        which = f"{len(left_out)} of {len(layers)} layers under these names ({listing(left_out)})"
+        return Reader("ComfyUI", False, f"leaves out {which}; use format=comfyui")
     return Reader("ComfyUI", True, COMFYUI_DORA if dora else "")
+
+
+def _invokeai(named: Names, names: LayerNames, layers: list[str], plain: bool) -> Reader:
+    if names.readers not in INVOKEAI:
+        return Reader("InvokeAI", False, "does not know the model")
+    if not plain:
+        return Reader("InvokeAI", False, f"reads no DoRA, LoKr, LoHa and OFT as they are; {OTHERWISE}")
+    best = "comfyui" if names.readers == "flux" else "diffusers"
+    if named not in INVOKEAI[names.readers]:
+        return Reader("InvokeAI", None, f"nobody has tried these names; use format={best}")
+    if names.readers == "flux" and not named.native:
+        double = [group for native, group in names.native.items() if native.startswith("double")]
+        whole = all(len(set(group) - set(layers)) in (0, len(group)) for group in double)
+        foreign = any(layer.startswith("norm_out.") or "guidance_embedder" in layer for layer in layers)
+        if foreign or not whole or not set(INVOKEAI_LAYERS) <= set(layers):
+            return Reader("InvokeAI", False, f"wants other layers under these names; use format={best}")
+    return Reader("InvokeAI", True)
 
 
 def _diffusers(how: Format, named: Names, table: str, layers: list[str], dora: bool) -> Reader:
@@ -162,7 +183,7 @@ def _diffusers(how: Format, named: Names, table: str, layers: list[str], dora: b
 
 def _transformer(how: Format, named: Names) -> Reader:
     """By load_lora_adapter of the model's transformer, which converts no names."""
-    if named not in (Names("transformer."), Names("diffusion_model."), Names(PEFT)) or how.halves == DOWN_UP:
+    if named != Names(named.prefix) or not named.prefix.endswith(".") or how.halves == DOWN_UP:
         return Reader("diffusers", False, "does not know these names; use format=diffusers")
     prefix = how.prefix.removesuffix(".")
     return Reader("diffusers", True, f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)")

@@ -43,6 +43,7 @@ class Format(NamedTuple):
         halves: what the down and the up projection are called.
         magnitude: what DoRA's magnitude is called, and whether it is a column.
         alpha: whether each layer has one, its rank: everything else is in the weights.
+        apart: what stands before diffusers' names of layers that cannot be joined to a native one; None: refused.
         file: the name that its programs look for; None where each LoRA has its own.
         kinds: of updates that its programs read under these names.
     """
@@ -53,6 +54,7 @@ class Format(NamedTuple):
     halves: tuple[str, str] = ("lora_A", "lora_B")
     magnitude: tuple[str, bool] = ("lora_magnitude_vector", False)
     alpha: bool = False
+    apart: str | None = None
     file: str | None = None
     kinds: tuple[str, ...] = ("LoRA",)
 
@@ -68,11 +70,27 @@ DOWN_UP, DORA_SCALE = ("lora_down", "lora_up"), ("dora_scale", True)
 EXACT = (".alpha", ".lora_magnitude_vector", ".dora_scale")
 FORMATS = {
     "diffusers": Format("transformer.", file=WEIGHTS_NAME, kinds=("LoRA", "LoKr", "LoHa", "OFT")),
-    "comfyui": Format("diffusion_model.", native=True, magnitude=DORA_SCALE, kinds=("LoRA", "LoKr", "LoHa")),
+    "comfyui": Format(
+        "diffusion_model.", native=True, magnitude=DORA_SCALE, apart="transformer.", kinds=("LoRA", "LoKr", "LoHa")
+    ),
     "kohya": Format("lora_unet_", native=True, flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
     "peft": Format("base_model.model.", file=PEFT_WEIGHTS_NAME),
-    "onetrainer": Format("lora_transformer_", flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
+    "onetrainer": Format(
+        "lora_transformer_",
+        flat=True,
+        halves=DOWN_UP,
+        magnitude=DORA_SCALE,
+        alpha=True,
+        kinds=("LoRA", "LoKr", "LoHa", "OFT"),
+    ),
 }
+
+
+def format_of(name: str, names: LayerNames | None) -> Format:
+    """Return a format of `FORMATS` as a model's programs have it: OneTrainer names FLUX's layers flat, others not."""
+    how = FORMATS[name]
+    dotted = name == "onetrainer" and names is not None and names.readers in ("", "z_image")
+    return how._replace(prefix="transformer.", flat=False) if dotted else how
 
 
 def export_dtype(name: str) -> torch.dtype:
@@ -105,7 +123,7 @@ def save_lora(
     Raises:
         UserError: a weight is not finite, or the file cannot be written.
     """
-    how = FORMATS[format]
+    how = format_of(format, names)
     tensors = encode(updates, how, names)
     require_finite(tensors, "or resume from an earlier saving by adapter.init_from=RUN/lora/step-N")
     cast = _cast(tensors, dtype)
@@ -179,18 +197,23 @@ def encode(updates: Mapping[str, Update], how: Format, names: LayerNames | None 
     """
     tensors = {}
     if (kind := kind_of(updates.values())) not in how.kinds:
-        raise UserError(f"Retouch writes a {kind} as format=diffusers alone: choose that")
+        others = [f"format={name}" for name, one in FORMATS.items() if kind in one.kinds]
+        raise UserError(f"Retouch writes a {kind} as {' or '.join(others)} alone: choose one")
     if found := [f"{name}: {update.unwritable}" for name, update in updates.items() if update.unwritable]:
         raise UserError(
             f"{found[0]}: the file that this was read from is the only form; rank=N writes the closest LoRA"
         )
-    for name, update in (as_native(updates, names) if how.native and names is not None else updates).items():
-        layer = how.prefix + (flat(name) if how.flat else name)
+    rank = max((update.divisor or 1 for update in updates.values()), default=1)
+    named, apart = as_native(updates, names) if how.native and names is not None else (updates, {})
+    if apart and how.apart is None:
+        raise UserError(f"{next(iter(apart.values()))}: choose format=comfyui or format=diffusers")
+    for name, update in named.items():
+        layer = (how.apart or "") + name if name in apart else how.prefix + (flat(name) if how.flat else name)
         for part, tensor in update.tensors().items():
             is_column = part == "magnitude" and how.magnitude[1]
             tensors[f"{layer}.{how.key(part)}"] = tensor[:, None] if is_column else tensor
-        if how.alpha and update.divisor is not None:
-            tensors[f"{layer}.alpha"] = torch.tensor(float(update.divisor))
+        if how.alpha and update.kind != "OFT":  # OneTrainer divides whole factors, too, by the rank of its settings
+            tensors[f"{layer}.alpha"] = torch.tensor(float(update.divisor or rank))
     return tensors
 
 

@@ -6,6 +6,10 @@ DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 IMAGE_QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
 TEXT_QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj"))
 SINGLE_QKV = tuple(f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
+TO_OUT, TO_ADD_OUT = (f"{DOUBLE}.attn.to_out.0",), (f"{DOUBLE}.attn.to_add_out",)
+# Names of the T-LoRA authors' attention processors, in all blocks.
+PROCESSORS = dict(zip(("to_q", "to_k", "to_v", "to_out", "to_q_proj", "to_k_proj", "to_v_proj"),
+                      (*IMAGE_QKV, *TO_OUT, *TEXT_QKV), strict=True))  # fmt: skip
 
 NATIVE_NAMES = NativeNames(
     layers={
@@ -21,8 +25,8 @@ NATIVE_NAMES = NativeNames(
         "double_blocks.{}.txt_mod.lin": (f"{DOUBLE}.norm1_context.linear",),
         "double_blocks.{}.img_attn.qkv": IMAGE_QKV,
         "double_blocks.{}.txt_attn.qkv": TEXT_QKV,
-        "double_blocks.{}.img_attn.proj": (f"{DOUBLE}.attn.to_out.0",),
-        "double_blocks.{}.txt_attn.proj": (f"{DOUBLE}.attn.to_add_out",),
+        "double_blocks.{}.img_attn.proj": TO_OUT,
+        "double_blocks.{}.txt_attn.proj": TO_ADD_OUT,
         "double_blocks.{}.img_mlp.0": (f"{DOUBLE}.ff.net.0.proj",),
         "double_blocks.{}.img_mlp.2": (f"{DOUBLE}.ff.net.2",),
         "double_blocks.{}.txt_mlp.0": (f"{DOUBLE}.ff_context.net.0.proj",),
@@ -33,15 +37,36 @@ NATIVE_NAMES = NativeNames(
         "final_layer.adaLN_modulation.1": ("norm_out.linear",),
         "final_layer.linear": ("proj_out",),
     },
-    # Of x-flux, and the queries, keys and values alone of a single block.
+    # Of x-flux, of the queries, keys and values alone of a single block, of T-LoRA's authors, OneTrainer, DiffSynth.
     read_only={
         "double_blocks.{}.processor.qkv_lora1": IMAGE_QKV,
         "double_blocks.{}.processor.qkv_lora2": TEXT_QKV,
-        "double_blocks.{}.processor.proj_lora1": (f"{DOUBLE}.attn.to_out.0",),
-        "double_blocks.{}.processor.proj_lora2": (f"{DOUBLE}.attn.to_add_out",),
+        "double_blocks.{}.processor.proj_lora1": TO_OUT,
+        "double_blocks.{}.processor.proj_lora2": TO_ADD_OUT,
         "single_blocks.{}.processor.qkv_lora": SINGLE_QKV,
         "single_blocks.{}.processor.proj_lora": (f"{SINGLE}.proj_out",),
         "single_blocks.{}.linear1_qkv": SINGLE_QKV,
+        **{f"{DOUBLE}.attn.processor.{name}_lora": (layer,) for name, layer in PROCESSORS.items()},
+        **{f"{SINGLE}.attn.processor.{name}_lora": (f"{SINGLE}.attn.{name}",) for name in ("to_q", "to_k", "to_v")},
+        **{f"double_blocks.{{}}.img_attn.qkv.{number}": (layer,) for number, layer in enumerate(IMAGE_QKV)},
+        **{f"double_blocks.{{}}.txt_attn.qkv.{number}": (layer,) for number, layer in enumerate(TEXT_QKV)},
+        **{
+            f"single_blocks.{{}}.linear1.{number}": (layer,)
+            for number, layer in enumerate((*SINGLE_QKV, f"{SINGLE}.proj_mlp"))
+        },
+        "blocks.{}.norm1_a.linear": (f"{DOUBLE}.norm1.linear",),
+        "blocks.{}.norm1_b.linear": (f"{DOUBLE}.norm1_context.linear",),
+        "blocks.{}.attn.a_to_qkv": IMAGE_QKV,
+        "blocks.{}.attn.b_to_qkv": TEXT_QKV,
+        "blocks.{}.attn.a_to_out": TO_OUT,
+        "blocks.{}.attn.b_to_out": TO_ADD_OUT,
+        "blocks.{}.ff_a.0": (f"{DOUBLE}.ff.net.0.proj",),
+        "blocks.{}.ff_a.2": (f"{DOUBLE}.ff.net.2",),
+        "blocks.{}.ff_b.0": (f"{DOUBLE}.ff_context.net.0.proj",),
+        "blocks.{}.ff_b.2": (f"{DOUBLE}.ff_context.net.2",),
+        "single_blocks.{}.norm.linear": (f"{SINGLE}.norm.linear",),
+        "single_blocks.{}.to_qkv_mlp": (*SINGLE_QKV, f"{SINGLE}.proj_mlp"),
+        "single_blocks.{}.proj_out": (f"{SINGLE}.proj_out",),
     },
     # There shift and scale, in diffusers scale and shift.
     swapped=("norm_out.linear",),

@@ -7,5 +7,6 @@ NATIVE_NAMES = flux.NATIVE_NAMES._replace(
         **flux.NATIVE_NAMES.layers,
         "time_in.in_layer": ("time_embed.timestep_embedder.linear_1",),
         "time_in.out_layer": ("time_embed.timestep_embedder.linear_2",),
-    }
+    },
+    readers="longcat",
 )

@@ -1,4 +1,7 @@
-"""Z-Image's layers in its own code, by which ComfyUI and kohya's tools name them."""
+"""Z-Image's layers in its own code, by whose names files come.
+
+Files are written with diffusers' names: ComfyUI knows these, and musubi's and OneTrainer's models have no others.
+"""
 
 from lightning_modules.layers import NativeNames
 
@@ -7,7 +10,7 @@ BLOCKS = ("noise_refiner.{}", "context_refiner.{}", "layers.{}")
 QKV = ("to_q", "to_k", "to_v")
 
 NATIVE_NAMES = NativeNames(
-    layers={
+    read_only={
         "x_embedder": ("all_x_embedder.2-1",),
         **{f"{block}.attention.qkv": tuple(f"{block}.attention.{name}" for name in QKV) for block in BLOCKS},
         **{f"{block}.attention.out": (f"{block}.attention.to_out.0",) for block in BLOCKS},

@@ -34,8 +34,9 @@ def with_header(settings: str) -> bytes:
 
 OUTSIDE = json.dumps({DOWN: {"dtype": "F32", "shape": [2, 64], "data_offsets": [0, 10**12]}}).encode()
 FILES = {
-    "empty": (b"", "is damaged"),
-    "no safetensors": (b"\x80\x04pickle" * 10, "is damaged"),
+    "empty": (b"", "is an empty file"),
+    "no safetensors": (b"\x80\x04pickle" * 10, "is a pickle of PyTorch"),
+    "a GGUF file": (b"GGUF\x03" + bytes(60), "is a GGUF file; name a LoRA's safetensors file"),
     "truncated": (stored(GOOD)[:-40], "is damaged"),
     "an offset outside": (raw(OUTSIDE, b"\0" * 64), "is damaged"),
     "a header longer than the file": (struct.pack("<Q", 2**62) + b"{}", "is damaged"),
@@ -71,7 +72,10 @@ FILES = {
         stored({"lora_te1_x.lora_down.weight": torch.ones(2, 4), "lora_te1_x.lora_up.weight": torch.ones(4, 2)}),
         "only weights of text encoders",
     ),
-    "a whole model": (stored({"transformer_blocks.0.attn.to_q.weight": torch.ones(4, 4)}), "is no LoRA (transformer_b"),
+    "a whole model": (
+        stored({"transformer_blocks.0.attn.to_q.weight": torch.ones(4, 4)}),
+        "holds a model's own weights (transformer_b",
+    ),
     "LoKr": (
         stored({"lycoris_x.lokr_w1": torch.ones(2, 2), "lycoris_x.alpha": torch.ones(1)}),
         "nothing but alpha and lokr_w1, which is half",
@@ -104,7 +108,26 @@ FILES = {
         stored({f"lora_unet_input_blocks_4_1.lora_{half}.weight": torch.ones(4, 4) for half in ("down", "up")}),
         "lora_unet_input_blocks_4_1 is not in the model; looked for diffusers' names of the layers and for native ones",
     ),
-    "DoRA by columns": (stored(GOOD | {f"{LAYER}.dora_scale": torch.ones(1, 64)}), "one for each output"),
+    "DoRA by columns": (
+        stored(GOOD | {DOWN: torch.ones(2, 32), f"{LAYER}.dora_scale": torch.ones(1, 32)}),
+        "is of a form that Retouch does not read: transformer.",
+    ),
+    "DoRA of a LoKr": (
+        stored(
+            {
+                f"{LAYER}.lokr_w1": torch.ones(8, 8),
+                f"{LAYER}.lokr_w2": torch.ones(8, 8),
+                f"{LAYER}.dora_scale": torch.ones(64, 1),
+            }
+        ),
+        "has the magnitude of a DoRA beside lokr_w1 and lokr_w2",
+    ),
+    "PiSSA": (
+        with_header('{"transformer.init_lora_weights": "pissa_niter_4"}'),
+        "made by peft with init_lora_weights=pissa",
+    ),
+    "QALoRA": (with_header('{"transformer.use_qalora": true}'), "made by peft with use_qalora=True"),
+    "a setting of tomorrow": (with_header('{"transformer.use_next": true}'), "made by peft with use_next=True"),
 }
 
 

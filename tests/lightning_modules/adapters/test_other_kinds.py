@@ -149,7 +149,7 @@ def test_folders_of_peft_are_what_peft_computes(base, names, tmp_path, config):
 def test_an_oft_that_turns_otherwise_is_refused(base, names, tmp_path):
     theirs = get_peft_model(copy.deepcopy(base), OFTConfig(r=0, oft_block_size=8, target_modules=LAYERS, coft=True))
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="its OFT has coft=True, which Retouch does not read"):
+    with pytest.raises(UserError, match="was made by peft with coft=True, which Retouch does not read"):
         LoRAFile(tmp_path / "adapter_model.safetensors").read(names, "tiny")
 
 

@@ -165,7 +165,7 @@ def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
 
 def test_a_t_lora_with_all_its_components_is_right_in_retouch_alone(pipeline):
     rows = readers(FORMATS["diffusers"], pipeline.names, random_updates(pipeline.names), masked=True)
-    assert {one.program: one.reads for one in rows} == {"ComfyUI": False, "diffusers": False, "Retouch": True}
+    assert [one.program for one in rows if one.reads] == ["Retouch"]
     assert all("full rank at every timestep" in one.note for one in rows[:2])
 
 
