@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from abc import ABC, abstractmethod
@@ -23,6 +24,25 @@ from datamodules.errors import UserError
 DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError)
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
+PICKLE = "a pickle of PyTorch"
+# The suffixes by which programs know pickles.
+PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
+# How files of other kinds begin that people have in place of safetensors, JSON or images.
+KINDS = {
+    rb"GGUF": "a GGUF file",
+    rb"version https://git-lfs": "a Git LFS pointer: the file itself was not downloaded (`git lfs pull` does it)",
+    rb"\s*<(!doctype html|html|head|!--)": "a web page (HTML), such as a login page: the download needs a token",
+    rb"\s*<\?xml": "an XML text, such as a server's error",
+    rb"\s*\{\s*[\"}]": "a JSON text, such as an index or a server's error",
+    rb"\x80[\x02-\x05]": PICKLE,
+    rb"\x08[\x01-\x20][\x12:B]": "an ONNX model",
+    rb"PK(\x03\x04|\x05\x06)": "a zip archive",
+    rb"\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|Rar!|\x28\xb5\x2f\xfd": "a compressed archive",
+    rb".{257}ustar": "a tar archive",
+    rb"\x89HDF\r\n": "an HDF5 file",
+    rb"\x93NUMPY": "an array of NumPy",
+    rb"\x00{512}": "a file of zeros: its download was broken off",
+}
 
 
 @contextmanager
@@ -43,7 +63,22 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
     except (*DAMAGED, SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError, YAMLError) as error:
         if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a GPU
             raise
-        raise UserError(f"{path} is damaged ({reason(error)}); {remedy}") from error
+        file = Path(path)
+        kind = kind_of_file(file) if file.is_file() and file.suffix not in (*PICKLES, ".json", ".jsonl") else None
+        raise UserError(f"{path} is {kind or f'damaged ({reason(error)})'}; {remedy}") from error
+
+
+def kind_of_file(path: Path) -> str | None:
+    """Return what a file is by its first bytes, in words; None for safetensors and for what is not known."""
+    with path.open("rb") as file:
+        start = file.read(512)
+    if not start:
+        return "an empty file"
+    if start[5:9] == b"\0\0\0{":  # safetensors: the length of its header, and the header
+        return None
+    kind = next((kind for begin, kind in KINDS.items() if re.match(begin, start, re.I | re.S)), None)
+    # torch.save's form since 2020: a zip whose first member is NAME/data.pkl
+    return PICKLE if kind == "a zip archive" and b"/data.pkl" in start else kind
 
 
 def reason(error: BaseException) -> str:

@@ -91,13 +91,10 @@ class Fp8Linear(QuantizedLinear):
         columns: the weight's transpose (in, out), where it is stored beside the weight; not a part of its state.
     """
 
-    weight_scale: Tensor
-
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, gradient_dtype: torch.dtype
     ) -> None:
-        # The bias first: diffusers takes the first floating parameter for the dtype of a model.
-        super().__init__(weight.shape, dtype, bias=bias, weight_scale=scale, weight=weight)
+        super().__init__(weight.shape, dtype, weight=weight, weight_scale=scale, bias=bias)
         self.gradient_dtype = gradient_dtype
         self.columns: Tensor | None = None
         self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
@@ -115,7 +112,7 @@ class Fp8Linear(QuantizedLinear):
         return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
 
     def parts(self) -> list[Tensor]:
-        parts = [self.weight, self.weight_scale]
+        parts = super().parts()
         return parts if self.columns is None else [*parts, self.columns]
 
 
@@ -125,13 +122,13 @@ def store_transposes(model: nn.Module, free: int) -> None:
     Args:
         free: bytes.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
-    used = [one for one in layers if one.gradient_dtype == E5M2 and _on_tensor_cores(one.weight, one.weight, E5M2)]
-    size = sum(layer.weight.nbytes for layer in used)
+    layers = [one for one in model.modules() if isinstance(one, Fp8Linear) and one.gradient_dtype == E5M2]
+    used = {layer: weight for layer in layers if _on_tensor_cores(weight := layer.parts()[0], weight, E5M2)}
+    size = sum(weight.nbytes for weight in used.values())
     if not 0 < size <= free:
         return
-    for layer in used:
-        layer.columns = transposed(layer.weight.data)
+    for layer, weight in used.items():
+        layer.columns = transposed(weight)
     log.info(f"fp8: {decimal(size)} of free memory hold the weights' transposes, which gradients are multiplied by")
 
 

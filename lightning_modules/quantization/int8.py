@@ -30,7 +30,6 @@ class Int8Linear(QuantizedLinear):
     """
 
     storage = "int8"
-    SCB: Tensor
 
     def __init__(self, weight: Tensor, maxima: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight.shape, dtype, weight=weight, SCB=maxima, bias=bias)
@@ -45,9 +44,6 @@ class Int8Linear(QuantizedLinear):
 
         weight, maxima = in_pieces(quantize, linear.weight.data)
         return cls(weight, maxima, linear.bias, linear.weight.dtype)
-
-    def parts(self) -> list[Tensor]:
-        return [self.weight, self.SCB]
 
 
 STORAGES["int8"] = Int8
