@@ -1,6 +1,5 @@
 """What a run and its callbacks may ask of their data."""
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +9,6 @@ import lightning.pytorch as L
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, PromptRequest, RawBatch
-from datamodules.errors import UserError
 from datamodules.prefetch import Prefetcher
 from datamodules.sizes import Sizes
 
@@ -150,15 +148,4 @@ class TrainingData(DataModule, ABC):
         """These of the samples with their pictures; `empty_prompt` as in `one_by_one`."""
 
     def train_dataloader(self) -> Prefetcher:
-        self._refuse_epochs()
         return Prefetcher(self.train_batches(), self.run.strategy.root_device)
-
-    def _refuse_epochs(self) -> None:
-        """Raise a UserError if the length is given in epochs, which have no end here."""
-        trainer = self.run
-        if trainer.max_epochs not in (None, -1):
-            steps = math.ceil(self.batches_per_epoch() * trainer.max_epochs / trainer.accumulate_grad_batches)
-            raise UserError(
-                f"trainer.max_epochs={trainer.max_epochs}: give the length in steps. For {trainer.max_epochs} epochs "
-                f"of these {self.sample_count} samples pass trainer.max_steps={steps}"
-            )

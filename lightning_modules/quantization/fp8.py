@@ -1,14 +1,12 @@
 """fp8: weights in float8 with a scale for each row, multiplied on tensor cores where there are any."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
 from lightning_modules.quantization.float8 import (
     E4M3,
     E5M2,
@@ -21,7 +19,7 @@ from lightning_modules.quantization.float8 import (
 )
 from lightning_modules.quantization.fused import scaled_rows, transposed
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
+from lightning_modules.quantization.stored import StoredLayer
 
 log = logging.getLogger("retouch")
 
@@ -29,9 +27,6 @@ log = logging.getLogger("retouch")
 TILE = 16
 # safetensors' names of the dtypes.
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-# diffusers' name of a layer's scale, and ComfyUI's; scales of inputs are hints, for ours are taken from the inputs.
-SCALES = ("weight_scale", "scale_weight")
-HINTS = ("input_scale", "scale_input")
 
 
 class Float8(Storage):
@@ -135,45 +130,14 @@ def store_transposes(model: nn.Module, free: int) -> None:
 STORAGES["fp8"] = Float8
 
 
-def detect(name: str, dtype: str) -> bool:
-    """Whether a tensor in a file shows that linear layers are in fp8."""
-    return name.endswith(".weight") and dtype in FLOAT8
-
-
-def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
-    """Raise a UserError for layers in float8 without scales, or with scales of an unknown kind."""
-    quantized = [name for name in layers if dtypes[f"{name}.weight"] in FLOAT8]
-    strange = [
-        name
-        for name in dtypes
-        if "scale" in name.rpartition(".")[2]
-        and not name.endswith((*SCALES, *HINTS))
-        and name.rpartition(".")[0] in quantized
-    ]
-    if strange:
-        raise UserError(f"{where} has {listing(strange)}, which are scales of an unknown kind")
-    scaled = "scaled_fp8" in dtypes or any(name.endswith(SCALES) for name in dtypes)
-    missing = [name for name in quantized if not any(f"{name}.{scale}" in dtypes for scale in SCALES)]
-    refuse_incomplete(where, "scales", missing if scaled else [])
-
-
 def read(stored: StoredLayer) -> Fp8Linear | None:
     """A layer in float8, whose scale may be one for all, one for each row, or none."""
     if stored.kind not in FLOAT8:
         return None
     weight = stored.read("weight")
-    scale = next((stored.read(part) for part in SCALES if stored.has(part)), torch.ones(1))
-    if scale.numel() not in (1, len(weight)):
-        raise UserError(
-            f"{stored.name} has scales {tuple(scale.shape)} on disk: expected one for the layer, or one for each row"
-        )
-    scale = scale.float().reshape(-1, 1).to(stored.device)
+    scale = stored.scale(len(weight))
+    scale = torch.ones(1, 1, device=stored.device) if scale is None else scale
     return Fp8Linear(weight, scale, stored.bias(), stored.dtype, stored.gradient_dtype)
-
-
-def config(format: str, double_quant: bool, plain: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json's quantization_config: diffusers has no such layout, and must not take it for one of its own."""
-    return {"quant_method": "retouch_fp8"}
 
 
 def log_kernels(model: nn.Module, device: torch.device) -> None:
