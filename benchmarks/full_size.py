@@ -56,6 +56,7 @@ class RandomWeights(Weights):
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.dtypes = dict.fromkeys(self.shapes, "BF16")
+        self.notes: dict[str, Any] = {}
         self.device = device
 
     def read(self, name: str) -> Tensor:

@@ -1,7 +1,6 @@
 """What a run and its callbacks may ask of their data."""
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +12,6 @@ import lightning.pytorch as L
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, PromptRequest, RawBatch
-from datamodules.errors import UserError
 from datamodules.prefetch import Prefetcher
 from datamodules.sizes import Sizes
 
@@ -172,15 +170,4 @@ class TrainingData(DataModule, ABC):
         """
 
     def train_dataloader(self) -> Prefetcher:
-        self._refuse_epochs()
         return Prefetcher(self.train_batches(), self.run.strategy.root_device)
-
-    def _refuse_epochs(self) -> None:
-        """Raise a UserError if the length is given in epochs, which have no end here."""
-        trainer = self.run
-        if trainer.max_epochs not in (None, -1):
-            steps = math.ceil(self.batches_per_epoch() * trainer.max_epochs / trainer.accumulate_grad_batches)
-            raise UserError(
-                f"trainer.max_epochs={trainer.max_epochs}: give the length in steps. For {trainer.max_epochs} epochs "
-                f"of these {self.sample_count} samples pass trainer.max_steps={steps}"
-            )

@@ -12,8 +12,15 @@ from PIL import Image
 from datamodules.errors import UserError, listing
 from datamodules.files import reading, reason
 from datamodules.images.transforms import fit_area
-from lightning_modules.pretrained.component_files import GET_AGAIN, check_component, read_json
-from lightning_modules.pretrained.repository import load_model, repository_file, resolve_device, resolve_dtype
+from lightning_modules.pretrained.component_files import check_component, read_json
+from lightning_modules.pretrained.repository import (
+    load_model,
+    repository_file,
+    resolve_device,
+    resolve_dtype,
+    resolve_repository,
+)
+from lightning_modules.pretrained.weights import GET_AGAIN
 from lightning_modules.quantization.quantization import Quantization
 
 if TYPE_CHECKING:
@@ -91,7 +98,7 @@ class Captioner:
         pair: Mapping[str, str],
         single: Mapping[str, str],
     ) -> None:
-        self.name = pretrained_model_name_or_path
+        self.name = resolve_repository(pretrained_model_name_or_path)
         self.revision = revision
         self.dtype = resolve_dtype(dtype, "captioner.dtype")
         self.device = resolve_device(device, "captioner.device")

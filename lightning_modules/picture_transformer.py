@@ -17,7 +17,6 @@ from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.edit_module import EditModule
 from lightning_modules.optimization import averaged_weights
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.transformer_files import transformer_weights
 
 
 class PictureTransformer:
@@ -54,8 +53,7 @@ class PictureTransformer:
         layers = self.module.layers.native
         if LayerNames(self.source.meta, layers).sides != LayerNames(base.source.meta, layers).sides:
             raise UserError(f"{setting} has other layers than {base.transformer_name}: a LoRA of one does not fit both")
-        if Path(self.source.repository).is_dir():
-            transformer_weights(self.source.repository)
+        self.source.check_files()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

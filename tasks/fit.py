@@ -112,6 +112,11 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
 
 def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     """The trainer, after its last step."""
+    if (epochs := cfg.trainer.max_epochs) not in (None, -1):
+        length = f"{epochs} x samples / (data.batch_size x trainer.accumulate_grad_batches x processes)"
+        raise UserError(
+            f"trainer.max_epochs={epochs}: a run's length is counted in steps. Pass trainer.max_steps, {length}"
+        )
     checkpoint, step = find_checkpoint(cfg.ckpt_path, cfg.resume, run) or (None, 0)
     # Before Hydra's instantiate, which resolves interpolations in place.
     settings, resolved = run_settings(cfg), OmegaConf.to_container(cfg, resolve=True)

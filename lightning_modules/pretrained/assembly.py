@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from lightning_modules.execution.freed_memory import return_freed_memory
 from lightning_modules.pretrained.component_files import read_json
-from lightning_modules.pretrained.weights import Weights, layouts
+from lightning_modules.pretrained.weights import PLAIN, Weights, layouts
+from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.quantization.stored import StoredLayer
 from lightning_modules.timing import SECONDS_BETWEEN_LINES
@@ -27,8 +28,6 @@ log = logging.getLogger("retouch")
 
 # Tensors that wait or are being read: as many threads read, and so much more memory is taken.
 AHEAD = 2
-# safetensors' names of dtypes that are not quantized.
-PLAIN = ("F32", "BF16", "F16")
 # Bytes at which a new file begins.
 FILE_SIZE = 2 * 10**9
 
@@ -112,12 +111,23 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
     Args:
         quantization: one that has a layout `on_disk`.
     """
+    from diffusers import BitsAndBytesConfig
     from huggingface_hub import save_torch_state_dict
 
     state = {name: tensor.contiguous() for name, tensor in transformer.state_dict().items()}
     plain = [name for name, module in transformer.named_modules() if type(module) is nn.Linear]
-    assert quantization.on_disk is not None
-    how = quantization.on_disk.config(quantization.format, quantization.double_quant, plain, transformer.dtype)
+    format, four_bit = quantization.format, FORMATS[quantization.format].four_bit
+    # As diffusers reads it; it must not take for its own what has scales of ours.
+    how = {"quant_method": f"retouch_{format}"}
+    if not any(name.endswith(".weight_scale") for name in state):
+        how = BitsAndBytesConfig(
+            load_in_8bit=not four_bit,
+            load_in_4bit=four_bit,
+            llm_int8_skip_modules=plain,
+            bnb_4bit_quant_type=format if four_bit else "fp4",
+            bnb_4bit_use_double_quant=quantization.double_quant,
+            bnb_4bit_compute_dtype=transformer.dtype,
+        ).to_dict()
     transformer.save_config(folder)
     config = folder / "config.json"
     config.write_text(json.dumps(read_json(config) | {"quantization_config": how}, indent=2, default=str) + "\n")

@@ -1,20 +1,25 @@
 """Whether a component of a local repository has the files that it needs, whole: libraries fill gaps in silence."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
+from lightning_modules.pretrained.weights import GET_AGAIN, check_library_weights
 
-GET_AGAIN = "download it again"
 # What a tokenizer is made from, one way or another. Without any, transformers makes one that knows no word.
 VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("vocab.json", "merges.txt"))
 PREPROCESSORS = (("preprocessor_config.json",), ("processor_config.json",))
-WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+# What libraries read weights from, or from the files in its index.
+USUAL = {
+    "diffusers": ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"),
+    "transformers": ("model.safetensors", "pytorch_model.bin"),
+}
+# Files that hold weights, whether they are read or not.
+WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,7 +60,8 @@ def check_component(folder: Path, class_name: str) -> None:
             _require(folder, VOCABULARIES)
     else:
         _require(folder, (("config.json",),))
-        _check_weights(folder)
+        check_weight_files(folder, class_name)
+        check_library_weights(folder, read_json(folder / "config.json"))
     for path in folder.glob("*.json"):
         with reading(path, GET_AGAIN):
             json.loads(path.read_text(encoding="utf-8"))
@@ -67,14 +73,27 @@ def _require(folder: Path, choices: Iterable[tuple[str, ...]]) -> None:
         raise UserError(f"{folder} lacks {wanted}: the download is incomplete; {GET_AGAIN}")
 
 
-def _check_weights(folder: Path) -> None:
-    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
-        raise UserError(f"{folder} lacks its weights: the download is incomplete; {GET_AGAIN}")
+def check_weight_files(folder: Path, class_name: str) -> None:
+    """Raise a UserError where the files that a model's weights are read from are not in a folder."""
+    check_weight_names([path.name for path in folder.iterdir()], class_name, str(folder))
     # Of those that a download may have left, what is loaded is looked at.
     kind = "safetensors" if any(folder.glob("*.safetensors")) else "bin"
     for index in [path for path in folder.glob(f"*.{kind}.index.json") if path.name.count(".") == 3]:
         if missing := [name for name in indexed_files(index) if not (folder / name).is_file()]:
             raise UserError(f"{folder} lacks {listing(missing)}: the download is incomplete; {GET_AGAIN}")
-    for path in folder.glob("*.safetensors"):
-        with reading(path, GET_AGAIN), safe_open(path, "pt"):
-            pass  # its header says where the file must end
+
+
+def check_weight_names(names: Sequence[str], class_name: str, where: str) -> None:
+    """Raise a UserError where none of the files is one that the library of a class reads; it names those there."""
+    import diffusers
+
+    library = "diffusers" if hasattr(diffusers, class_name) else "transformers"
+    usual, *others = USUAL[library]
+    if any(name in names for whole in (usual, *others) for name in (whole, f"{whole}.index.json")):
+        return
+    others = sorted(name for name in names if WEIGHTS.fullmatch(name))
+    if not others:
+        raise UserError(f"{where} lacks its weights: the download is incomplete; {GET_AGAIN}")
+    variant = others[0].split(".")[::2] == usual.split(".")
+    remedy = f"rename it to {usual}" if variant else f"save the model with {library} (save_pretrained)"
+    raise UserError(f"{where} has {listing(others)} and not {usual}, which is read: {remedy}")

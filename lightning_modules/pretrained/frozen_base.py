@@ -15,9 +15,10 @@ from datamodules.files import reading
 from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.component_files import GET_AGAIN, check_component
+from lightning_modules.pretrained.component_files import check_component
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
+from lightning_modules.pretrained.weights import GET_AGAIN
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import LOADING, StageTimer
 
@@ -146,6 +147,7 @@ class FrozenBase:
             folder = Path(self.components.repository, name)
             if folder.is_dir():
                 check_component(folder, index[name][1])
+        self.source.check_files()
 
     def load_transformer(self, sharded: bool = False) -> Any:
         """The transformer on its device, frozen; encoders make room for it before, if they are told to."""

@@ -11,15 +11,18 @@ from typing import Any, Literal
 import torch
 
 from datamodules.errors import UserError, listing
-from datamodules.files import reading
+from datamodules.files import PICKLES, kind_of_file, reading
 from datamodules.hashes import FileHashes, hash_file
-from lightning_modules.pretrained.component_files import GET_AGAIN, check_component, read_json
+from lightning_modules.pretrained.component_files import check_component, check_weight_names, read_json
+from lightning_modules.pretrained.weights import GET_AGAIN, check_library_weights, refuse_unexpected
 
 log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
 SHAPES = Path(__file__).parent.parent.parent / "assets" / "shapes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Suffixes of what people have in place of repositories.
+SINGLE_FILES = (".safetensors", ".gguf", ".sft", ".onnx", *PICKLES)
 # Bytes of a file that takes a while to read.
 LARGE = 10**9
 # Classes whose components are built without weights.
@@ -27,8 +30,22 @@ WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
 
 def resolve_repository(name: str) -> str:
-    """The name itself, but `embedded` becomes the folder of the model that comes with Retouch."""
-    return str(SHAPES) if name == EMBEDDED else name
+    """Return the folder that a name stands for, `embedded` that of the model that comes with Retouch; else the name.
+
+    Raises:
+        UserError: it is a file, or a path where nothing is: neither is looked for on the hub.
+    """
+    path = SHAPES if name == EMBEDDED else Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    single = path.suffix in SINGLE_FILES
+    if path.is_file():
+        what = f"is {kind_of_file(path) or f'a single {path.suffix[1:]} file'}, which is not read"
+    elif single or name.startswith((".", "/", "~")):
+        what = f"is not there{', and single files are not read' if single else ''}"
+    else:
+        return name
+    raise UserError(f"{name} {what}. Name a folder in diffusers' layout, or such a repository on the hub (owner/name)")
 
 
 def resolve_device(name: str | None, key: str) -> torch.device | None:
@@ -234,14 +251,38 @@ def load_model(
 ) -> Any:
     """A diffusers or transformers model, frozen and straight to its dtype and device; `what` names it in a line."""
     log.info(f"loading {subfolder or what}")
+    where = f"{subfolder or cls.__name__} of {repository}"
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
     dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"  # else transformers 5
     arguments = {dtype_name: dtype, "output_loading_info": True, **place}
-    model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
+    try:
+        model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
+    except UserError:
+        from huggingface_hub import list_repo_files
+
+        with suppress(OSError, ValueError):  # of a folder, and without the network
+            paths = [Path(name) for name in list_repo_files(repository, revision=revision)]
+            names = [path.name for path in paths if path.parent == Path(subfolder or "")]
+            check_weight_names(names, cls.__name__, where)
+        raise
     # Else they would be random numbers.
     if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
-        raise UserError(f"{subfolder or cls.__name__} of {repository} lacks {listing(lacking)}: {GET_AGAIN}")
+        raise UserError(f"{where} lacks {listing(lacking)}: {GET_AGAIN}")
+    refuse_unexpected(_without_other_parts(model, found["unexpected_keys"]), where)
+    config = repository_file(repository, f"{subfolder}/config.json" if subfolder else "config.json", revision)
+    if config is not None and not Path(repository).is_dir():  # whose files were looked at before
+        check_library_weights(config.parent, read_json(config))
     return model.requires_grad_(False).eval()
+
+
+def _without_other_parts(model: Any, names: Iterable[str]) -> list[str]:
+    """Leave out tensors of whole parts that a class of transformers does without: heads, and the other tower of CLIP."""
+    if type(model).__module__.startswith("diffusers"):
+        return list(names)
+    start = f"{model.base_model_prefix}."
+    inner = getattr(model, model.base_model_prefix, model)
+    own = {name for module in (model, inner) for name, _ in module.named_children()}
+    return [name for name in names if name.removeprefix(start).partition(".")[0] in own]
 
 
 def _from_pretrained(cls: type[Any], repository: str, subfolder: str | None, **arguments: Any) -> Any:

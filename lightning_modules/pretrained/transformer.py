@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from datamodules.shards.fingerprint import memo
 from lightning_modules.execution.block_offload import streamed_blocks
 from lightning_modules.pretrained.assembly import assemble
-from lightning_modules.pretrained.component_files import read_json
+from lightning_modules.pretrained.component_files import check_weight_files, read_json
 from lightning_modules.pretrained.quantized_cache import QuantizedTransformer
 from lightning_modules.pretrained.repository import (
     content,
@@ -30,6 +30,7 @@ from lightning_modules.pretrained.weights import check_names
 from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.fp8 import log_kernels
 from lightning_modules.quantization.quantization import Quantization
+from lightning_modules.quantization.stored import HINTS
 
 log = logging.getLogger("retouch")
 
@@ -101,6 +102,14 @@ class TransformerSource:
         streamed_blocks(self.meta, self.streamed)
         if self.quantization is not None:
             self.quantization.chosen(self.meta)
+
+    def check_files(self) -> None:
+        """Find what a local transformer's files lack, or hold for other programs; raises a UserError."""
+        if Path(self.repository).is_dir():
+            folder = Path(self.repository, self.config()["_subfolder"] or ".")
+            check_weight_files(folder, self.class_name)
+            if (weights := transformer_weights(self.repository, self.revision)) is not None:
+                check_names(weights, self.meta, str(folder))
 
     def load(self, device: torch.device, split: bool = False) -> Any:
         """The transformer, frozen; streamed blocks, and all of one that will be split over processes, on the CPU."""
@@ -222,12 +231,15 @@ def load_transformer(
     weights = transformer_weights(repository, revision)
     if weights is None and (quantization is not None or placement is not None):
         raise UserError(f"{repository}: only safetensors weights can be quantized, offloaded or split")
+    model = empty_transformer(cls, config)
+    if weights is not None:
+        check_names(weights, model, repository)
     if weights is None or (weights.format is None and quantization is None and placement is None):
         return load_model(cls, repository, config["_subfolder"], revision, dtype, device)
 
     asked = None if quantization is None else f"quantizing to {quantization}"
+    if hints := [name for name in weights.dtypes if name.endswith(HINTS)]:
+        log.info(f"note: scales of inputs on disk ({listing(hints)}) are not used: inputs are scaled by their own size")
     log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))
-    model = empty_transformer(cls, config)
-    check_names(weights, model, repository)
     assemble(model, weights, dtype=dtype, device=device, quantization=quantization, placement=placement)
     return model.requires_grad_(False).eval()

@@ -5,7 +5,7 @@ from typing import Any
 from datamodules.errors import UserError
 from lightning_modules.pretrained.component_files import indexed_files, read_json
 from lightning_modules.pretrained.repository import repository_file
-from lightning_modules.pretrained.weights import SafetensorsWeights
+from lightning_modules.pretrained.weights import SafetensorsWeights, refuse_method
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -14,7 +14,9 @@ def transformer_config(repository: str, revision: str | None = None) -> dict[str
     """The transformer's config.json, from its subfolder or from a repository that holds nothing else."""
     for filename in ("transformer/config.json", "config.json"):
         if path := repository_file(repository, filename, revision):
-            return read_json(path) | {"_subfolder": filename.rpartition("/")[0] or None}
+            config = read_json(path)
+            refuse_method(config, repository, "bitsandbytes|retouch_.*|(fp|float)8.*")
+            return config | {"_subfolder": filename.rpartition("/")[0] or None}
     raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
 
 

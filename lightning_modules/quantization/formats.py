@@ -11,7 +11,7 @@ from lightning_modules.quantization.four_bit import FourBitLinear
 from lightning_modules.quantization.fp8 import Fp8Linear
 from lightning_modules.quantization.int8 import Int8Linear
 from lightning_modules.quantization.quanto import QuantoLinear
-from lightning_modules.quantization.stored import OnDisk
+from lightning_modules.quantization.stored import SCALED, SCALES, OnDisk
 
 # A layer, whether its scales are quantized too, and the dtype of gradients on tensor cores -> the quantized layer.
 Quantize = Callable[[nn.Linear, bool, torch.dtype], nn.Module]
@@ -46,7 +46,14 @@ def _four_bit(quant_type: str) -> Format:
         4,
         4.5,
         {"bitsandbytes": lambda linear, double_quant, _: FourBitLinear.quantize(linear, quant_type, double_quant)},
-        OnDisk("bitsandbytes", four_bit.detector(quant_type), four_bit.check, four_bit.read, four_bit.config),
+        OnDisk(
+            "bitsandbytes",
+            ["U8"],
+            four_bit.COMPANIONS,
+            four_bit.STATES,
+            four_bit.read,
+            f"{four_bit.QUANT_STATE}{quant_type}",
+        ),
         bits_double_quant=4.127,
     )
 
@@ -60,7 +67,7 @@ FORMATS: dict[str, Format] = {
             "quanto": lambda linear, *_: QuantoLinear.quantize(linear, "fp8"),
             "torchao": lambda linear, *_: torchao.quantize(linear),
         },
-        OnDisk("retouch", fp8.detect, fp8.check, fp8.read, fp8.config),
+        OnDisk("retouch", fp8.FLOAT8, SCALED, SCALES, fp8.read, marker="scaled_fp8"),
     ),
     "fp4": _four_bit("fp4"),
     "nf4": _four_bit("nf4"),
@@ -71,6 +78,6 @@ FORMATS: dict[str, Format] = {
             "bitsandbytes": lambda linear, *_: Int8Linear.quantize(linear),
             "quanto": lambda linear, *_: QuantoLinear.quantize(linear, "int8"),
         },
-        OnDisk("bitsandbytes", int8.detect, int8.check, int8.read, int8.config),
+        OnDisk("bitsandbytes", ["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES), int8.read),
     ),
 }

@@ -1,6 +1,6 @@
 """fp4 and nf4: 4 bits a weight and a scale for each block of 64, by bitsandbytes' kernels."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
+from lightning_modules.quantization.stored import StoredLayer
 
 QUANT_TYPES = ("fp4", "nf4")
-# Between a weight's name and its quant type, on disk.
+# On disk, between a layer's name and its quant type.
 QUANT_STATE = "weight.quant_state.bitsandbytes__"
+STATES = [f"{QUANT_STATE}{quant_type}" for quant_type in QUANT_TYPES]
+COMPANIONS = "|".join((*STATES, r"weight\.(?:nested_)?(?:absmax|quant_map)"))
 
 
 class FourBit(Storage):
@@ -112,38 +114,13 @@ class FourBitLinear(QuantizedLinear):
 STORAGES |= {quant_type: partial(FourBit, quant_type) for quant_type in QUANT_TYPES}
 
 
-def detector(quant_type: str) -> Callable[[str, str], bool]:
-    """Gives whether a tensor in a file shows that linear layers are in this type."""
-    return lambda name, dtype: f"{QUANT_STATE}{quant_type}" in name
-
-
-def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
-    """Raise a UserError for packed weights without their quant state."""
-    packed = [name for name in layers if dtypes[f"{name}.weight"] == "U8"]
-    missing = [name for name in packed if not any(f"{name}.{QUANT_STATE}{kind}" in dtypes for kind in QUANT_TYPES)]
-    refuse_incomplete(where, "quant state", missing)
-
-
 def read(stored: StoredLayer) -> FourBitLinear | None:
     """A layer in bitsandbytes' layout."""
-    state = stored.parts("weight.")
-    if not state:
+    if stored.kind != "U8":
         return None
+    state = stored.parts("weight.")
     try:
         quant_state = bnb.functional.QuantState.from_dict(state, stored.device)
     except (KeyError, ValueError, AssertionError) as error:
         raise UserError(f"the quant state of {stored.name} is damaged: {error}; download the file again") from error
     return FourBitLinear(stored.read("weight").view(torch.uint8), quant_state, stored.bias(), stored.dtype)
-
-
-def config(format: str, double_quant: bool, plain: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json's quantization_config, as diffusers reads it."""
-    from diffusers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=format,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=plain,
-    ).to_dict()

@@ -1,14 +1,12 @@
 """fp8: weights in float8 with a scale for each row, multiplied on tensor cores where there are any."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
 from lightning_modules.quantization.float8 import (
     E4M3,
     E5M2,
@@ -21,7 +19,7 @@ from lightning_modules.quantization.float8 import (
 )
 from lightning_modules.quantization.fused import scaled_rows, transposed
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
+from lightning_modules.quantization.stored import StoredLayer
 
 log = logging.getLogger("retouch")
 
@@ -29,9 +27,6 @@ log = logging.getLogger("retouch")
 TILE = 16
 # safetensors' names of the dtypes.
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-# diffusers' name of a layer's scale, and ComfyUI's; scales of inputs are hints, for ours are taken from the inputs.
-SCALES = ("weight_scale", "scale_weight")
-HINTS = ("input_scale", "scale_input")
 
 
 class Float8(Storage):
@@ -91,13 +86,10 @@ class Fp8Linear(QuantizedLinear):
         columns: the weight's transpose (in, out), where it is stored beside the weight; not a part of its state.
     """
 
-    weight_scale: Tensor
-
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, gradient_dtype: torch.dtype
     ) -> None:
-        # The bias first: diffusers takes the first floating parameter for the dtype of a model.
-        super().__init__(weight.shape, dtype, bias=bias, weight_scale=scale, weight=weight)
+        super().__init__(weight.shape, dtype, weight=weight, weight_scale=scale, bias=bias)
         self.gradient_dtype = gradient_dtype
         self.columns: Tensor | None = None
         self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
@@ -115,7 +107,7 @@ class Fp8Linear(QuantizedLinear):
         return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
 
     def parts(self) -> list[Tensor]:
-        parts = [self.weight, self.weight_scale]
+        parts = super().parts()
         return parts if self.columns is None else [*parts, self.columns]
 
 
@@ -125,39 +117,17 @@ def store_transposes(model: nn.Module, free: int) -> None:
     Args:
         free: bytes.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
-    used = [one for one in layers if one.gradient_dtype == E5M2 and _on_tensor_cores(one.weight, one.weight, E5M2)]
-    size = sum(layer.weight.nbytes for layer in used)
+    layers = [one for one in model.modules() if isinstance(one, Fp8Linear) and one.gradient_dtype == E5M2]
+    used = {layer: weight for layer in layers if _on_tensor_cores(weight := layer.parts()[0], weight, E5M2)}
+    size = sum(weight.nbytes for weight in used.values())
     if not 0 < size <= free:
         return
-    for layer in used:
-        layer.columns = transposed(layer.weight.data)
+    for layer, weight in used.items():
+        layer.columns = transposed(weight)
     log.info(f"fp8: {decimal(size)} of free memory hold the weights' transposes, which gradients are multiplied by")
 
 
 STORAGES["fp8"] = Float8
-
-
-def detect(name: str, dtype: str) -> bool:
-    """Whether a tensor in a file shows that linear layers are in fp8."""
-    return name.endswith(".weight") and dtype in FLOAT8
-
-
-def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
-    """Raise a UserError for layers in float8 without scales, or with scales of an unknown kind."""
-    quantized = [name for name in layers if dtypes[f"{name}.weight"] in FLOAT8]
-    strange = [
-        name
-        for name in dtypes
-        if "scale" in name.rpartition(".")[2]
-        and not name.endswith((*SCALES, *HINTS))
-        and name.rpartition(".")[0] in quantized
-    ]
-    if strange:
-        raise UserError(f"{where} has {listing(strange)}, which are scales of an unknown kind")
-    scaled = "scaled_fp8" in dtypes or any(name.endswith(SCALES) for name in dtypes)
-    missing = [name for name in quantized if not any(f"{name}.{scale}" in dtypes for scale in SCALES)]
-    refuse_incomplete(where, "scales", missing if scaled else [])
 
 
 def read(stored: StoredLayer) -> Fp8Linear | None:
@@ -165,18 +135,9 @@ def read(stored: StoredLayer) -> Fp8Linear | None:
     if stored.kind not in FLOAT8:
         return None
     weight = stored.read("weight")
-    scale = next((stored.read(part) for part in SCALES if stored.has(part)), torch.ones(1))
-    if scale.numel() not in (1, len(weight)):
-        raise UserError(
-            f"{stored.name} has scales {tuple(scale.shape)} on disk: expected one for the layer, or one for each row"
-        )
-    scale = scale.float().reshape(-1, 1).to(stored.device)
+    scale = stored.scale(len(weight))
+    scale = torch.ones(1, 1, device=stored.device) if scale is None else scale
     return Fp8Linear(weight, scale, stored.bias(), stored.dtype, stored.gradient_dtype)
-
-
-def config(format: str, double_quant: bool, plain: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json's quantization_config: diffusers has no such layout, and must not take it for one of its own."""
-    return {"quant_method": "retouch_fp8"}
 
 
 def log_kernels(model: nn.Module, device: torch.device) -> None:

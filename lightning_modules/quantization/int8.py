@@ -1,7 +1,6 @@
 """int8: weights in 8 bits with a scale for each row, by bitsandbytes' kernels."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import bitsandbytes as bnb
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_modules.quantization.fused import scaled_rows
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer, refuse_incomplete
+from lightning_modules.quantization.stored import StoredLayer
 
 
 class Int8(Storage):
@@ -30,7 +29,6 @@ class Int8Linear(QuantizedLinear):
     """
 
     storage = "int8"
-    SCB: Tensor
 
     def __init__(self, weight: Tensor, maxima: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight.shape, dtype, weight=weight, SCB=maxima, bias=bias)
@@ -46,33 +44,26 @@ class Int8Linear(QuantizedLinear):
         weight, maxima = in_pieces(quantize, linear.weight.data)
         return cls(weight, maxima, linear.bias, linear.weight.dtype)
 
-    def parts(self) -> list[Tensor]:
-        return [self.weight, self.SCB]
+
+class ScaledInt8(Storage):
+    """int8 and a scale (out, 1), or (1, 1) for all."""
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight, scale = parts
+        return scaled_rows(weight, scale, dtype)
 
 
-STORAGES["int8"] = Int8
+STORAGES |= {"int8": Int8, "scaled_int8": ScaledInt8}
 
 
-def detect(name: str, dtype: str) -> bool:
-    """Whether a tensor in a file shows that linear layers are in int8."""
-    return name.endswith(".SCB")
-
-
-def check(dtypes: Mapping[str, str], layers: Sequence[str], where: str) -> None:
-    """Raise a UserError for layers in int8 without their rows' maxima."""
-    missing = [name for name in layers if dtypes[f"{name}.weight"] == "I8" and f"{name}.SCB" not in dtypes]
-    refuse_incomplete(where, "quant state", missing)
-
-
-def read(stored: StoredLayer) -> Int8Linear | None:
-    """A layer in bitsandbytes' layout."""
+def read(stored: StoredLayer) -> QuantizedLinear | None:
+    """A layer in bitsandbytes' layout, or with the scales that ComfyUI calls int8_tensorwise."""
     if stored.kind != "I8":
         return None
-    return Int8Linear(stored.read("weight"), stored.read("SCB").float(), stored.bias(), stored.dtype)
-
-
-def config(format: str, double_quant: bool, plain: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json's quantization_config, as diffusers reads it."""
-    from diffusers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=plain).to_dict()
+    weight, bias = stored.read("weight"), stored.bias()
+    scale = stored.scale(len(weight))
+    if scale is None:
+        return Int8Linear(weight, stored.read("SCB").float(), bias, stored.dtype)
+    layer = QuantizedLinear(weight.shape, stored.dtype, weight=weight, weight_scale=scale, bias=bias)
+    layer.storage = "scaled_int8"  # maxima of rows would round the scales
+    return layer

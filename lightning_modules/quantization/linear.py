@@ -16,6 +16,8 @@ from lightning_modules.execution.autocast import compute_dtype
 
 # Weights that are quantized at once; a multiple of every block's size.
 PIECE = 2**21
+# By bytes.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # How weights are put together, by name: each format's file adds its own.
 STORAGES: dict[str, Callable[..., "Storage"]] = {}
 
@@ -91,7 +93,8 @@ class QuantizedLinear(nn.Linear):
     Args:
         shape: of the weight, (out, in).
         dtype: what adapters beside the layer are made in.
-        frozen: its parameters by name, in their order; None for a bias that is not there.
+        frozen: its parameters by name, its parts in their order; None for a bias that is not there. All but the bias are
+            held as integers of their bits.
 
     Attributes:
         storage: how: a name of `STORAGES`, then what its constructor takes.
@@ -104,14 +107,25 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, **frozen: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
-        self.compute_dtype = dtype  # by this name peft knows it
+        self.compute_dtype = dtype  # by this name peft and diffusers know it
+        self._numbers: dict[str, torch.dtype] = {}
         # No buffers: DDP would broadcast them before each forward.
         for name, tensor in frozen.items():
+            if tensor is not None and name != "bias":
+                self._numbers[name] = tensor.dtype
+                # diffusers and transformers cast inputs to the dtype of a layer's weight, or of a model's first number.
+                tensor = tensor.view(INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     def parts(self) -> list[Tensor]:
-        """The tensors that the weight is made of."""
-        raise NotImplementedError
+        """Return the tensors that the weight is made of."""
+        return [getattr(self, name).view(dtype) for name, dtype in self._numbers.items()]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, dtype in self._numbers.items():
+            if (key := f"{prefix}{name}") in destination:  # as that of a block in the host's memory is not
+                destination[key] = destination[key].view(dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight (out, in)."""

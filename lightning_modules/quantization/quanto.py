@@ -25,10 +25,9 @@ class QuantoLinear(QuantizedLinear):
     """
 
     storage = "quanto"
-    weight_scale: Tensor
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight.shape, scale.dtype, bias=bias, weight_scale=scale, weight=weight)
+        super().__init__(weight.shape, scale.dtype, weight=weight, weight_scale=scale, bias=bias)
 
     @classmethod
     def quantize(cls, linear: nn.Linear, format: str) -> "QuantoLinear":
@@ -43,9 +42,6 @@ class QuantoLinear(QuantizedLinear):
 
         weight, scale = in_pieces(quantize, linear.weight.data)
         return cls(weight, scale, linear.bias)
-
-    def parts(self) -> list[Tensor]:
-        return [self.weight, self.weight_scale]
 
 
 STORAGES["quanto"] = Quanto

@@ -1,7 +1,8 @@
 """How quantized layers stand in safetensors files."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from datamodules.errors import UserError, listing
 
 if TYPE_CHECKING:
     from lightning_modules.quantization.linear import QuantizedLinear
+
+
+# diffusers' name of a layer's scale, and ComfyUI's.
+SCALES = ("weight_scale", "scale_weight")
+# Scales of inputs: ours are taken from the inputs.
+HINTS = ("input_scale", "scale_input")
+# With ComfyUI's note of the format.
+SCALED = "|".join((*SCALES, *HINTS, "comfy_quant"))
 
 
 class StoredLayer:
@@ -57,6 +66,15 @@ class StoredLayer:
         """In the dtype of what is not quantized; None where there is none."""
         return self.read("bias").to(self.dtype) if self.has("bias") else None
 
+    def scale(self, rows: int) -> Tensor | None:
+        """Return its scale (out, 1) or (1, 1) in float32, None without one; raises a UserError for another shape."""
+        scale = next((self.read(name) for name in SCALES if self.has(name)), None)
+        if scale is not None and scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+            raise UserError(
+                f"{self.name} has scales {tuple(scale.shape)} on disk: expected one for the layer, or one for each row"
+            )
+        return None if scale is None else scale.float().reshape(-1, 1)
+
     def parts(self, start: str) -> dict[str, Tensor]:
         """The layer's tensors whose names begin so, by the rest of their names."""
         whole = f"{self.name}.{start}"
@@ -65,27 +83,45 @@ class StoredLayer:
         }
 
 
-def refuse_incomplete(where: str, what: str, layers: list[str]) -> None:
-    """Raise a UserError where there are layers that lack what they must have beside their weights."""
-    if layers:
-        raise UserError(f"{where} lacks the {what} of {listing(layers)}: the file is incomplete; download it again")
-
-
 class OnDisk(NamedTuple):
     """A format's layout in safetensors files.
 
     Attributes:
         backend: whose layers are written so.
-        detect: takes a tensor's name and dtype; whether they show this format.
-        check: takes all dtypes by name, the names of the linear layers, and what to call the files; raises a UserError
-            where a quantized layer lacks what it must have.
+        dtypes: safetensors' names of the dtypes that weights have.
+        companions: pattern of the names of a layer's other tensors.
+        needs: names of companions of which a layer must have one.
         read: gives the layer, or None where it is not of this format.
-        config: takes format, double_quant, the names of layers that are not quantized, and the dtype of the others;
-            gives the quantization_config of config.json.
+        sign: part of the tensors' names that show this format; None where the weights' dtype does.
+        marker: name of a tensor without which a file may have weights alone.
     """
 
     backend: str
-    detect: Callable[[str, str], bool]
-    check: Callable[[Mapping[str, str], Sequence[str], str], None]
+    dtypes: Collection[str]
+    companions: str
+    needs: Sequence[str]
     read: Callable[[StoredLayer], "QuantizedLinear | None"]
-    config: Callable[[str, bool, list[str], torch.dtype], dict[str, Any]]
+    sign: str | None = None
+    marker: str | None = None
+
+    def detect(self, name: str, dtype: str) -> bool:
+        """Return whether a tensor of this name and dtype shows the format."""
+        return self.sign in name if self.sign else name.endswith(".weight") and dtype in self.dtypes
+
+    def check(self, dtypes: Mapping[str, str], layers: Collection[str], where: str) -> set[str]:
+        """Return which of these tensors it reads, where the model has such linear layers.
+
+        Raises:
+            UserError: a quantized layer lacks its companions.
+        """
+        quantized = {name for name in layers if dtypes[f"{name}.weight"] in self.dtypes}
+        matches = [re.fullmatch(rf"(.+)\.({self.companions})", name) for name in dtypes]
+        found = [match for match in matches if match and match[1] in quantized]
+        read = {match[0] for match in found} | {self.marker} & dtypes.keys()
+        if self.marker and not read:
+            return {name for name, dtype in dtypes.items() if dtype in self.dtypes}
+        if lacking := sorted(quantized - {match[1] for match in found if match[2] in self.needs}):
+            raise UserError(
+                f"{where} lacks the scales of {listing(lacking)}: the file is incomplete; download it again"
+            )
+        return read | {f"{name}.weight" for name in quantized}
