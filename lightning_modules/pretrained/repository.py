@@ -276,7 +276,7 @@ def load_model(
 
 
 def _without_other_parts(model: Any, names: Iterable[str]) -> list[str]:
-    """Leave out tensors of whole parts that a class of transformers does without: heads, and the other tower of CLIP."""
+    """Leave out tensors of whole parts that a class of transformers does without: heads, CLIP's other tower."""
     if type(model).__module__.startswith("diffusers"):
         return list(names)
     start = f"{model.base_model_prefix}."

@@ -147,7 +147,8 @@ def refuse_unexpected(names: Sequence[str], where: str) -> None:
     """Raise a UserError for tensors that the model has no place for."""
     if names:
         raise UserError(
-            f"{where} has {listing(sorted(names))}, for which its model has no place: they would be left out; {IN_16_BITS}"
+            f"{where} has {listing(sorted(names))}, for which its model has no place: they would be "
+            f"left out; {IN_16_BITS}"
         )
 
 

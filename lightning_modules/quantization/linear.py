@@ -93,8 +93,8 @@ class QuantizedLinear(nn.Linear):
     Args:
         shape: of the weight, (out, in).
         dtype: what adapters beside the layer are made in.
-        frozen: its parameters by name, its parts in their order; None for a bias that is not there. All but the bias are
-            held as integers of their bits.
+        frozen: its parameters by name, its parts in their order; None for a bias that is not there. All but the bias
+            are held as integers of their bits.
 
     Attributes:
         storage: how: a name of `STORAGES`, then what its constructor takes.

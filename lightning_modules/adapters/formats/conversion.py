@@ -33,7 +33,9 @@ def as_native(updates: Mapping[str, Update], names: LayerNames) -> tuple[dict[st
     Returns:
         The updates, and those under diffusers' names that cannot be a part of a native layer, with the reason.
     """
-    found, done, apart = {}, set(), {}
+    found: dict[str, Update] = {}
+    done: set[str] = set()
+    apart: dict[str, str] = {}
     for native, layers in names.native.items():
         present = [layer for layer in layers if layer in updates]
         if present:

@@ -54,7 +54,7 @@ class LoRAFile:
         with reading(path, "name a LoRA's safetensors file, or download it again"):
             self._is_pickle = kind_of_file(path) == PICKLE
             if self._is_pickle:
-                self.metadata = {}
+                self.metadata: dict[str, str] = {}
                 self.shapes = {key: tuple(tensor.shape) for key, tensor in self._pickled.items()}
                 self.dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in self._pickled.items()}
                 return

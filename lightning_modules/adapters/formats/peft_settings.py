@@ -13,41 +13,14 @@ from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGH
 from lightning_modules.adapters.update import Update
 
 # Settings that say by what updates are multiplied, or of how they were trained alone, or which layers they are of.
-UNDERSTOOD = set(
-    [
-        "alpha",
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "decompose_both",
-        "decompose_factor",
-        "ensure_weight_tying",
-        "eps",
-        "eva_config",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_dropout",
-        "module_dropout",
-        "megatron_core",
-        "modules_to_save",
-        "oft_block_size",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_dropout",
-        "rank_dropout_scale",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "use_dora",
-        "use_effective_conv2d",
-        "use_rslora",
-    ]
+UNDERSTOOD = frozenset(
+    (  # noqa: SIM905 (a list would have a line for each)
+        "alpha alpha_pattern auto_mapping base_model_name_or_path decompose_both decompose_factor "
+        "ensure_weight_tying eps eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
+        "lora_alpha lora_dropout module_dropout megatron_core modules_to_save oft_block_size peft_version "
+        "qalora_group_size r rank_dropout rank_dropout_scale rank_pattern revision runtime_config "
+        "target_modules task_type use_dora use_effective_conv2d use_rslora "
+    ).split()
 )
 # Of other settings the values with which an update is what `Update` says: peft's own defaults, and starts that leave
 # the base as it is. PiSSA, OLoRA, CorDA and LoftQ change the base, of which such a LoRA is only the difference.
