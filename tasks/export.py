@@ -14,7 +14,6 @@ from tasks.edit import as_list
 from tasks.export_ranks import with_constant_rank, with_rank
 from tasks.export_table import say_written
 from tasks.export_transformers import check_fuse, extracted, fuse
-from tasks.exported_pictures import PICTURES, are_asked_for, check_pictures, compare_pictures
 from tasks.loras_read import LoRA, ReadLoRA, alone, sum_of, title
 from tasks.models import KnownModel, model_for
 from tasks.settings import PREDICTION, check_settings
@@ -31,19 +30,14 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
     path = free_path(cfg, titles, output_dir)
     if cfg.fuse:
         check_fuse(cfg, output_dir)
-    pictures = are_asked_for(cfg)
     note = ""
     if cfg.extract is not None:
-        if pictures:
-            raise UserError("extract= makes no pictures: leave image= and prompt= out")
         lora, model = extracted(cfg)
     else:
         # The first one that tells its model does so for all.
         model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
         cfg.model = model.settings
         check_settings(cfg, PREDICTION)  # again: a file's header may hold any value
-        if pictures:
-            check_pictures(cfg, model, output_dir)
         lora, note = read(cfg, [ReadLoRA(file, model) for file in files], weights, model)
     if cfg.fuse:
         fuse(cfg, lora, model, output_dir)
@@ -56,12 +50,6 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         say_written(path, lora, model, cfg.format)
     if note:
         log.warning(note)
-    if pictures:
-        found = compare_pictures(cfg, files[0].path, path, output_dir)
-        log.info(
-            f"the pictures differ by {found.exported:.1f} of 255 on average, the edit itself changes {found.edit:.1f}"
-            f" (look at them: {output_dir / PICTURES})"
-        )
     log.info(f"done: {output_dir if cfg.fuse else path}")
 
 

@@ -9,7 +9,6 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.constant_rank import ActiveRanks
 from lightning_modules.adapters.low_rank import LowRank, relative_change
 from tasks.export_table import most_in, percent
-from tasks.exported_pictures import are_asked_for
 from tasks.loras_read import LoRA, ReadLoRA, alone
 from tasks.models import KnownModel, without_network
 from tasks.terminal import log
@@ -63,10 +62,8 @@ def with_constant_rank(cfg: DictConfig, one: ReadLoRA, model: KnownModel) -> tup
 def _what_is_lost(cfg: DictConfig, ranks: ActiveRanks, updates: Mapping[str, LowRank]) -> str:
     """Where the rank no longer follows the timestep."""
     schedule = ranks.gate.schedule
-    pictures = "" if are_asked_for(cfg) else '; image=photo.png prompt="..." measures what that changes in pictures'
     return (
         f"note: the rank is {cfg.rank} at every timestep, the T-LoRA's {schedule.min_rank} to {schedule.rank}, "
         f"{ranks.mean:.1f} on average over {len(ranks.ranks)} sampling steps. The update of the weights is "
-        f"{percent(ranks.difference(updates, cfg.rank))} of its norm away in a step, on average, which says little of "
-        f"pictures{pictures}"
+        f"{percent(ranks.difference(updates, cfg.rank))} of its norm away in a step, on average."
     )

@@ -18,7 +18,6 @@ from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.adapters.update import Update
 from tasks.export_table import most_in, percent
-from tasks.exported_pictures import are_asked_for
 from tasks.folders import require_empty
 from tasks.loras_read import LoRA
 from tasks.models import KnownModel, without_network
@@ -57,8 +56,6 @@ def check_fuse(cfg: DictConfig, output_dir: Path) -> None:
     for key in ("format", "export.dtype"):
         if any(override.startswith(f"{key}=") for override in overrides):
             raise UserError(f"{key} has no effect with fuse=true, which writes a transformer as its base is")
-    if are_asked_for(cfg):
-        raise UserError("fuse=true makes no pictures: leave image= and prompt= out")
     require_empty(output_dir)
 
 

@@ -117,7 +117,7 @@ class OnDisk(NamedTuple):
         quantized = {name for name in layers if dtypes[f"{name}.weight"] in self.dtypes}
         matches = [re.fullmatch(rf"(.+)\.({self.companions})", name) for name in dtypes]
         found = [match for match in matches if match and match[1] in quantized]
-        read = {match[0] for match in found} | ({self.marker} if self.marker in dtypes else set())
+        read = {match[0] for match in found} | ({self.marker} if self.marker and self.marker in dtypes else set())
         if self.marker and not read:
             return {name for name, dtype in dtypes.items() if dtype in self.dtypes}
         if lacking := sorted(quantized - {match[1] for match in found if match[2] in self.needs}):

@@ -255,7 +255,7 @@ def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, ma
     ],
 )
 def test_a_file_of_the_real_model_is_known_by_its_layers(run, export, tmp_path, model, base, build):
-    """Without its weights and without a network; pictures need to be told which of the models it is."""
+    """Without its weights and without a network."""
     with torch.device("meta"):
         names = layer_names(model, build(guidance_embeds=model == "flux_kontext"))
     updates = random_updates(names, "to_q", rank=1)
@@ -264,8 +264,6 @@ def test_a_file_of_the_real_model_is_known_by_its_layers(run, export, tmp_path, 
     assert f"{base}" in text
     assert "or another one of these layers" in text
     same(updates, read(path, names))
-    request = ["task=export", "lora=elsewhere.safetensors", "prompt=x", "output_dir=out"]
-    assert "pictures need the model that the LoRA is for" in run("predict", *request, ok=False).error
 
 
 @pytest.mark.parametrize(

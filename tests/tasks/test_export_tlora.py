@@ -1,8 +1,7 @@
-"""task=export of T-LoRAs, whose rank follows the timestep, and what it says of the pictures."""
+"""task=export of T-LoRAs, whose rank follows the timestep."""
 
 import re
 
-import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -12,7 +11,6 @@ from lightning_modules.adapters.formats.names import LayerNames
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.lora_files import dense, relative
-from tests.support.pictures import level
 from tests.support.tiny_adapters import ADAPTERS
 
 
@@ -51,7 +49,6 @@ def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, 
     assert LoRAFile(path).trained_scale == LoRAFile(weights_of(lora)).trained_scale == 2.0
     assert "the rank is 2 at every timestep, the T-LoRA's 1 to 4, " in text
     assert re.search(r"The update of the weights is [\d.]+ % of its norm away", text)
-    assert 'image=photo.png prompt="..." measures what that changes in pictures' in text
 
 
 @pytest.mark.parametrize("adapter", first(1, ADAPTERS))
@@ -97,41 +94,3 @@ def test_a_schedule_that_masks_nothing_needs_no_rank(run, arguments, names, tmp_
     facts = LoRAFile(path).adapter
     assert "rank_schedule" not in facts
     assert (facts["rank"], facts["alpha"]) == (8, 8.0)
-
-
-def test_pictures_say_what_the_constant_rank_costs(run, learned, tiny, photo, tmp_path):
-    """Those with the schedule are task=edit's of the run, those of the file are task=edit's of the file."""
-    lora, out = learned("tlora"), tmp_path / "out"
-    request = [f"image={photo}", "prompt=[make it snow,mirror picture 1]", "num_inference_steps=3", "seed=[1,2]"]
-    text = run("predict", "task=export", f"lora={lora}", "rank=4", "format=comfyui", *request, f"output_dir={out}").text
-    [path] = out.glob("*.safetensors")
-    for name, file in (("before", lora), ("exported", path)):
-        scales = "lora_scale=[0,1]" if name == "before" else "lora_scale=1"
-        model = [] if name == "before" else ["model.dtype=float32", f"model.pretrained_model_name_or_path={tiny}"]
-        run("predict", f"lora={file}", *request, scales, *model, f"output_dir={tmp_path / name}")
-        made, again = (sorted(folder.glob("*.png")) for folder in (out / "pictures" / name, tmp_path / name))
-        assert len(made) == {"before": 8, "exported": 4}[name]
-        assert [one.name for one in made] == [one.name for one in again]
-        assert all(np.array_equal(level(one), level(other)) for one, other in zip(made, again, strict=True))
-    folders = [
-        (out / "pictures" / "before", 1.0),
-        (out / "pictures" / "exported", 1.0),
-        (out / "pictures" / "before", 0.0),
-    ]
-    before, exported, without = (
-        np.stack([level(one) for one in sorted(folder.glob(f"*lora{scale}.png"))]) for folder, scale in folders
-    )
-    differ, edit = np.abs(before - exported).mean(), np.abs(before - without).mean()
-    assert differ > 0.5
-    assert f"the pictures differ by {differ:.1f} of 255 on average, the edit itself changes {edit:.1f}" in text
-    assert "to measure it on a picture" not in text
-
-
-def test_pictures_of_a_plain_lora_are_those_of_its_file(run, learned, photo, tmp_path):
-    request = [f"image={photo}", "prompt=make it snow", "num_inference_steps=2", f"output_dir={tmp_path / 'out'}"]
-    text = run("predict", "task=export", f"lora={learned('lora')}", "format=kohya", *request).text
-    assert "the pictures differ by 0.0 of 255 on average" in text
-    assert (
-        "already contains pictures"
-        in run("predict", "task=export", f"lora={learned('lora')}", "format=comfyui", *request, ok=False).error
-    )

@@ -105,7 +105,6 @@ MISTAKES = {
     ("extract={tuned}", "rank=4", "lora={lora}"): "give one of them, not lora and extract",
     ("extract=nowhere/at-all", "rank=4"): "nowhere/at-all",
     ("lora={lora}", "fuse=true", "format=kohya"): "format has no effect with fuse=true",
-    ("lora={lora}", "fuse=true", "prompt=x"): "fuse=true makes no pictures",
     ("lora={lora}", "fuse=true", "output_dir={full}"): "is not empty",
     (
         "lora={lora}",
