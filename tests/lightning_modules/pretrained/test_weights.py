@@ -20,6 +20,7 @@ from lightning_modules.quantization.fp8 import Fp8Linear
 from lightning_modules.quantization.int8 import Int8Linear
 from tests.lightning_modules.quantization.test_quantization import FP8
 from tests.lightning_modules.quantization.test_quantized_linear import dequantized, quantization
+from tests.support.foreign_files import flux, qwen, velocity, z_image
 
 NAME = "diffusion_pytorch_model.safetensors"
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -164,9 +165,9 @@ LACKS = {
     "fp8 scaled": (lambda s: s.pop(f"{LAYER}.weight_scale"), f"lacks the scales of {LAYER}: the file is incomplete"),
     "bitsandbytes fp4": (
         lambda s: s.pop(f"{LAYER}.weight.quant_state.bitsandbytes__fp4"),
-        f"lacks the quant state of {LAYER}: the file is incomplete",
+        f"lacks the scales of {LAYER}: the file is incomplete",
     ),
-    "bitsandbytes int8": (lambda s: s.pop(f"{LAYER}.SCB"), f"lacks the quant state of {LAYER}"),
+    "bitsandbytes int8": (lambda s: s.pop(f"{LAYER}.SCB"), f"lacks the scales of {LAYER}"),
     "bitsandbytes nf4, double": (lambda s: s.pop(f"{LAYER}.weight.absmax"), f"the quant state of {LAYER} is damaged"),
     "fp8 plain": (lambda s: s.pop(f"{LAYER}.weight"), f"lacks {LAYER}.weight: is it complete, and made for Flux"),
 }
@@ -192,7 +193,7 @@ def test_a_marker_of_scales_without_any_is_an_error(source, tmp_path):
 @pytest.mark.parametrize(
     ("scales", "message"),
     [
-        (fp8("weight_scale_inv"), r"weight_scale_inv, .*scales of an unknown kind"),
+        (fp8("weight_scale_inv"), r"fp8 weights with a scale for each block \(context_embedder"),
         (lambda module: fp8()(module) | {"weight_scale": torch.ones(2, 2)}, r"scales \(2, 2\) on disk: expected one"),
     ],
 )
@@ -227,3 +228,106 @@ def test_sharded_weights_are_read_from_all_files(source, tmp_path):
     model = load(tmp_path, quantization=quantization("int8"))
     assert all(not parameter.is_meta for parameter in model.parameters())
     assert torch.equal(model.x_embedder.bias, source.x_embedder.bias)
+
+
+def int8(shape=(), note=None):
+    """Integers and a scale for a layer or for each row, as ComfyUI's int8_tensorwise has them."""
+
+    def replace(module):
+        weight = module.weight.float()
+        largest = weight.abs().max() if shape == () else weight.abs().amax(1, keepdim=True)
+        scale = largest / 127
+        said = json.dumps({"format": "int8_tensorwise"} | (note or {})).encode()
+        return {
+            "weight": (weight / scale).round().to(torch.int8),
+            "weight_scale": scale.reshape(shape) if shape == () else scale,
+            "comfy_quant": torch.tensor(list(said), dtype=torch.uint8),
+        }
+
+    return replace
+
+
+@pytest.mark.parametrize("shape", [(), "rows"], ids=["a layer", "a row"])
+def test_int8_with_scales_is_the_integer_times_its_scale(source, tmp_path, shape):
+    folder = write(source, tmp_path / "int8", int8(shape))
+    state = load_file(folder / NAME)
+    layer = load(folder).get_submodule(LAYER)
+    meant = state[f"{LAYER}.weight"].float() * state[f"{LAYER}.weight_scale"]
+    original = source.get_submodule(LAYER).weight.float()
+    torch.testing.assert_close(dequantized(layer).float(), meant, rtol=2**-8, atol=0)  # in bfloat16
+    assert (meant - original).abs().max() <= 0.51 * float(state[f"{LAYER}.weight_scale"].max())
+
+
+UNREAD = {
+    "ConvRot": (int8(note={"convrot": True}), {}, "quantized in an unknown way (format int8_tensorwise, convrot True)"),
+    "integers without a scale": (
+        lambda module: {"weight": module.weight.to(torch.int8)},
+        {},
+        "lacks the scales of",
+    ),
+    "nvfp4": (fp8("weight_scale"), {f"{LAYER}.weight_scale_2": torch.ones(())}, "holds nvfp4 weights"),
+    "blocks": (fp8("weight_scale_inv"), {}, "holds fp8 weights with a scale for each block"),
+    "nunchaku": (lambda module: {"weight": module.weight}, {f"{LAYER}.wscales": torch.ones(2)}, "SVDQuant weights"),
+    "GPTQ": (lambda module: {"weight": module.weight}, {f"{LAYER}.qzeros": torch.ones(2)}, "GPTQ or AWQ weights"),
+    "a LoRA beside": (
+        lambda module: {"weight": module.weight},
+        {f"{LAYER}.lora_A.weight": torch.ones(2, 64)},
+        "a LoRA beside its own weights",
+    ),
+    "no place": (
+        lambda module: {"weight": module.weight},
+        {"extra.weight": torch.ones(2)},
+        "has extra.weight, for which",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_quantized_file_is_read_whole_or_refused_by_name(source, tmp_path, name):
+    replace, extra, words = UNREAD[name]
+    folder = write(source, tmp_path / "file", replace, extra=extra)
+    with pytest.raises(UserError) as raised:
+        load(folder, quantization=quantization("nf4"))
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["kontext.safetensors", "models/kontext.gguf", "./kontext", "~/kontext.ckpt"])
+def test_a_single_file_is_said_to_be_one_and_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    from lightning_modules.pretrained.repository import resolve_repository
+
+    monkeypatch.chdir(tmp_path)
+    for there in (False, True):
+        if there and not name.startswith("~"):
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"GGUF" + bytes(60) if name.endswith("gguf") else b"\x02" + bytes(60))
+        with pytest.raises(
+            UserError, match="Name a folder in diffusers' layout, or such a repository on the hub"
+        ) as raised:
+            resolve_repository(name)
+        assert "network" not in str(raised.value)
+        assert ("is a GGUF file" in str(raised.value)) == (there and name.endswith("gguf"))
+
+
+def test_weights_of_another_variant_are_named(tmp_path):
+    from lightning_modules.pretrained.component_files import check_weight_names
+
+    with pytest.raises(UserError, match=r"has diffusion_pytorch_model.fp16.safetensors and not .*: rename it to diff"):
+        check_weight_names(["diffusion_pytorch_model.fp16.safetensors"], "FluxTransformer2DModel", str(tmp_path))
+    with pytest.raises(UserError, match=r"has flax_model.msgpack, model.onnx and not model.safetensors"):
+        check_weight_names(["flax_model.msgpack", "model.onnx"], "CLIPTextModel", str(tmp_path))
+
+
+@pytest.mark.parametrize("build", [flux, qwen, z_image])
+def test_fp8_in_every_layer_computes_as_its_numbers_do(build, tmp_path):
+    """In the embedders as well, of whose weights diffusers asks for the dtype."""
+    plain = build()
+    plain.save_pretrained(tmp_path)
+    state = load_file(tmp_path / NAME)
+    layers = [f"{name}.weight" for name, module in plain.named_modules() if isinstance(module, nn.Linear)]
+    save_file(state | {name: state[name].to(E4M3) for name in layers}, tmp_path / NAME)
+    plain.load_state_dict(state | {name: state[name].to(E4M3).float() for name in layers})
+    model = load_transformer(type(plain), str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(velocity(model), velocity(plain), rtol=1e-4, atol=1e-4)
