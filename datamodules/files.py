@@ -64,7 +64,9 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
         if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a GPU
             raise
         file = Path(path)
-        kind = kind_of_file(file) if file.is_file() and file.suffix not in (*PICKLES, ".json", ".jsonl") else None
+        kind = (
+            kind_of_file(file) if file.is_file() and file.suffix not in (*PICKLES, ".json", ".jsonl", ".tar") else None
+        )
         raise UserError(f"{path} is {kind or f'damaged ({reason(error)})'}; {remedy}") from error
 
 

@@ -44,7 +44,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         log.info(f"working out what {module.base.name} takes, which may be a minute or two")
         plan = measure(module, data)
         sampler = cfg.callbacks.get("sample_images")
-        another = sampler is not None and sampler.transformer_name_or_path is not None
+        another = sampler is not None and cfg.model.sampling.transformer_name_or_path is not None
         shown = rows(plan, module, data, caches, sampler is not None, plan.weights - plan.waiting if another else 0)
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 

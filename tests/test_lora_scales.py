@@ -194,7 +194,7 @@ def test_weights_of_several_loras_multiply_their_updates(tiny, tmp_path, merge):
     assert all(delta.norm() > 1 for delta in deltas)
 
 
-def test_weights_are_those_of_a_merged_export_and_of_diffusers(predict, run, stock, learned, photo, tmp_path):
+def test_weights_are_those_of_a_merged_export_and_of_diffusers(predict, run, stock, tiny, learned, photo, tmp_path):
     folders = [learned(adapter) / "lora" / "last" for adapter in ("lora", "tlora")]
     a = folders[0]
     b = tmp_path / "b.safetensors"
@@ -205,7 +205,8 @@ def test_weights_are_those_of_a_merged_export_and_of_diffusers(predict, run, sto
     [file] = (tmp_path / "merged").glob("*.safetensors")
     picture, record = predict(f"lora=[{a},{b}]", "lora_weights=[1,0.3]", "lora_scale=0.9")
     assert record["lora_weights"] == [1.0, 0.3]
-    by_export, other = predict(f"lora={file}", "lora_scale=0.9")
+    base = f"model.pretrained_model_name_or_path={tiny}"  # an exported file names no folders
+    by_export, other = predict(f"lora={file}", base, "lora_scale=0.9")
     assert other["lora_weights"] is None
     assert np.abs(picture - by_export).max() <= 1
     stock.load_lora_weights(a, adapter_name="a")

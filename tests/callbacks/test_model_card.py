@@ -190,9 +190,9 @@ def test_card_names_nothing_of_the_machine(run, tiny, tmp_path, monkeypatch):
     relative = [one.replace(f"={tiny}", f"=../{tmp_path.name}/{tiny.name}") for one in common]
     (tmp_path / tiny.name).symlink_to(tiny)
     word = "data.trigger_word=hf_qrstuvwxyzabcdef"
-    run("train", *relative, *SHOWN, word, "data.cache_dir=null", "+api_key=abcdefgh")
+    run("train", *relative, *SHOWN, word, "data.cache_dir=null")
     text = (tmp_path / "run/lora/last/README.md").read_text()
-    for secret in (tmp_path.name, "/tmp", "hf_", "abcdefgh", "secret/"):
+    for secret in (tmp_path.name, "/tmp", "hf_", "secret/"):
         assert secret not in text
     assert f"PATH_TO/{tiny.name}" in text
 

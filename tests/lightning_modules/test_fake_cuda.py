@@ -14,7 +14,7 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.pretrained import transformer
+from lightning_modules.pretrained import repository, transformer, weights
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
@@ -129,6 +129,8 @@ def cuda(monkeypatch):
     config, fewer = transformer.transformer_config, {"num_layers": 1, "num_single_layers": 1}
     small = lambda *where: (found := config(*where)) | (fewer if "num_single_layers" in found else {})  # noqa: E731
     monkeypatch.setattr(transformer, "transformer_config", small)
+    monkeypatch.setattr(weights, "refuse_unexpected", lambda *_: None)  # of the other blocks
+    monkeypatch.setattr(repository, "refuse_unexpected", lambda *_: None)
     with fake_cuda() as cuda:
         yield cuda
 

@@ -14,7 +14,6 @@ def cache_overrides(tiny, root, folder):
         f"data.cache_dir={folder}",
         "data.num_workers=0",
         "trainer.accelerator=cpu",
-        f"output_dir={folder.parent / 'unused'}",
     ]
 
 

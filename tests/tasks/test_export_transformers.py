@@ -96,7 +96,7 @@ def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, photo, t
         if f"{layer}.lora_A.weight" in state:
             update = state[f"{layer}.lora_B.weight"] @ state[f"{layer}.lora_A.weight"]
             torch.testing.assert_close(update, weight - base.get_parameter(name), rtol=1e-3, atol=1e-5)
-    run("predict", f"lora={lora}", *request(photo, f"output_dir={tmp_path / 'out'}"))
+    run("predict", f"lora={lora}", *kontext(tiny), *request(photo, f"output_dir={tmp_path / 'out'}"))
 
 
 MISTAKES = {
