@@ -56,7 +56,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "output_dir": tuple(task for task in TASKS["predict"] if task not in ("cache", "clean")),
     "data": DATA,
     "data.cache_dir": ("edit", "export", "quantize", *DATA),
-    "trainer": COMPUTING,
+    "trainer": (*COMPUTING, *DATA),  # the tasks about one data set are given the same settings
     "model": ("edit", "export", "lora_info", "quantize", *DATA),
     "model.sampling": ("edit", "export"),
     **dict.fromkeys(("model.compile", "model.attention_backend"), ("edit", "compare_precision")),

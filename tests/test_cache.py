@@ -115,8 +115,8 @@ def test_preview_shows_the_samples_without_a_model(run, pairs, tmp_path):
 def test_samples_are_held_out_in_each_task(run, tiny, pairs, tmp_path):
     """And task=dry_run: tests/tasks/test_dry_run.py."""
     settings = [*cache_overrides(tiny, pairs, tmp_path / "cache")[1:], "data.val_count=3"]
-    run("predict", "task=preview", *settings)
-    assert (tmp_path / "unused" / "preview.png").is_file()
+    run("predict", "task=preview", *settings, f"output_dir={tmp_path / 'shown'}")
+    assert (tmp_path / "shown" / "preview.png").is_file()
     assert encoded(run("predict", "task=cache", *settings)) == 8
     nothing = run("train", *short(tiny, pairs, tmp_path / "run", 1), "data.val_count=8", ok=False).error
     assert "data.val_count=8 of 8 pairs leaves none to train on: at most data.val_count=7" in nothing
@@ -193,7 +193,10 @@ def test_the_cache_that_was_used_last_is_named_with_its_run_and_stays(run, tiny,
 
 def test_task_that_does_not_exist(run):
     names = "edit, cache, preview, clean, quantize, inspect, compare_precision, caption, export, average or lora_info"
-    assert f"task=catch: choose {names}" in run("predict", "task=catch", ok=False).error
+    assert (
+        f"task=catch: there is no such task. Did you mean cache? Choose {names}."
+        in run("predict", "task=catch", ok=False).error
+    )
 
 
 def test_command_that_trains_on_a_cache_is_quoted(run, tiny, tmp_path):

@@ -74,8 +74,7 @@ def test_the_work_of_a_killed_builder_is_taken_up_by_one_that_runs(run, start, t
     held = {name: tmp_path / name for name in ("killed", "other")}
 
     def begin(name, samples):
-        overrides = [*command, f"output_dir={tmp_path / name}_out"]
-        return start("predict", *overrides, before=partial(divide_and_hold, 4, samples, tmp_path / name))
+        return start("predict", *command, before=partial(divide_and_hold, 4, samples, tmp_path / name))
 
     killed = begin("killed", 7)
     wait_until(held["killed"].exists, killed)

@@ -56,7 +56,7 @@ def test_lora_that_is_not_there(fails, run):
         ("adapter.target_modules=[to_q,to_kk]", "to_kk matches no linear layer"),
         ("model.devices.transformer=cpu trainer.devices=2", "choose one"),
         ("callbacks.metrics=null", "callbacks.progress shows what callbacks.metrics measures"),
-        ("trainer.max_epochs=3", "pass trainer.max_steps=24"),
+        ("trainer.max_epochs=3", "Pass trainer.max_steps, 3 x samples / (data.batch_size"),
         ("ckpt_path=last", "there is no checkpoint"),
         ("ckpt_path=/nowhere.ckpt", "there is no checkpoint /nowhere.ckpt"),
         ("data.on_missing=ignore", "choose error or skip"),
@@ -83,7 +83,8 @@ def test_impossible_setting(run, tiny, pairs, tmp_path, override, words):
     ],
 )
 def test_wrong_root_is_said_before_the_hub_is_asked(run, tmp_path, command):
-    settings = ["model=flux_kontext", f"data.root={tmp_path}/nowhere", f"output_dir={tmp_path}/run"]
+    settings = ["model=flux_kontext", f"data.root={tmp_path}/nowhere"]
+    settings += [] if "task=cache" in command else [f"output_dir={tmp_path}/run"]
     outcome = run(*command, *settings, "trainer.accelerator=cpu", ok=False)
     assert f"data.root={tmp_path}/nowhere: no such folder" in outcome.error
 
@@ -146,7 +147,7 @@ def test_damaged_settings_of_a_run_that_goes_on(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text, errors="surrogatepass")
     groups = {group: {"x": 1} for group in ("adapter", "optimizer", "scheduler", "model", "data")}
     with pytest.raises(UserError) as raised:
-        check_resumable(groups, tmp_path / "checkpoints" / "last.ckpt")
+        check_resumable(groups, RunFolder(tmp_path))
     assert str(tmp_path / "config.yaml") in str(raised.value)
     assert "remove the file, to resume without comparing the settings" in str(raised.value)
 

@@ -198,7 +198,7 @@ def test_arguments_of_a_class_are_compared_with_its_signature(composed):
         ("cache", "prompt=x", "it is a setting of task=edit"),
         ("lora_info", "seed=3", "seed has no effect with task=lora_info"),
         ("average", "model=flux_kontext", "model has no effect with task=average"),
-        ("inspect", "trainer.devices=2", "trainer.devices has no effect with task=inspect"),
+        ("average", "trainer.devices=2", "trainer.devices has no effect with task=average"),
         ("inspect", "model.sampling.num_inference_steps=3", "has no effect with task=inspect"),
     ],
 )

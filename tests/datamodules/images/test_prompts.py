@@ -75,7 +75,7 @@ def test_captions_end_at_line_ends_alone(tmp_path, separator):
     assert read_prompts(tmp_path / "x.png") == (caption, "two", "three", "four")
     (tmp_path / "x.txt").write_text(f"one\n{caption}\n", encoding="utf-8")
     data = EditsDataModule(None, None, str(tmp_path / "x.txt"), None, [0], [1.0], None, None, 4096, 1)
-    assert data.groups[0][2] == ["one", caption]
+    assert [prompt for *_, own in data.groups for prompt in own] == ["one", caption]
 
 
 @pytest.mark.parametrize("text", ['{\n  "scene": "a cup",\n  "light": ["soft"]\n}', '[\n  "a cup",\n  "a cat"\n]'])
@@ -83,7 +83,7 @@ def test_text_file_of_json_is_one_caption_in_training_and_prediction(tmp_path, t
     (tmp_path / "x.txt").write_text(text + "\n")
     assert read_prompts(tmp_path / "x.png") == (text,)
     data = EditsDataModule(None, None, str(tmp_path / "x.txt"), None, [0], [1.0], None, None, 4096, 1)
-    assert data.groups[0][2] == [text]
+    assert [prompt for *_, own in data.groups for prompt in own] == [text]
     members = {**tar_members([0]), "0000.txt": text.replace("\n", "\r\n").encode()}
     [sample] = find_samples([Root(write_tar(tmp_path / "x.tar", members))]).samples
     assert sample.prompts == (text,)
