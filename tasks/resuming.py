@@ -206,6 +206,8 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     with reading(run.config, "remove the file, to resume without comparing the settings"):
         saved: Any = OmegaConf.load(run.config)
         earlier: Any = _comparable(OmegaConf.to_container(saved))
+        if lacking := {"adapter", "optimizer", "scheduler", "model", "data"} - earlier.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
         # A value that is computed from other settings, such as the length of a schedule, may change with them.
         found = [(path, _value(saved, path)) for path in _changed(earlier, _comparable(settings))]
     present = OmegaConf.create(settings)

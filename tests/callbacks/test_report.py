@@ -68,7 +68,7 @@ def settings(tiny, pairs, tmp_path):
 
 
 def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_machine(run, pairs, tmp_path, settings):
-    run("train", *settings, "data.trigger_word=hf_abcdefghijklmnopqrstuvwxyz")
+    run("train", *settings)
     page = Page(tmp_path / "run/report.html")
     assert page.links == []
     assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import|url\((?!#)", page.text)
