@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, NoReturn, cast
 
@@ -39,7 +39,6 @@ OURS = ("callbacks.", "datamodules.", "lightning_modules.")
 OTHER = {"train": "predict", "predict": "train"}
 
 DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")
-COMPUTING = ("edit", "cache", "caption", "export", "quantize", "compare_precision")
 # Settings of predict.py that only some tasks read, with all below them; the longest name counts.
 READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("format", "merge", "merge_weights", "rank", "extract", "fuse", "export"), ("export",)),
@@ -56,7 +55,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "output_dir": tuple(task for task in TASKS["predict"] if task not in ("cache", "clean")),
     "data": DATA,
     "data.cache_dir": ("edit", "export", "quantize", *DATA),
-    "trainer": (*COMPUTING, *DATA),  # the tasks about one data set are given the same settings
+    "trainer": ("edit", "export", "quantize", *DATA),  # the tasks about one data set are given the same settings
     "model": ("edit", "export", "lora_info", "quantize", *DATA),
     "model.sampling": ("edit", "export"),
     **dict.fromkeys(("model.compile", "model.attention_backend"), ("edit", "compare_precision")),
@@ -111,7 +110,7 @@ class Declared:
     @cached_property
     def nodes(self) -> set[str]:
         """The mappings that hold settings."""
-        return {key[: match.start()] for key in self.leaves for match in re.finditer(r"\.", key)}
+        return {parent for key in self.leaves for parent in _parents(key)}
 
     def knows(self, key: str) -> bool:
         """Return whether a key is a setting, a mapping of settings, or part of a value such as adapter.rank_pattern."""
@@ -119,8 +118,7 @@ class Declared:
 
     def takes_arguments(self, key: str) -> bool:
         """Return whether a key is below a class, whose other arguments may be set, or where classes may be added."""
-        parents = [key[: match.start()] for match in re.finditer(r"\.", key)]
-        return any(one in OPEN or f"{one}._target_" in self.leaves for one in parents)
+        return any(one in OPEN or f"{one}._target_" in self.leaves for one in _parents(key))
 
     def nearest(self, key: str) -> str | None:
         """Return the setting whose name is most like this one; None if none is alike."""
@@ -172,12 +170,16 @@ def check_keys(cfg: DictConfig, script: str) -> None:
         if target is None:
             known.refuse(leaf)
         arguments = _arguments(target, parent)
-        if arguments is None or name in arguments:
+        if arguments is not None and name in arguments:
             continue
         near = known.nearest(leaf)
+        if arguments is None:  # it takes any; but one that is almost a setting of conf/ is misspelt
+            if near is None or OSA.distance(leaf, near) > 2:
+                continue
+            known.refuse(leaf)
         if near is None or not near.startswith(f"{parent}."):
-            best = min(sorted(arguments), key=lambda one: OSA.distance(name, one), default="")
-            near = f"{parent}.{best}" if best and OSA.distance(name, best) <= 2 else None
+            best = closest(name, sorted(arguments), 2)
+            near = best and f"{parent}.{best}"
         hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
         raise UserError(f"{leaf}: {target} has no argument {name}. {hint}")
     for key in sorted(known.nodes):
@@ -217,10 +219,10 @@ def _arguments(target: str, where: str) -> set[str] | None:
         raise UserError(f"{where}._target_={target}: it cannot be imported ({reason}).") from error
     found: set[str] = set()
     # A class that passes **settings on takes its parent's arguments as well.
-    bases = [base for base in getattr(function, "__mro__", ()) if "__init__" in vars(base)]
+    bases = [base for base in getattr(function, "__mro__", ()) if "__init__" in vars(base) and base is not object]
+    if inspect.isclass(function) and not bases:
+        return found if function.__new__ is object.__new__ else None
     for one in [base.__init__ for base in bases] or [function]:
-        if one is object.__init__:
-            return found if function.__new__ is object.__new__ else None
         try:
             parameters = inspect.signature(one).parameters.values()
         except (TypeError, ValueError):  # of C
@@ -229,7 +231,8 @@ def _arguments(target: str, where: str) -> set[str] | None:
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     else:
-        return found if target.startswith(OURS) else None
+        if not target.startswith(OURS):
+            return None
     return found - {"self"}
 
 
@@ -240,10 +243,16 @@ def chosen_task(task: str, script: str) -> str:
         return tasks[task]
     if task in TASKS[other]:
         raise UserError(f"task={task}: it is a task of {other}.py: python {other}.py task={task} ...")
-    near = min(tasks, key=lambda one: OSA.distance(str(task), one))
-    hint = f"Did you mean {near}? " if OSA.distance(str(task), near) <= 2 else ""
+    near = closest(str(task), tasks, 2)
+    hint = f"Did you mean {near}? " if near else ""
     *names, last = tasks
     raise UserError(f"task={task}: there is no such task. {hint}Choose {', '.join(names)} or {last}.")
+
+
+def closest(word: str, others: Iterable[str], most: float) -> str | None:
+    """Return the word from which this one differs by the fewest letters; None if by more than `most`."""
+    found = min(others, key=lambda other: OSA.distance(word, other), default=None)
+    return found if found is not None and OSA.distance(word, found) <= most else None
 
 
 def check_read(task: str, overrides: Sequence[str]) -> None:
@@ -253,11 +262,15 @@ def check_read(task: str, overrides: Sequence[str]) -> None:
             continue
         name = override.lstrip("+").partition("=")[0].partition("@")[0]
         key = name.replace("/", ".")
-        parents = [key[: match.start()] for match in re.finditer(r"\.|$", key)]
-        tasks = next((READ_BY[one] for one in reversed(parents) if one in READ_BY), (task,))
+        tasks = next((READ_BY[one] for one in (key, *reversed(_parents(key))) if one in READ_BY), (task,))
         if task not in tasks:
             whose = f"of task={listing(list(tasks))}" if tasks else "of train.py"
             raise UserError(f"{name} has no effect with task={task}: it is a setting {whose}. Leave it out.")
+
+
+def _parents(key: str) -> list[str]:
+    """Return the mappings that a key is in, from the outermost."""
+    return [key[: match.start()] for match in re.finditer(r"\.", key)]
 
 
 def _leaves(node: Mapping[Any, Any], path: str) -> Iterator[str]:

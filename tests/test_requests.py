@@ -85,7 +85,7 @@ def test_earlier_predictions_are_not_overwritten(run, tmp_path):
     assert np.array_equal(pixels(tmp_path / "out" / "picture.png"), before)
 
 
-def test_header_of_a_file_from_elsewhere_can_call_nothing(run, trained, photo, tmp_path):
+def test_header_of_a_file_from_elsewhere_can_call_nothing(run, tiny, trained, photo, tmp_path):
     """A downloaded LoRA says which model it was trained on; it must not say what is run here."""
     import safetensors.torch
 
@@ -100,7 +100,7 @@ def test_header_of_a_file_from_elsewhere_can_call_nothing(run, trained, photo, t
     safetensors.torch.save_file(
         safetensors.torch.load_file(file), tmp_path / "x.safetensors", {"retouch": json.dumps(header)}
     )
-    common = [f"image={photo}", "prompt=x", "num_inference_steps=1"]
+    common = [f"image={photo}", "prompt=x", "num_inference_steps=1", f"model.pretrained_model_name_or_path={tiny}"]
     run("predict", f"lora={tmp_path / 'x.safetensors'}", *common, f"output_dir={tmp_path / 'out'}")
     assert not trap.exists()
 

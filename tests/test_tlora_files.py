@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def test_sampling_timesteps_are_the_pipelines(repositories, datasets, arguments,
     call, _ = same_request(model, datasets[model])
     keep = {"prepare": lambda pipeline, _: stock.append(pipeline)}  # not all call back at the end of a step
     stock_picture(repositories[model], None, monkeypatch, prompt="x", **keep, **call)
-    ours = module.base.sampling_timesteps(4 * 8 // 4, call["num_inference_steps"])
+    sampling = replace(module.sampler.sampling, num_inference_steps=call["num_inference_steps"])
+    ours = module.base.sampling_timesteps(4 * 8 // 4, sampling)
     torch.testing.assert_close(ours, stock[0].scheduler.timesteps, rtol=1e-6, atol=0)
 
 

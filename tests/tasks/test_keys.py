@@ -13,6 +13,14 @@ from tasks.arguments import hydras_errors, read_arguments
 from tasks.keys import OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
 from tests.support.commands import ROOT, compose
 
+
+class TakesAny:
+    """What reads its arguments by itself."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -163,6 +171,7 @@ def test_arguments_of_a_class_are_compared_with_its_signature(composed):
         {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "output_dir": "x", "line_every": 1}},
         {"callbacks__validation__metrics__mae": {"_target_": "torchmetrics.MeanAbsoluteError", "num_outputs": 1}},
         {"logger__mine": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}},
+        {"callbacks__mine": {"_target_": "tests.tasks.test_keys.TakesAny", "every": 1}},
         {"adapter__rank_pattern": {"transformer_blocks.*": 8}},
         {"data__columns": {"control": "before", "prompt": "text"}},
     ):
