@@ -9,12 +9,11 @@ from omegaconf import DictConfig
 
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
-from tasks.arguments import hydras_errors, read_arguments
+from tasks.arguments import hydras_errors, read_arguments, with_run_settings
 from tasks.folders import in_use
 from tasks.keys import check_keys, chosen_task
 from tasks.mirror import mirrored
 from tasks.resolvers import CONF
-from tasks.resuming import with_run_settings
 from tasks.settings import TRAINING, check_settings
 from tasks.slurm import queued_again
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors

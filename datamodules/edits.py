@@ -2,7 +2,7 @@
 
 import glob
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,9 @@ class EditsDataModule(PromptData):
         self.setting = setting
         self.images = find_images(image, setting) if image is not None else [()]
         shared = _read_prompts(prompt, prompts_file, required=image is None)
-        prompts = [shared or self._own_prompts(paths[0]) for paths in self.images]
+        folders = set() if shared else {paths[0].parent for paths in self.images}
+        listings = {folder: Listing.of(folder) for folder in folders}
+        prompts = [shared or self._own_prompts(paths[0], listings) for paths in self.images]
         # For each request the index of its image, and its prompts by their numbers.
         self.groups = [
             (index, range(len(own))[start : start + batch_size], own[start : start + batch_size])
@@ -103,8 +105,8 @@ class EditsDataModule(PromptData):
                 image_size(path)
                 verify_image(path)
 
-    def _own_prompts(self, path: Path) -> list[str]:
-        prompts, _ = read_prompts(Listing.of(path.parent).texts.get(stem_of(path), []))
+    def _own_prompts(self, path: Path, listings: Mapping[Path, Listing]) -> list[str]:
+        prompts, _ = read_prompts(listings[path.parent].texts.get(stem_of(path), []))
         if prompts:
             return list(prompts)
         otherwise = ', or pass prompt="make it snow"' if self.setting == "image" else ""

@@ -5,9 +5,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import hydra._internal.utils
 import yaml
@@ -15,12 +16,17 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
-from rapidfuzz.distance import OSA
 
 from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
+from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
-from tasks.keys import Declared, declared
+from datamodules.shards import stores
+from tasks.keys import Declared, closest, declared
+from tasks.resuming import OF_A_START, newest_run
 from tasks.terminal import log
+
+# Options with which a command has a config of its own, or is several.
+NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
 
 def read_arguments(
@@ -38,10 +44,39 @@ def read_arguments(
     """
     options, settings = _split(arguments, script)
     known = declared(script)
-    checked = [_checked(_quoted(setting), known) for setting in settings]
+    checked = [_checked(setting, known) for setting in quote_values(settings)]
     if not set(options) - {"-m", "--multirun"}:  # what is only shown takes no time
         log.info("starting: importing PyTorch takes a few seconds")
     return complete([*checked, *options])
+
+
+def with_run_settings(arguments: list[str]) -> list[str]:
+    """Return the arguments of train.py; if all they choose is a run to resume, with that run's own config.yaml.
+
+    Args:
+        arguments: the settings, then the options.
+    """
+    settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
+    chosen: dict[str, Any] = {}
+    groups = {"hydra", *declared("train").groups}
+    own = groups | {"data.root", "data.shards", "model.pretrained_model_name_or_path"}
+    if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
+        return arguments
+    with suppress(HydraException):  # which Hydra reports when it composes
+        given = OverridesParser.create().parse_overrides([settings[key] for key in OF_A_START if key in settings])
+        chosen = {one.key_or_group: one.value() for one in given}
+    path, folder = chosen.get("ckpt_path"), chosen.get("output_dir")
+    if path is None and (chosen.get("resume") != "auto" or folder is None):
+        return arguments
+    if path not in (None, "last"):
+        run: RunFolder | None = RunFolder.of_checkpoint(Path(str(path)).expanduser())
+    else:
+        run = newest_run() if folder is None else RunFolder(stores.local_folder(str(folder), "outputs"))
+    if run is None or not run.config.is_file() or not run.checkpoints():
+        return arguments
+    log.info(f"resuming with the settings of {run.config}")
+    place = ["output_dir='${run_folder:${ckpt_path}}'"] if folder is None else []
+    return ["-cp", str(run.path.absolute()), "-cn", "config", *place, *arguments]
 
 
 def quote_values(arguments: list[str]) -> list[str]:
@@ -50,15 +85,15 @@ def quote_values(arguments: list[str]) -> list[str]:
     `prompt=snow, please` becomes `prompt="snow, please"`, and a path's ~ the home folder. What is quoted, a list or
     null stays as it is; so does a path with a comma that does not exist, which may be a sweep over two.
     """
-    return [_quoted(argument) for argument in arguments]
 
+    def quote(argument: str) -> str:
+        key, _, value = argument.partition("=")
+        if key not in PATHS | TEXTS or has_a_meaning(key, value):
+            return argument
+        value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
+        return f"{key}={literal(value)}"
 
-def _quoted(argument: str) -> str:
-    key, _, value = argument.partition("=")
-    if key not in PATHS | TEXTS or has_a_meaning(key, value):
-        return argument
-    value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
-    return f"{key}={literal(value)}"
+    return [quote(argument) for argument in arguments]
 
 
 def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]:
@@ -156,8 +191,8 @@ def explained(error: Exception, known: Declared) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = [one for one in error.options if not one.startswith("_")]
-        near = min(options, key=lambda one: OSA.distance(name, one))
-        hint = f"Did you mean {near}?" if OSA.distance(name, near) <= len(name) / 3 else f"Choose {', '.join(options)}."
+        near = closest(name, options, len(name) / 3)
+        hint = f"Did you mean {near}?" if near else f"Choose {', '.join(options)}."
         return f"{group}={name}: there is no such choice. {hint}"
     if match := re.match(r"Could not override '(.+)'|Could not delete from config. '(.+)' does", str(error)):
         key = match[1] or match[2]

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import reading, replacing
-from datamodules.shards import stores
 from tasks.terminal import is_first_process, log
 
 # Restored from the checkpoint, which would hide a changed setting.
@@ -23,8 +21,6 @@ RESTORED = ("adapter", "optimizer", "ema")
 # Settings that say where and how a run starts, not how it trains.
 OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
 ABSENT = object()
-# Options with which a command has a config of its own, or is several.
-NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 # Of an adapter: weights of one cannot be those of another.
 SHAPES = (
     *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
@@ -75,36 +71,6 @@ def newest_run() -> RunFolder | None:
     checkpoints = Path("outputs").glob(str(RunFolder("**").checkpoint))
     newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else RunFolder.of_checkpoint(newest)
-
-
-def with_run_settings(arguments: list[str]) -> list[str]:
-    """Return the command line of train.py; if all it chooses is a run to resume, with that run's own config.yaml."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
-    chosen: dict[str, Any] = {}
-    groups = {path.name for path in (Path(__file__).parent.parent / "conf").iterdir() if path.is_dir()}
-    own = groups | {"data.root", "data.shards", "model.pretrained_model_name_or_path"}
-    if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
-        return arguments
-    with suppress(HydraException):  # which Hydra reports when it composes
-        given = OverridesParser.create().parse_overrides([settings[key] for key in OF_A_START if key in settings])
-        chosen = {one.key_or_group: one.value() for one in given}
-    path, folder = chosen.get("ckpt_path"), chosen.get("output_dir")
-    if path is None and (chosen.get("resume") != "auto" or folder is None):
-        return arguments
-    if path not in (None, "last"):
-        run: RunFolder | None = RunFolder.of_checkpoint(Path(str(path)).expanduser())
-    else:
-        run = newest_run() if folder is None else RunFolder(stores.local_folder(str(folder), "outputs"))
-    if run is None or not run.config.is_file() or not run.checkpoints():
-        return arguments
-    log.info(f"resuming with the settings of {run.config}")
-    if folder is None:
-        place = arguments.index(settings["ckpt_path"])  # overrides must stand together
-        arguments = [*arguments[:place], "output_dir='${run_folder:${ckpt_path}}'", *arguments[place:]]
-    return ["-cp", str(run.path.absolute()), "-cn", "config", *arguments]
 
 
 def check_resume(cfg: DictConfig) -> None:

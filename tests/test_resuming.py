@@ -18,7 +18,8 @@ from callbacks.run_folder import RunFolder, shorten
 from datamodules.errors import UserError
 from lightning_modules.optimization import Optimization
 from tasks import resuming
-from tasks.resuming import check_resumable, find_checkpoint, with_run_settings
+from tasks.arguments import with_run_settings
+from tasks.resuming import check_resumable, find_checkpoint
 from tests.support.combinations import first
 from tests.support.commands import kill_when, lora_bytes, metrics, short, wait_until
 from tests.support.hold import kill_before_the_first_checkpoint
@@ -335,7 +336,10 @@ def test_a_changed_setting_of_a_finished_run_is_answered(run, tiny, pairs, tmp_p
 def test_notes_of_changed_settings_show_no_secrets(tmp_path, monkeypatch):
     noted = []
     monkeypatch.setattr(resuming.log, "info", noted.append)
-    former, now = ({"logger": {"api_key": key}, "data": {"root": f"s3://me:{key}@host/x"}} for key in ("old", "new"))
+    groups: dict = {group: {} for group in ("adapter", "optimizer", "scheduler", "model")}
+    former, now = (
+        {**groups, "logger": {"api_key": key}, "data": {"root": f"s3://me:{key}@host/x"}} for key in ("old", "new")
+    )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(former))
     check_resumable(now, RunFolder(tmp_path))
     assert noted == [

@@ -90,17 +90,23 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
     assert grid.width > grid.height
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, monkeypatch, seconds):
-    """At each step that is written, while pictures are made, too; the base's picture is not what came after."""
-    pages = []
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """Every page that a run writes."""
+    found = []
     write = Report._write
 
     def keep(self, *args, **more):
         write(self, *args, **more)
-        pages.append((tmp_path / "run/report.html").read_text())
+        found.append((tmp_path / "run/report.html").read_text())
 
     monkeypatch.setattr(Report, "_write", keep)
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, pages, monkeypatch, seconds):
+    """At each step that is written, while pictures are made, too; the base's picture is not what came after."""
     monkeypatch.setattr(report, "SECONDS_BETWEEN_PAGES", seconds)
     decoded = Counter()
     monkeypatch.setattr(report, "read_strip", lambda path: decoded.update([path]) or read_strip(path))
@@ -124,15 +130,7 @@ def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, m
 
 
 @pytest.mark.slow
-def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_path, settings, monkeypatch):
-    pages = []
-    write = Report._write
-
-    def keep(self, *args, **more):
-        write(self, *args, **more)
-        pages.append((tmp_path / "run/report.html").read_text())
-
-    monkeypatch.setattr(Report, "_write", keep)
+def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_path, settings, pages):
     run("train", *settings)
     assert ["setTimeout" in page for page in pages] == [True, True, True, False]
     assert "step 0 of 4" in pages[0]
