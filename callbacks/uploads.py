@@ -8,11 +8,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from callbacks.report.page import without_secrets
 from callbacks.signals import stop
 from datamodules.errors import without_credentials
 from datamodules.files import link_or_copy, reason
-from lightning_modules.adapters.formats.written import forget_folders
 
 log = logging.getLogger("retouch")
 
@@ -133,14 +131,8 @@ class Uploads:
 
 
 def held_for_upload(folder: Path, held: Path) -> Path:
-    """A folder of links to these files, which stay when others take the folder's place.
-
-    A LoRA whose header names folders of this machine is a copy that does not.
-    """
-    links = Path(shutil.copytree(folder, held / str(time.time_ns()), copy_function=link_or_copy))
-    for path in links.glob("*.safetensors"):
-        forget_folders(path, without_secrets)
-    return links
+    """Create a folder of links to these files, which stay when others take the folder's place."""
+    return Path(shutil.copytree(folder, held / str(time.time_ns()), copy_function=link_or_copy))
 
 
 def remove_links(folders: Folders | None) -> None:
