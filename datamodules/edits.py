@@ -33,14 +33,14 @@ class EditRequest:
     Attributes:
         raw: a sample for each prompt, whose keys begin the names of the results' files; the control images are those
             of the one image, (1, 3, h, w) each.
-        image: the image's path; None where the pictures are made from the prompt alone.
+        image: the path of the image, or those of several references; None if the prompt alone is sampled from.
         size: (width, height) of the results.
         seeds, lora_scales: each prompt gives a picture for each pair of them.
         batch_size: pictures made at once.
     """
 
     raw: RawBatch
-    image: str | None
+    image: str | list[str] | None
     size: tuple[int, int]
     seeds: list[int]
     lora_scales: list[float]
@@ -185,6 +185,7 @@ class Requests(Dataset[EditRequest]):
         own = data.resolution, data.resolution
         if paths:
             own = data.condition_images.target_size(*image_size(paths[0]), data.max_area)
+        images = [printable(str(path)) for path in paths]
         return EditRequest(
             raw=RawBatch(
                 keys=[f"{self.names[image]}_p{number:02d}" for number in numbers],
@@ -194,7 +195,7 @@ class Requests(Dataset[EditRequest]):
                 controls=controls,
                 prompt_images=[prompt_images] * len(prompts),
             ),
-            image=printable(str(paths[0])) if paths else None,
+            image=images if len(images) > 1 else next(iter(images), None),
             size=(data.width or own[0], data.height or own[1]),
             seeds=data.seeds,
             lora_scales=data.lora_scales,

@@ -263,12 +263,14 @@ def test_several_references_of_one_edit_stand_in_one_line(run, repositories, tmp
     paths = [tmp_path / name for name in names]
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
     request = ["num_inference_steps=2", "seed=11", "width=64", "height=32", "true_cfg_scale=1"]
-    run("predict", *settings, *MODELS[model].settings, *request, "prompt=x", f"image=[{paths[0]},{paths[1]}]", f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
+    request += ["prompt=x", f"image=[{paths[0]},{paths[1]}]", f"output_dir={tmp_path / 'out'}"]
+    run("predict", *settings, *MODELS[model].settings, *request)
     call = {"num_inference_steps": 2, "width": 64, "height": 32, "true_cfg_scale": 1.0}
     images = [Image.open(path) for path in paths]
     stock = stock_picture(repositories[model], None, monkeypatch, prompt="x", image=images, **call)
     assert np.abs(pixels(tmp_path / "out" / "a.png") - (stock * 255).round().astype(int)).max() <= 1
     assert len(list((tmp_path / "out").glob("*.png"))) == 1
+    assert records(tmp_path / "out")[0]["image"] == list(map(str, paths))
 
 
 @pytest.mark.parametrize(
