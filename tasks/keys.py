@@ -80,6 +80,7 @@ class Declared:
         self.leaves: dict[str, list[str]] = {}
         self.groups: dict[str, list[str]] = {}
         self.may_be_null: set[str] = set()
+        self._based: set[str] = set()  # options that choose values for settings of another file
         primary = self._add(f"{script}.yaml", "", "")
         names = [name for entry in primary.get("defaults", ()) if isinstance(entry, dict) for name in entry]
         for path in sorted(file for name in names if " " not in name for file in (CONF / name).rglob("*.yaml")):
@@ -88,6 +89,12 @@ class Declared:
             if not path.stem.startswith("_"):
                 self.groups.setdefault(group, []).append(path.stem)
             self._add(f"{group}/{path.name}", group, option, declares=group not in CHOOSING)
+        added = {key for key, options in self.leaves.items() if self._based.issuperset(options)}
+        mappings = {key.rpartition(".")[0] for key in self.leaves.keys() - added}
+        for key in added:
+            parent = key.rpartition(".")[0]
+            if parent in mappings and f"{parent}._target_" not in self.leaves:  # no class is there to take it
+                del self.leaves[key]
 
     def _add(self, name: str, group: str, option: str, declares: bool = True) -> dict[str, Any]:
         text = (CONF / name).read_text(encoding="utf-8")
@@ -96,6 +103,8 @@ class Declared:
         package = header[1].removeprefix("_global_") if header else group.replace("/", ".")
         defaults = content.pop("defaults", ())
         for entry in defaults:
+            if isinstance(entry, str) and entry != "_self_":
+                self._based.add(option)
             if isinstance(entry, str) and entry.endswith("@_here_"):
                 self._add(f"{entry[1:].removesuffix('@_here_')}.yaml", group, option)
             elif isinstance(entry, dict):

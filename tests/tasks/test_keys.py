@@ -2,6 +2,7 @@
 
 import random
 import shlex
+import shutil
 from copy import deepcopy
 
 import pytest
@@ -9,8 +10,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from datamodules.errors import UserError
+from tasks import keys
 from tasks.arguments import hydras_errors, read_arguments
-from tasks.keys import OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
+from tasks.keys import CONF, OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
 from tests.support.commands import ROOT, compose
 
 
@@ -86,6 +88,16 @@ def test_own_yaml_with_a_misspelt_key_is_refused(composed, script):
             raise AssertionError(f"{wrong} is accepted")
         assert line.startswith(f"{wrong}: ")
         assert f"Did you mean {key}?" in line, line
+
+
+def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(tmp_path, monkeypatch):
+    shutil.copytree(CONF, tmp_path / "conf")
+    (tmp_path / "conf/model/mine.yaml").write_text("defaults: [flux_kontext, _self_]\noffload: {encodres: true}\n")
+    monkeypatch.setattr(keys, "CONF", tmp_path / "conf")
+    known = keys.Declared("train")
+    assert "mine" in known.groups["model"]
+    assert known.leaves.keys() == declared("train").leaves.keys()
+    assert known.nearest("model.offload.encodres") == "model.offload.encoders"
 
 
 def parent_of(cfg, key):
