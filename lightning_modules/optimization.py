@@ -66,11 +66,11 @@ class Optimization:
         return name + (f" after {warmup} warm-up steps" if warmup else "")
 
     def check(self) -> None:
-        """Raise a UserError for an average of what an optimizer averages already."""
-        if self.ema is None or self.optimizer is None:
+        """Raise a UserError for settings that the optimizer refuses, and for an EMA of weights that it averages."""
+        if self.optimizer is None:
             return
         made = self._make([nn.Parameter(torch.ones(1, 1))])
-        if hasattr(made, "eval"):
+        if self.ema is not None and hasattr(made, "eval"):
             raise UserError(
                 f"ema.half_life={self.ema.half_life:g} does not go with {type(made).__name__}, which averages its "
                 "weights already: leave ema.half_life out, or use optimizer=adamw"
