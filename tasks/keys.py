@@ -191,9 +191,11 @@ def check_keys(cfg: DictConfig, script: str) -> None:
             near = best and f"{parent}.{best}"
         hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
         raise UserError(f"{leaf}: {target} has no argument {name}. {hint}")
-    for key in sorted(known.nodes):
-        node = OmegaConf.select(cfg, key) if f"{key}._target_" in known.leaves else None
-        if isinstance(node, DictConfig) and "_target_" not in node:
+    classes = {key for key in known.nodes if f"{key}._target_" in known.leaves}
+    classes |= {f"{place}.{name}" for place in OPEN for name in OmegaConf.select(cfg, place) or {}}
+    for key in sorted(classes):
+        node = OmegaConf.select(cfg, key)
+        if isinstance(node, DictConfig) and "_target_" not in node and key not in OPEN:
             group = key.replace(".", "/")
             options = ", ".join(known.groups.get(group, ()))
             choose = f"Choose {group}=NAME first: {options}." if options else f"{key}._target_ is missing."

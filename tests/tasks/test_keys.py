@@ -90,7 +90,7 @@ def test_own_yaml_with_a_misspelt_key_is_refused(composed, script):
         assert f"Did you mean {key}?" in line, line
 
 
-def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(tmp_path, monkeypatch):
+def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(composed, tmp_path, monkeypatch):
     shutil.copytree(CONF, tmp_path / "conf")
     (tmp_path / "conf/model/mine.yaml").write_text("defaults: [flux_kontext, _self_]\noffload: {encodres: true}\n")
     monkeypatch.setattr(keys, "CONF", tmp_path / "conf")
@@ -98,6 +98,10 @@ def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(tmp_
     assert "mine" in known.groups["model"]
     assert known.leaves.keys() == declared("train").leaves.keys()
     assert known.nearest("model.offload.encodres") == "model.offload.encoders"
+    (tmp_path / "conf/callbacks/mine.yaml").write_text("mine: {every: 1}\n")
+    monkeypatch.setattr(keys, "declared", lambda script: keys.Declared(script))
+    with pytest.raises(UserError, match=r"callbacks.mine.every: nothing would read it. .*mine._target_ is missing"):
+        check_keys(added(composed["train"], callbacks__mine={"every": 1}), "train")
 
 
 def parent_of(cfg, key):
