@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from datamodules.errors import UserError, listing
 from datamodules.files import replacing
 from lightning_modules.adapters.formats.conversion import as_native
 from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME
-from lightning_modules.adapters.formats.lora_file import HEADER_KEY, LoRAFile
+from lightning_modules.adapters.formats.lora_file import HEADER_KEY
 from lightning_modules.adapters.formats.names import LayerNames, flat
 from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.adapters.low_rank import LowRank
@@ -138,32 +138,6 @@ def save_lora(
         with replacing(path.with_name(PEFT_CONFIG_NAME)) as temporary:
             loras = {name: update for name, update in updates.items() if isinstance(update, LowRank)}
             temporary.write_text(json.dumps(_peft_settings(loras), indent=2), encoding="utf-8")
-
-
-def forget_folders(path: Path, shown: Callable[[str], str]) -> None:
-    """Replace a LoRA file by one whose header names no folders of this machine; a file without our header stays.
-
-    Args:
-        shown: gives what others may see of a text.
-    """
-    file = LoRAFile(path)
-    if file.header is None:
-        return
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [clean(one) for one in value]
-        if isinstance(value, str):
-            return Path(value).name if Path(value).expanduser().is_dir() else shown(value)
-        return value
-
-    if (header := clean(file.header)) != file.header:
-        metadata = {HEADER_KEY: json.dumps(header, sort_keys=True)}
-        blob = safetensors.torch.save(safetensors.torch.load_file(path), metadata)
-        with replacing(path) as temporary:
-            temporary.write_bytes(blob)
 
 
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
