@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -29,15 +29,12 @@ from tasks.terminal import log
 NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
 
-def read_arguments(
-    arguments: Sequence[str], script: str, complete: Callable[[list[str]], list[str]] = list
-) -> list[str]:
+def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
     """Return the arguments as Hydra is to get them: first the settings, then its options.
 
     Args:
         arguments: of the command line.
         script: train or predict.
-        complete: adds settings to arguments in this order, which were checked.
 
     Raises:
         UserError: an argument is neither an option nor KEY=VALUE, or its key is no setting.
@@ -47,7 +44,7 @@ def read_arguments(
     checked = [_checked(setting, known) for setting in quote_values(settings)]
     if not set(options) - {"-m", "--multirun"}:  # what is only shown takes no time
         log.info("starting: importing PyTorch takes a few seconds")
-    return complete([*checked, *options])
+    return [*checked, *options]
 
 
 def with_run_settings(arguments: list[str]) -> list[str]:

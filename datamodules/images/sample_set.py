@@ -112,7 +112,7 @@ class SampleSet:
     def require_root(self) -> None:
         """Raise a UserError where no data is named."""
         if not self.roots:
-            raise UserError("no data to train on: give data.root=FOLDER, or data=shapes for drawn examples")
+            raise UserError("no data to train on: give data.root=FOLDER, or experiment=shapes for drawn examples")
 
     def require_some(self, usable: Sized) -> None:
         """Raise a UserError where no sample is usable."""
