@@ -1,7 +1,6 @@
 """Training steps of each base and adapter: their losses, what waits, what attends, what they take."""
 
 import re
-import time
 import warnings
 from typing import Any
 
@@ -151,15 +150,6 @@ def _waits(bench: Bench, module: Any) -> dict[str, int] | str:
             place = f"{one.filename}:{one.lineno}"
             found[place] = found.get(place, 0) + 1
     return found
-
-
-def _once(bench: Bench, run: Any) -> float:
-    """Seconds of a call, without a second one."""
-    start = time.perf_counter()
-    run()
-    if bench.cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _finite(losses: list[float]) -> bool:
