@@ -41,7 +41,6 @@ PRECISIONS = {
         "model/quantization=fp8",
         "model.quantization.modules_to_not_convert=[x_embedder,proj_out]",
     ],
-    "fp8 by torchao": ["model/quantization=fp8", "model.quantization.backend=torchao"],
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
     "fp4": ["model/quantization=fp4"],
     "int8": ["model/quantization=fp8", "model.quantization.format=int8"],

@@ -116,7 +116,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="data.num_workers")
     parser.add_argument("--batch", type=int, default=1, help="data.batch_size, while streaming")
-    parser.add_argument("--shuffle_buffer", type=int, default=64, help="data.shuffle_buffer")
+    parser.add_argument("--shuffle_buffer", type=int, default=64, help="samples that a thread holds")
     parser.add_argument("--step_seconds", type=float, nargs="+", default=[1.0, 0.1, 0.03])
     parser.add_argument("--seconds", type=float, default=60, help="of training that are simulated")
     for name, (value, unit, _) in ASSUMED.items():

@@ -21,7 +21,6 @@ from lightning_modules.timing import NOT_TRAINING
 
 log = logging.getLogger("retouch")
 
-CHECKS = ("always", "once", "never")
 # Settings of a run, and of the machine that it ran on.
 NOT_OF_THE_MODEL = (
     *("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "cache", "cache_dir"),
@@ -65,7 +64,6 @@ class LoRACheckpoint(L.Callback):
         model_name: the name of the model's YAML, and
         model: its composed settings, for the header of the LoRA files: predict.py needs no more.
         dtype: of the LoRA files, a name of `adapters.formats.written.DTYPES`.
-        check: whether a file is read back by diffusers' own loader: `always`, `once` in a run, or `never`.
     """
 
     def __init__(
@@ -76,13 +74,9 @@ class LoRACheckpoint(L.Callback):
         model_name: str,
         model: Mapping[str, Any],
         dtype: str,
-        check: str,
     ) -> None:
-        if check not in CHECKS:
-            raise UserError(f"export.check={check}: choose {', '.join(CHECKS)}")
         self.run = RunFolder(output_dir)
         self.dtype = export_dtype(dtype)
-        self.check = check
         self.save_every = save_every
         self.keep_checkpoints = keep_checkpoints
         self.model = model_header(model_name, model)
@@ -93,8 +87,7 @@ class LoRACheckpoint(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_step = trainer.global_step
         self._last_is_good = self._resumed_from_last(trainer)
-        if self._last_is_good:  # an earlier start of the run has read its weights back
-            self._was_read_back, self.check = True, "never" if self.check == "once" else self.check
+        self._was_read_back = self._last_is_good  # by an earlier start of the run
         if trainer.is_global_zero:
             self.run.remove_unfinished()
 
@@ -175,13 +168,11 @@ class LoRACheckpoint(L.Callback):
         self.saved_step, self._last_is_good = step, True
         if trainer.is_global_zero:
             self._remove_checkpoints(step)
-        if self.check != "never" and trainer.is_global_zero:
+        if trainer.is_global_zero and not self._was_read_back:
             weights = self.run.weights(module.adapter.folder, "last")
-            words = module.adapter.check_exported(weights, module.base)
-            if words and not self._was_read_back:
+            if words := module.adapter.check_exported(weights, module.base):
                 log.info(f"{weights} was read back: {words}")
             self._was_read_back = True
-            self.check = "never" if self.check == "once" else self.check
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:

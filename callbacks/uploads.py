@@ -1,145 +1,123 @@
-"""Uploads to huggingface.co beside the work of a run: one at a time, tried again, never an error."""
+"""The upload of a run's weights to huggingface.co, which must never cost the run."""
 
 import logging
 import shlex
-import shutil
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from callbacks.best_effort import best_effort
+from callbacks.run_folder import RunFolder
 from callbacks.signals import stop
-from datamodules.errors import without_credentials
-from datamodules.files import link_or_copy, reason
+from datamodules.errors import UserError, without_credentials
+from datamodules.files import reason
 
 log = logging.getLogger("retouch")
 
-# Folders to upload, by their places in the repository.
-Folders = Mapping[str, Path]
 # Seconds before each further try.
 PAUSES = (2.0, 8.0, 30.0)
 # Seconds that the hub may be silent for.
 SILENCE = 120.0
 # Answers of the hub after which a further try may do better; others of these hundreds are final.
 PASSING = {408, 409, 412, 423, 425, 429}
-# Temporary files that are written beside the weights.
+# Temporary files that are written next to the weights.
 HIDDEN = (".*", "**/.*")
-# In the run's folder: weights that are uploaded while the next ones take their place.
-HELD = ".upload"
 
 
-class Uploads:
-    """Uploads to one repository, one after the other, in a thread of its own."""
+def check_upload(repository: str | None) -> None:
+    """Raise a UserError for an upload that cannot succeed, before anything is computed."""
+    if repository is None:
+        return
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
-    def __init__(self, repository: str, private: bool) -> None:
-        self.repository = repository
-        self.private = private
-        self._changed = threading.Condition()
-        self._waiting: Folders | None = None
-        self._thread: threading.Thread | None = None
-        self._failure = ""  # of the last one; empty if it did not fail
-        self._is_last = False
+    try:
+        validate_repo_id(repository)
+        valid = repository.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise UserError(f"hub.push={repository}: give owner/name, of letters, digits, -, _ and .")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"hub.push={repository} needs the network, and HF_HUB_OFFLINE=1 keeps off it: unset one of them"
+        )
+    if get_token() is None:
+        raise UserError(
+            f"hub.push={repository} needs a token that may write: log in with `hf auth login`, or set HF_TOKEN"
+        )
 
-    def begin(self, folders: Folders) -> None:
-        """Upload these when nothing else is being uploaded, in place of any that wait."""
-        with self._changed:
-            replaced, self._waiting = self._waiting, folders
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
-                self._thread.start()
-        remove_links(replaced)
 
-    def finish(self, folders: Folders, originals: Folders) -> None:
-        """Upload these, wait for it, and say what came of it; a signal ends the wait.
+def upload(run: RunFolder, kind: str, repository: str, private: bool) -> None:
+    """Upload `last` as the repository's root and `best` as its folder best/, and log the result in one line.
 
-        Args:
-            originals: of which they are copies, to be uploaded by hand where it failed.
-        """
+    A failed upload is tried again. A signal ends the wait for it.
+
+    Args:
+        kind: the adapter's folder.
+        private: whether a repository that is created for it is private.
+    """
+    folders = {"": run.weights(kind, "last"), "best": run.weights(kind, "best")}
+    folders = {place: folder for place, folder in folders.items() if folder.is_dir()}
+    if not folders:
+        return
+    with best_effort(f"upload to {repository}"):
+        failures: list[str] = []
+        thread = threading.Thread(
+            target=lambda: failures.append(_try(folders, repository, private)), name="upload", daemon=True
+        )
         if stop.signal is None:
-            log.info(f"uploading to {self.repository}")
-            self._is_last = True
-            self.begin(folders)
-            self._wait()
-        unfinished = not self._is_last or self._thread is not None
-        failure = f"stopped by {stop.signal.name}" if stop.signal is not None and unfinished else self._failure
+            log.info(f"uploading to {repository}")
+            thread.start()
+        busy_with, stop.busy_with = stop.busy_with, "leaving the upload"
+        while stop.signal is None and thread.is_alive():
+            thread.join(0.1)
+        stop.busy_with = busy_with
+        failure = failures[0] if failures else f"stopped by {stop.signal.name if stop.signal else 'an error'}"
         if failure:
-            by_hand = " && ".join(self._command(place, folder) for place, folder in originals.items())
-            log.warning(f"note: not uploaded to {self.repository}: {failure}; by hand: {by_hand}")
+            end = " --private" if private else ""
+            commands = [
+                f"hf upload {repository} {shlex.quote(str(folder))} {place or '.'}{end}"
+                for place, folder in folders.items()
+            ]
+            log.warning(f"note: not uploaded to {repository}: {failure}; by hand: {' && '.join(commands)}")
         else:
             from huggingface_hub import constants
 
-            log.info(f"uploaded: {constants.ENDPOINT}/{self.repository}")
-
-    def _wait(self) -> None:
-        """Until all is uploaded, or a signal comes."""
-        busy_with, stop.busy_with = stop.busy_with, "leaving the upload"
-        while stop.signal is None and (thread := self._thread) is not None:
-            thread.join(0.1)
-        stop.busy_with = busy_with
-
-    def _command(self, place: str, folder: Path) -> str:
-        private = " --private" if self.private else ""
-        return f"hf upload {self.repository} {shlex.quote(str(folder))} {place or '.'}{private}"
-
-    def _work(self) -> None:
-        """The thread: upload until none waits."""
-        while (folders := self._next()) is not None:
-            is_last = self._is_last
-            self._failure = self._try(folders)
-            if self._failure and not is_last and not self._is_last:
-                log.warning(f"note: no upload of these weights: {self._failure}; the next ones are tried again")
-            remove_links(folders)
-
-    def _next(self) -> Folders | None:
-        with self._changed:
-            folders, self._waiting = self._waiting, None
-            if folders is None:
-                self._thread = None
-            return folders
-
-    def _try(self, folders: Folders) -> str:
-        """Upload, some times over if need be; the reason for which it failed. Newer ones end the tries."""
-        for pause in (*PAUSES, None):
-            try:
-                self._send(folders)
-                return ""
-            except Exception as error:  # of the network's libraries, or of files: none of them may end the run
-                failure, final = describe(error), is_final(error)
-            if pause is None or final:
-                break
-            with self._changed:
-                if self._changed.wait_for(lambda: self._waiting is not None, pause):
-                    break
-        return failure
-
-    def _send(self, folders: Folders) -> None:
-        from huggingface_hub import HfApi
-        from huggingface_hub.utils import get_session
-
-        get_session().timeout = SILENCE  # none by default
-        api = HfApi(library_name="retouch")
-        api.create_repo(self.repository, private=self.private, exist_ok=True)
-        for place, folder in folders.items():
-            api.upload_folder(
-                repo_id=self.repository,
-                folder_path=folder,
-                path_in_repo=place,
-                ignore_patterns=list(HIDDEN),
-                commit_message=f"Upload {place or 'weights'}",
-            )
+            log.info(f"uploaded: {constants.ENDPOINT}/{repository}")
 
 
-def held_for_upload(folder: Path, held: Path) -> Path:
-    """Create a folder of links to these files, which stay when others take the folder's place."""
-    return Path(shutil.copytree(folder, held / str(time.time_ns()), copy_function=link_or_copy))
+def _try(folders: Mapping[str, Path], repository: str, private: bool) -> str:
+    """Upload, several times if need be; return the reason of a failure, else an empty text."""
+    for pause in (*PAUSES, None):
+        try:
+            _send(folders, repository, private)
+            return ""
+        except Exception as error:  # of the network's libraries, or of files: none of them may end the run
+            failure, final = describe(error), is_final(error)
+        if pause is None or final:
+            break
+        time.sleep(pause)
+    return failure
 
 
-def remove_links(folders: Folders | None) -> None:
-    """Once they are uploaded."""
-    for folder in (folders or {}).values():
-        if folder.parent.name == HELD:
-            shutil.rmtree(folder, ignore_errors=True)
+def _send(folders: Mapping[str, Path], repository: str, private: bool) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import get_session
+
+    get_session().timeout = SILENCE  # none by default
+    api = HfApi(library_name="retouch")
+    api.create_repo(repository, private=private, exist_ok=True)
+    for place, folder in folders.items():
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            path_in_repo=place,
+            ignore_patterns=list(HIDDEN),
+            commit_message=f"Upload {place or 'weights'}",
+        )
 
 
 def answer(error: BaseException | None) -> int | None:

@@ -41,14 +41,13 @@ PICTURES_ALONE = {
 }
 
 
-def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDataModule | StreamedDataModule":
+def cached(shards: str | None, **settings: Any) -> "PairsDataModule | StreamedDataModule":
     """The data module for `data=cached` and `data=captions`.
 
     Without a cache_dir samples are encoded in every step, as with `data=pairs`.
 
     Args:
-        shards: None for the samples of data.root; else the folder of a cache, or the URL of one, which is streamed
-            through a buffer of shuffle_buffer samples.
+        shards: None for the samples of data.root; else the folder of a cache, or the URL of one, which is streamed.
         settings: of `CachedDataModule`.
     """
     if shards is not None and settings["root"] is not None:
@@ -80,7 +79,6 @@ def cached(shards: str | None, shuffle_buffer: int, **settings: Any) -> "PairsDa
     shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
     return StreamedDataModule(
         shards=shards,
-        shuffle_buffer=shuffle_buffer,
         memo=memo(settings["cache_dir"]),
         **{name: settings[name] for name in shared},
     )

@@ -63,12 +63,16 @@ def dynamic_shift(tokens: int, config: Mapping[str, Any]) -> float:
     return math.exp(base_shift + slope * (tokens - base_tokens))
 
 
+# Scale s of SD3's timestep law `mode`; the paper's choice.
+MODE_SCALE = 1.29
+
+
 @dataclass(frozen=True)
 class TimestepLaw:
     """How training timesteps are distributed.
 
     Args:
-        law: `uniform`; `logit_normal`, sigmoid(N(logit_mean, logit_std)); `mode`, 1 - u - mode_scale *
+        law: `uniform`; `logit_normal`, sigmoid(N(logit_mean, logit_std)); `mode`, 1 - u - MODE_SCALE *
             (cos^2(pi u / 2) - 1 + u), heavy in the middle (arXiv 2403.03206, section 3.1).
         shift: None, a constant (3 moves towards noise), or `dynamic`, the pipelines' own for the size.
     """
@@ -76,7 +80,6 @@ class TimestepLaw:
     law: Literal["uniform", "logit_normal", "mode"]
     logit_mean: float
     logit_std: float
-    mode_scale: float
     shift: float | Literal["dynamic"] | None
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ class TimestepLaw:
         else:
             t = torch.rand((), generator=generator)
         if self.law == "mode":
-            t = 1 - t - self.mode_scale * (torch.cos(math.pi / 2 * t).square() - 1 + t)
+            t = 1 - t - MODE_SCALE * (torch.cos(math.pi / 2 * t).square() - 1 + t)
         if self.shift is None:
             return t
         return shift_time(t, pipeline_shift if isinstance(self.shift, str) else self.shift)

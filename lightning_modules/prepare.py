@@ -83,8 +83,6 @@ class Execution:
         """
         trains, recomputes = self._adapter is not None, self.checkpointing in ("full", "auto")
         check_attention_backend(self.attention_backend, trains)
-        if self.compile_blocks and self.base.source.backend == "torchao":
-            raise UserError("model.compile does not go with model.quantization.backend=torchao: leave the backend out")
         if trains and sharded and self.offload["blocks"]:
             raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
         if trains and sharded and self.offload["activations"] and not recomputes:

@@ -14,7 +14,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks.graceful_stop import GracefulStop
-from callbacks.hub_upload import HubUpload, check_upload
 from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
 from callbacks.peers import peers
@@ -24,6 +23,7 @@ from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
 from callbacks.shares import of_first
 from callbacks.signals import Stopped, stop
+from callbacks.uploads import check_upload, upload
 from callbacks.validation import Validation
 from callbacks.watchdog import Watchdog
 from datamodules.base import TrainingData
@@ -87,23 +87,24 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
     """Train; returns what a sweep compares."""
     run = RunFolder(output_dir)
     with no_traces_unless_started(run, cfg.data.get("cache_dir")):
+        repository = OmegaConf.select(cfg, "hub.push")
         if is_first_process():
-            repository, sweep = OmegaConf.select(cfg, "hub.push"), HydraConfig.get().mode is RunMode.MULTIRUN
+            sweep = HydraConfig.get().mode is RunMode.MULTIRUN
             if sweep and repository is not None and not OmegaConf.is_interpolation(cfg.hub, "push"):
                 raise UserError(
                     f"hub.push={repository}: the jobs of a sweep would replace each other's weights there; name one "
                     "for each, hub.push='owner/name-${hydra:job.num}'"
                 )
-            check_upload(repository, OmegaConf.select(cfg, "hub.every", default="end"))
+            check_upload(repository)
         max_steps = cfg.trainer.max_steps
         if cfg.resume and (end := read_end(run, max_steps)) is not None:
             check_resumable(run_settings(cfg), run)
             log.info(f"nothing to do: {run} is finished, at step {end[0]} of trainer.max_steps={max_steps}")
             return end[1]
         trainer = train(cfg, run)
-        upload = find_callback(trainer, HubUpload)
-        if upload is not None:  # behind the run, for which other processes would wait
-            upload.finish()
+        if repository is not None and trainer.is_global_zero:  # after the run, for which other processes would wait
+            module: Any = trainer.lightning_module
+            upload(run, module.adapter.folder, repository, cfg.hub.private)
         value = report(trainer, run, cfg)
         if trainer.is_global_zero:
             write_end(run, trainer.global_step, value)

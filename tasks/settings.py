@@ -1,6 +1,5 @@
 """What every number and switch among the settings may be: one table, looked through when the config is composed."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -44,8 +43,6 @@ SHARED: dict[str, Rule] = {
     "model.quantization.cache": Switch(),
     "model.timesteps.logit_mean": Number(-10, 10),
     "model.timesteps.logit_std": Number(0, 10),
-    # Beyond these timesteps would leave [0, 1] (arXiv 2403.03206, section 3.1).
-    "model.timesteps.mode_scale": Number(-1, 2 / (math.pi - 2)),
     "model.timesteps.shift": Number(0, 1000, above=True, null=True, words=("dynamic",)),
     "model.sampling.num_inference_steps": COUNT,
     "model.sampling.guidance_scale": Number(0, null=True),
@@ -67,7 +64,6 @@ SHARED: dict[str, Rule] = {
     "data.max_tokens_per_batch": Number(1, whole=True, null=True),
     "data.shard_size": COUNT,
     "data.cache_limit": COUNT,
-    "data.shuffle_buffer": COUNT_OR_NONE,
     "data.source.count": COUNT,
     "data.source.seed": SEED,
     "data.source.change_weight": POSITIVE,
@@ -107,13 +103,10 @@ TRAINING: dict[str, Rule] = {
     "objective.loss.delta": POSITIVE,
     "objective.mask.outside": Number(0, 1),
     "objective.edit_weight.floor": Number(0, 1),
-    "objective.edit_weight.power": POSITIVE,
-    "objective.edit_weight.smooth": COUNT,
     "objective.contrastive_guidance": Number(1),
     "objective.preserve.outside": SCALE,
     "objective.preserve.weight": SCALE,
     "objective.preserve.every": COUNT,
-    "objective.text.noise": SCALE,
     "objective.seed": SEED,
     "objective.beta": POSITIVE,
     "optimizer.lr": Number(0),
@@ -137,7 +130,6 @@ TRAINING: dict[str, Rule] = {
     "callbacks.lora_checkpoint.save_every": COUNT_OR_NONE,
     "callbacks.lora_checkpoint.keep_checkpoints": COUNT,
     "callbacks.report.preview_count": COUNT,
-    "callbacks.hub_upload.private": Switch(),
     "callbacks.sample_images.sample_every": COUNT_OR_NONE,
     "callbacks.sample_images.count": COUNT_OR_NONE,
     "callbacks.sample_images.max_area": Number(256, whole=True),

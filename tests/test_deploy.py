@@ -13,7 +13,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tasks.arguments import quote_values
 from tests.support.commands import ROOT, compose
-from train import with_examples
 
 DEPLOY = ROOT / "deploy"
 SBATCH = sorted((DEPLOY / "slurm").glob("*.sbatch"))
@@ -49,7 +48,6 @@ def composed(name, arguments):
     if any(one.startswith("hydra/launcher=") for one in arguments):
         pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     arguments = quote_values([one for one in arguments if one != "-m"])
-    arguments = with_examples(arguments) if name == "train" else arguments
     parser = OverridesParser.create()
     for place, one in enumerate(map(parser.parse_override, arguments)):
         if one.is_sweep_override():

@@ -93,8 +93,8 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
         [
             *whole,
             *(overrides("split", name, 4, *FSDP, measured) for name in SPLIT),
-            overrides("parts", "fp8", 2, *FSDP, quiet),
-            overrides("parts", "fp8", 4, *FSDP, quiet, "ckpt_path=last"),
+            overrides("parts", "fp8", 2, *FSDP, quiet, measured),
+            overrides("parts", "fp8", 4, *FSDP, quiet, measured, "ckpt_path=last"),
         ]
     )
     assert status == 0, text

@@ -29,7 +29,7 @@ from tests.test_predict import stock_picture
 
 LEARNS = ["scheduler=constant", "optimizer.lr=2e-2"]
 FILE = "lora/last/pytorch_lora_weights.safetensors"
-WAYS = [("nf4", "bitsandbytes"), ("fp8", "retouch"), ("int8", "bitsandbytes"), ("fp8", "quanto"), ("fp8", "torchao")]
+WAYS = [("nf4", "bitsandbytes"), ("fp8", "retouch"), ("int8", "bitsandbytes"), ("fp8", "quanto")]
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path)
             "components_to_quantize: unet is none of transformer, text_encoder, text_encoder_2",
         ),
         ("modules_to_not_convert=['*']", "leaves no linear layer to quantize"),
-        ("backend=bitsandbytes", "backend=bitsandbytes has no fp8: choose retouch or quanto or torchao"),
+        ("backend=bitsandbytes", "backend=bitsandbytes has no fp8: choose retouch or quanto"),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(run, tiny, pairs, tmp_path, setting, message):

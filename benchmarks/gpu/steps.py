@@ -1,7 +1,6 @@
 """Training steps of each base and adapter: their losses, what waits, what attends, what they take."""
 
 import re
-import time
 import warnings
 from typing import Any
 
@@ -24,19 +23,10 @@ ATTENTION = re.compile("flash|fmha|attention|sdpa", re.IGNORECASE)
 
 
 def ortho_tlora(bench: Bench, facts: Facts) -> list[str]:
-    """adapter=ortho_tlora from both kinds of singular vectors, two steps; and what one decomposition takes."""
-    wrong = []
-    for svd_of in ("random", "weight"):
-        module = bench.module("bf16", "adapter=ortho_tlora", f"adapter.svd_of={svd_of}", "adapter.rank=8", narrow=True)
-        losses = _two_steps(bench, module)
-        facts[svd_of] = {"losses": losses}
-        if not _finite(losses):
-            wrong.append(f"svd_of={svd_of}: losses {losses}")
-    side = bench.size(3072, 64)
-    matrix = torch.randn(side, side, device=bench.device)
-    torch.linalg.svd(matrix[:64, :64])  # its library is loaded
-    facts[f"svd of {side}x{side}, s"] = round(_once(bench, lambda: torch.linalg.svd(matrix, full_matrices=False)), 3)
-    return wrong
+    """Take two steps with adapter=ortho_tlora."""
+    losses = _two_steps(bench, bench.module("bf16", "adapter=ortho_tlora", "adapter.rank=8", narrow=True))
+    facts["losses"] = losses
+    return [] if _finite(losses) else [f"losses {losses}"]
 
 
 def bases(bench: Bench, facts: Facts) -> list[str]:
@@ -160,15 +150,6 @@ def _waits(bench: Bench, module: Any) -> dict[str, int] | str:
             place = f"{one.filename}:{one.lineno}"
             found[place] = found.get(place, 0) + 1
     return found
-
-
-def _once(bench: Bench, run: Any) -> float:
-    """Seconds of a call, without a second one."""
-    start = time.perf_counter()
-    run()
-    if bench.cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _finite(losses: list[float]) -> bool:

@@ -1,22 +1,16 @@
 """Orthogonal T-LoRA (arXiv 2507.05964, section 4.2): components that start orthonormal, and as no change at all."""
 
 import functools
-import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.frozen_layers import dequantized
 from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers, use_weight
 from lightning_modules.adapters.tlora import TLoRA
-
-log = logging.getLogger("retouch")
 
 
 class OrthoHalf(nn.Module):
@@ -92,28 +86,15 @@ class OrthoUp(OrthoHalf):
 class OrthoTLoRA(TLoRA):
     """T-LoRA whose components are singular vectors at the start; its files are LoRAs of twice the rank.
 
-    Args:
-        sig_type: which r of the singular triples: the `principal`, the `last` or the `middle` ones.
-        svd_of: `random`, of a matrix with independent normal entries of standard deviation 1/r, as the authors do;
-            or `weight`, of the layer's own.
-        tlora: of `TLoRA`.
+    They are the last r singular triples of a random matrix with independent normal entries of standard deviation 1/r,
+    the default of the paper's authors.
     """
 
     width = 2
 
-    def __init__(self, sig_type: str, svd_of: str, **tlora: Any) -> None:
-        super().__init__(**tlora)
-        if sig_type not in ("principal", "last", "middle"):
-            raise UserError(f"adapter.sig_type={sig_type}: choose principal, last or middle")
-        if svd_of not in ("random", "weight"):
-            raise UserError(f"adapter.svd_of={svd_of}: choose random or weight")
-        self.sig_type = sig_type
-        self.svd_of = svd_of
-
     def initialize(self, transformer: nn.Module) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        layers = lora_layers(transformer, ADAPTER)
-        for number, (name, layer) in enumerate(layers.items()):
+        for name, layer in lora_layers(transformer, ADAPTER).items():
             sides = (layer.out_features, layer.in_features)
             if self.rank > min(sides):
                 raise UserError(f"adapter.rank={self.rank}: {name} has {min(sides)} singular values")
@@ -121,25 +102,13 @@ class OrthoTLoRA(TLoRA):
             if place.type == "meta" or self.init_from is not None:
                 shapes = (sides[0], self.rank), (self.rank,), (self.rank, sides[1])
                 p, values, q = (torch.zeros(shape, device=place) for shape in shapes)
-            elif self.svd_of == "random":
-                p, values, q = random_triples(*sides, self.triples(min(sides)), generator)
-                values = values / self.rank
             else:
-                if number == 0:
-                    log.info(f"decomposing the weights of {len(layers)} layers")
-                p, values, q = weight_triples(layer, self.triples(min(sides)))
+                p, values, q = random_triples(*sides, self.rank, generator)
+                values = values / self.rank
             layer.lora_A[ADAPTER] = OrthoDown(q.to(place), values.to(place))
             layer.lora_B[ADAPTER] = OrthoUp(p.to(place))
             layer.r[ADAPTER] *= self.width
             layer.lora_alpha[ADAPTER] *= self.width
-
-    def triples(self, count: int) -> slice:
-        """Which of `count` singular triples, in descending order."""
-        start = {"principal": 0, "last": count - self.rank, "middle": math.ceil((count - self.rank) / 2)}[self.sig_type]
-        return slice(start, start + self.rank)
-
-    def metadata(self) -> dict[str, Any]:
-        return super().metadata() | {"sig_type": self.sig_type, "svd_of": self.svd_of}
 
     @contextmanager
     def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -157,23 +126,18 @@ class OrthoTLoRA(TLoRA):
         return f"orthogonal {super().__str__()}"
 
 
-def weight_triples(layer: Any, chosen: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """P (out, r), lambda (r,) and Q (r, in) of the thin SVD of a layer's weight, dequantized where it is quantized."""
-    u, s, vh = torch.linalg.svd(dequantized(layer.get_base_layer()), full_matrices=False)
-    return u[:, chosen].contiguous(), s[chosen].contiguous(), vh[chosen].contiguous()
-
-
 def random_triples(
-    out_features: int, in_features: int, chosen: slice, generator: torch.Generator
+    out_features: int, in_features: int, rank: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a random matrix with independent entries N(0, 1), drawn without making it.
+    """Draw the last singular triples P (out, r), lambda (r,), Q (r, in) of a random matrix without computing it.
+
+    Its entries are independent, N(0, 1).
 
     The singular vectors of such a matrix are uniform on the orthonormal frames and independent of its singular values.
     The values hardly differ from matrix to matrix: layers of one shape have those of one matrix.
     """
-    rank = chosen.stop - chosen.start
     p, q = (random_frame(side, rank, generator) for side in (out_features, in_features))
-    return p, random_singular_values(out_features, in_features)[chosen].clone(), q.T.contiguous()
+    return p, random_singular_values(out_features, in_features)[-rank:].clone(), q.T.contiguous()
 
 
 def random_frame(rows: int, columns: int, generator: torch.Generator) -> Tensor:

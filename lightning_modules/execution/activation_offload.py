@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_modules.execution.side_stream import SideStream
 
@@ -49,8 +48,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
         self.device = device
         self.least = least
-        plain = (weight for weight in weights if not is_traceable_wrapper_subclass(weight))
-        self._weights = {weight.untyped_storage()._cdata for weight in plain}
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._side_stream = SideStream(device)
         self._known: dict[Any, Kept] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()
@@ -72,7 +70,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor | tuple[int, Kept]:
         """The tensor itself, or what stands for it and the number of the node that keeps it."""
-        if tensor.nbytes < self.least or tensor.device != self.device or is_traceable_wrapper_subclass(tensor):
+        if tensor.nbytes < self.least or tensor.device != self.device:
             return tensor
         storage = tensor.untyped_storage()
         if storage._cdata in self._weights:

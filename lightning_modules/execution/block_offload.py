@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
 from lightning_modules.execution.blocks import blocks
@@ -47,15 +46,10 @@ class BlockStream:
     Args:
         blocks: in the order in which they compute, their linear layers on the CPU.
         device: where they compute.
-
-    Raises:
-        UserError: a layer's weights cannot be copied apart from it.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._layers = [streamed_linears(block) for block in blocks]
-        if any(is_traceable_wrapper_subclass(layer.weight) for layers in self._layers for layer in layers):
-            raise UserError("model.offload.blocks does not go with model.quantization.backend=torchao")
         self._host = [self._take(layers) for layers in self._layers]
         for host in self._host:
             host.pin(device)

@@ -7,7 +7,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datamodules.errors import UserError
 from lightning_modules.execution.blocks import blocks
@@ -41,8 +40,7 @@ def shard(transformer: nn.Module, mesh: Any) -> None:
         UserError: its quantized layers cannot be split.
     """
     for name, module in transformer.named_modules():
-        indivisible = isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight)
-        if indivisible or not getattr(module, "shardable", True):
+        if not getattr(module, "shardable", True):
             raise UserError(
                 f"trainer=fsdp cannot split {name}: it splits bf16, fp8 by retouch and int8 by bitsandbytes; others "
                 "are small enough for trainer.strategy=ddp"

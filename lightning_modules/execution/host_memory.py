@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.cuda._pin_memory_utils
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 log = logging.getLogger("retouch")
 
@@ -109,10 +108,9 @@ class HostCopy:
 
     @staticmethod
     def suits(model: nn.Module) -> bool:
-        """Whether its weights never change, and are nothing but their bytes."""
+        """Return whether all weights are frozen and contiguous."""
         return not any(
-            tensor.requires_grad or is_traceable_wrapper_subclass(tensor) or not tensor.is_contiguous()
-            for tensor in (*all_weights(model), *model.buffers())
+            tensor.requires_grad or not tensor.is_contiguous() for tensor in (*all_weights(model), *model.buffers())
         )
 
     def _views(self) -> list[Tensor]:

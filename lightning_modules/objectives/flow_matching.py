@@ -1,28 +1,24 @@
 """Flow matching, with what can be added to it: weights of places and of t, guidance, preservation."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from datamodules.batch import ON_HOST, LatentBatch, Size, copy_to
+from datamodules.batch import LatentBatch, Size, copy_to
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.estimation.flops import Passes
 from lightning_modules.family import Family
-from lightning_modules.flow import area_weights, mix, weighted_mean
+from lightning_modules.flow import area_weights, weighted_mean
 from lightning_modules.flow_matching import Noised, drop_captions
 from lightning_modules.objectives.losses import EditWeight, timestep_weighting
 from lightning_modules.objectives.objective import Objective
 from lightning_modules.objectives.preservation import Preservation
 
 log = logging.getLogger("retouch")
-
-# Keeps the text's noise apart from the rest of a draw's randomness.
-TEXT = 0x74657874
 
 
 class FlowMatchingObjective(Objective):
@@ -39,8 +35,6 @@ class FlowMatchingObjective(Objective):
         contrastive_guidance: the scale s of contrastive guidance, for bases that are distilled from guided ones: the
             target is u + s (target - u), with the model's own velocity u for the empty prompt; 1 for none.
         preserve: what must stay.
-        text: `noise`, the standard deviation of what is added to text embeddings, relative to their own; 0 for none.
-        seed: of the text's noise.
     """
 
     def __init__(
@@ -51,8 +45,6 @@ class FlowMatchingObjective(Objective):
         weighting: str | None,
         contrastive_guidance: float,
         preserve: Preservation,
-        text: Mapping[str, float],
-        seed: int,
     ) -> None:
         self.loss = loss
         self.mask_outside = mask["outside"]
@@ -60,8 +52,6 @@ class FlowMatchingObjective(Objective):
         self.weighting = timestep_weighting(weighting)
         self.contrastive_guidance = contrastive_guidance
         self.preserve = preserve
-        self.text_noise = text["noise"]
-        self.seed = seed
         self.needs_base = preserve.outside > 0 or bool(preserve.prompts)
         self.needs_empty_prompt = contrastive_guidance != 1
         self.compares = "objective.contrastive_guidance" if contrastive_guidance != 1 else ""
@@ -86,8 +76,6 @@ class FlowMatchingObjective(Objective):
             )
 
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
-        if self.text_noise:
-            noised = noised._replace(prompt=self._noisy(noised.prompt, batch.draws))
         target = self._target(batch, noised, model)  # before what is kept for the backward pass
         velocity = model(noised.x_t, noised.t, noised.controls, noised.prompt)
         error = self.loss(velocity.float() - target, noised.t).mean(dim=1, keepdim=True)
@@ -128,23 +116,6 @@ class FlowMatchingObjective(Objective):
         if noised.controls:
             return self.edit_weight.region(noised.mean, noised.controls[0])
         return torch.ones_like(error)
-
-    def _noisy(self, prompt: Mapping[str, Tensor], draws: Sequence[int]) -> dict[str, Tensor]:
-        """The text embeddings with noise, that of a sample by its draw; padding stays as it is."""
-        noisy = dict(prompt)
-        for name, tensor in prompt.items():
-            if name.endswith(ON_HOST) or not tensor.is_floating_point():
-                continue
-            noise = torch.zeros(tensor.shape)
-            for row, draw in enumerate(draws):
-                generator = torch.Generator().manual_seed(mix(mix(self.seed, draw), TEXT))
-                mask = prompt.get(name + ON_HOST)
-                counts = slice(None) if mask is None else mask[row].bool()
-                drawn = torch.randn(noise[row, counts].shape, generator=generator)
-                noise[row, counts] = drawn / math.sqrt(drawn.numel())  # of the whole sample, as the norm below
-            norm = tensor.float().flatten(1).norm(dim=1).view(-1, *[1] * (tensor.ndim - 1))
-            noisy[name] = (tensor.float() + self.text_noise * norm * copy_to(noise, tensor.device)).to(tensor.dtype)
-        return noisy
 
     def passes(self, step: int) -> Passes:
         prompts = self.preserve.looks_at_prompts(step)

@@ -78,6 +78,10 @@ def timestep_weighting(name: str | None) -> Callable[[Tensor], Tensor] | None:
         ) from error
 
 
+# Side of the square of latent positions over which changes are averaged; odd, to have a centre.
+SMOOTH = 3
+
+
 @dataclass(frozen=True)
 class EditWeight:
     """Weighs each place by how much the edit changes it: a small edit in a large picture is not drowned.
@@ -86,17 +90,9 @@ class EditWeight:
 
     Args:
         floor: weight of what the edit leaves alone, where the most that it changes has 1; 1 weighs all alike.
-        power: of the change, relative to the largest of the sample: above 1 favours what changes most.
-        smooth: side of the square, in numbers of the latent, over which changes are averaged; odd.
     """
 
     floor: float
-    power: float
-    smooth: int
-
-    def __post_init__(self) -> None:
-        if self.smooth % 2 == 0:  # a place must be in the middle of its square
-            raise UserError(f"objective.edit_weight.smooth={self.smooth}: choose 1, 3, 5, ...")
 
     def __call__(self, target: Tensor, control: Tensor) -> Tensor:
         """The weights (B, 1, h, w); arguments as of `region`."""
@@ -114,8 +110,8 @@ class EditWeight:
         if control.shape[-2:] != size:
             target, control = (F.interpolate(one, size=grid, mode="area") for one in (target, control))
         change = (target - control).square().mean(dim=1, keepdim=True)
-        change = F.avg_pool2d(change, self.smooth, 1, self.smooth // 2, count_include_pad=False).sqrt()
+        change = F.avg_pool2d(change, SMOOTH, 1, SMOOTH // 2, count_include_pad=False).sqrt()
         if change.shape[-2:] != size:
             change = F.interpolate(change, size=size, mode="bilinear", align_corners=False)
         largest = change.amax(dim=(1, 2, 3), keepdim=True)
-        return (change / largest.clamp_min(1e-6)).pow(self.power)
+        return change / largest.clamp_min(1e-6)

@@ -1,6 +1,7 @@
 """Pair sliders: a direction learned from pairs, so that the strength of the LoRA is a dial."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,17 @@ DIRECTION = 0x736C6964
 class SliderObjective(FlowMatchingObjective):
     """Half of the draws are control -> target at LoRA scale 1, the others target -> control at scale -1.
 
-    Everything else is `FlowMatchingObjective`'s, whose arguments it takes.
+    Args:
+        seed: draws the directions.
+        flow_matching: arguments of `FlowMatchingObjective`.
     """
 
     name = "slider"
     scales = (-2, -1, 0, 1, 2)
+
+    def __init__(self, seed: int, **flow_matching: Any) -> None:
+        super().__init__(**flow_matching)
+        self.seed = seed
 
     def check(self, family: Family, adapter: Adapter) -> None:
         super().check(family, adapter)
@@ -68,7 +75,7 @@ class SliderObjective(FlowMatchingObjective):
             return super().losses(batch, exchanged(noised, sign), model, step)
 
     def signs(self, draws: Sequence[int]) -> Tensor:
-        """Of each draw the direction (B,), 1 or -1: a function of the seed and its number."""
+        """Return the direction of each draw (B,), 1 or -1: a function of the seed and the draw's number."""
         generators = (torch.Generator().manual_seed(mix(mix(self.seed, draw), DIRECTION)) for draw in draws)
         return torch.stack([1.0 - 2 * torch.randint(2, (), generator=one) for one in generators])
 

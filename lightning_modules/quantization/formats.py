@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_modules.quantization import four_bit, fp8, int8, torchao
+from lightning_modules.quantization import four_bit, fp8, int8
 from lightning_modules.quantization.four_bit import FourBitLinear
 from lightning_modules.quantization.fp8 import Fp8Linear
 from lightning_modules.quantization.int8 import Int8Linear
@@ -65,7 +65,6 @@ FORMATS: dict[str, Format] = {
         {
             "retouch": lambda linear, _, gradient_dtype: Fp8Linear.quantize(linear, gradient_dtype),
             "quanto": lambda linear, *_: QuantoLinear.quantize(linear, "fp8"),
-            "torchao": lambda linear, *_: torchao.quantize(linear),
         },
         OnDisk("retouch", fp8.FLOAT8, SCALED, SCALES, fp8.read, marker="scaled_fp8"),
     ),

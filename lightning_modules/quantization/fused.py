@@ -11,9 +11,8 @@ from datamodules.files import reason
 log = logging.getLogger("retouch")
 
 TILE = 64
-# Of a weight to try the kernels on, and of one to time them on. No tile divides the first.
+# The shape of a weight to try the kernels on. No tile divides it.
 PROBE = (200, 1000)
-LARGE = (3072, 12288)
 # What bytes are. Triton's own conversion of float8 needs compute capability 8.9, whose cards rarely need it.
 KINDS = {torch.float8_e4m3fn: 0, torch.int8: 1}
 
@@ -26,8 +25,7 @@ def scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def transposed(weight: Tensor) -> Tensor:
     """(out, in), of one byte each -> (in, out), contiguous."""
-    fused = _runs(weight.device) and _is_faster(weight.device)
-    return _transpose(weight) if fused else weight.t().contiguous()
+    return _transpose(weight) if _runs(weight.device) else weight.t().contiguous()
 
 
 def _scale_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,20 +81,3 @@ def disagreements(device: torch.device) -> list[str]:
 def _same(one: Tensor, other: Tensor) -> bool:
     one, other = one.float(), other.float()
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-@cache
-def _is_faster(device: torch.device) -> bool:
-    """Whether Triton's transpose is, by the clock of the device."""
-    weight = torch.zeros(LARGE, dtype=torch.uint8, device=device)
-    taken = []
-    for fused in (True, False):
-        for start in (True, False):  # once to warm up
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(1 if start else 10):
-                _transpose(weight) if fused else weight.t().contiguous()
-            end.record()
-            end.synchronize()
-        taken.append(begin.elapsed_time(end))
-    return taken[0] < taken[1]

@@ -16,7 +16,7 @@ from lightning_modules.execution.freed_memory import return_freed_memory
 from lightning_modules.quantization.formats import FORMATS, Format
 from lightning_modules.quantization.stored import OnDisk
 
-LIBRARIES = {"quanto": "optimum-quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+LIBRARIES = {"quanto": "optimum-quanto", "bitsandbytes": "bitsandbytes"}
 GRADIENT_DTYPES = {"float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
 
 
@@ -26,6 +26,7 @@ def nbytes(module: nn.Module) -> int:
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
+    # With trainer=fsdp, the share of this process.
     if is_traceable_wrapper_subclass(tensor):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return sum(_tensor_bytes(part) for part in parts if isinstance(part, Tensor))
@@ -37,7 +38,7 @@ class Quantization:
 
     Args:
         format: of weights: `fp8` (e4m3), `fp4`, `nf4` or `int8`.
-        backend: whose layers: `retouch`, `quanto` or `torchao` for fp8, `bitsandbytes` or `quanto` for int8,
+        backend: whose layers: `retouch` or `quanto` for fp8, `bitsandbytes` or `quanto` for int8,
             `bitsandbytes` for 4 bits; None for the first of these.
         modules_to_not_convert: full names of linear layers that stay as they are; * stands for anything.
         components_to_quantize: which components of the pipeline: `transformer`, text encoders.

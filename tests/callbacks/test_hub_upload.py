@@ -6,8 +6,6 @@ import time
 from functools import partial
 
 import pytest
-import safetensors.torch
-import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
 from callbacks import uploads
@@ -24,7 +22,6 @@ from tests.support.upload_server import (
     TOKEN,
     upload_hub,
     use_hub,
-    wait_for,
 )
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -56,7 +53,6 @@ def here(hub, monkeypatch):
 
 
 def on_disk(folder, prefix=""):
-    """The files by their names, byte for byte."""
     return {f"{prefix}{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -146,48 +142,6 @@ def test_hub_that_always_fails_costs_one_line(here, run, tmp_path, settings, whe
     assert here.files == {}
 
 
-def test_after_each_saving_the_newest_goes_beside_training(here, run, tmp_path, settings):
-    """The first upload waits for the last step: in training nobody waits for it."""
-    last = tmp_path / "run/lora/step-000006"
-
-    def answer(path, count):
-        if COMMIT in path and count == 1:
-            wait_for(last.is_dir)
-            assert last.is_dir()
-
-    here.answer = answer
-    steps = [one for one in settings if not one.startswith("trainer.max_steps")]
-    text = run("train", *steps, "trainer.max_steps=6", "save_every=1", "hub.every=save").text
-    assert here.files == on_disk(tmp_path / "run/lora/last")
-    header = safetensors.torch.load(here.files[WEIGHTS])
-    own = safetensors.torch.load(lora_bytes(tmp_path / "run"))
-    assert all(torch.equal(one, own[key]) for key, one in header.items())
-    assert 2 <= len(here.commits) <= 4, "those that waited while others came were left out"
-    assert here.most_at_once == 1
-    assert len(lines(text, "uploaded: ")) == 1
-    assert not (tmp_path / "run/.upload").exists()
-
-
-def test_weights_that_are_replaced_meanwhile_are_uploaded_as_they_were(here, run, tmp_path, settings):
-    """Of adapter=full there is one folder of weights."""
-    held = tmp_path / "run/.upload"
-
-    def answer(path, count):
-        if PREUPLOAD in path and count == 1:  # files have been listed, and are read afterwards
-            wait_for(lambda: len(list(held.iterdir())) > 1)
-
-    here.answer = answer
-    full = [one for one in settings if not one.startswith("adapter.rank")]
-    run("train", *full, "adapter=full", "save_every=1", "hub.every=save", "optimizer.lr=1e-2")
-    assert here.files == on_disk(tmp_path / "run/model/last")
-    assert b"after step 1 of 2" in here.commits[0]["README.md"]
-    assert b"after step 2 of 2" in here.files["README.md"]
-    name = next(name for name in here.files if name.startswith("transformer/") and name.endswith(".safetensors"))
-    assert here.commits[0][name] != here.files[name]
-    assert not held.exists()
-    assert here.most_at_once == 1
-
-
 @pytest.mark.slow
 def test_resumed_run_uploads_again(here, run, tmp_path, settings):
     run("train", *settings)
@@ -207,11 +161,9 @@ def test_no_bar_of_the_hub_is_drawn(here, run, settings):
     assert are_progress_bars_disabled()
 
 
-@pytest.mark.parametrize("where", first(1, ["while it waits for the upload", "in training"]))
-def test_stop_does_not_wait_for_the_hub(hub, start, tmp_path, settings, where):
+def test_stop_does_not_wait_for_the_hub(hub, start, tmp_path, settings):
     hub.answer = lambda path, count: "hang"
-    steps = [] if where.startswith("while") else ["trainer.max_steps=100000", "save_every=1", "hub.every=save"]
-    process = start("train", *settings, *steps, before=partial(use_hub, hub.address))
+    process = start("train", *settings, before=partial(use_hub, hub.address))
     wait_until(lambda: len(hub.asked) > 0, process)
     os.kill(process.pid, signal.SIGINT)
     text, _ = process.communicate(timeout=30)  # half of the time for which the hub says nothing
@@ -227,7 +179,6 @@ def test_stop_does_not_wait_for_the_hub(hub, start, tmp_path, settings, where):
         ("hub.push=name", "hub.push=name: give owner/name"),
         ("hub.push=a/b/c", "hub.push=a/b/c: give owner/name"),
         ("hub.push=owner/na me", "hub.push=owner/na me: give owner/name"),
-        ("hub.every=never", "hub.every=never: choose end or save"),
         ("hub.private=yes please", "hub.private=yes please: must be true or false"),
     ],
 )

@@ -212,9 +212,10 @@ def test_schedule_that_is_constant_needs_no_other_loader(run, tiny, pairs, tmp_p
 
 @pytest.mark.parametrize("adapter", first(1, ["lora", "tlora", "full"]))
 def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_path, monkeypatch, adapter):
-    monkeypatch.setattr(fit, "check_upload", lambda *_: None)
+    for name in ("check_upload", "upload"):
+        monkeypatch.setattr(fit, name, lambda *_: None)
     own = [one for one in short(tiny, pairs, tmp_path / "run", 1, shown=True) if not one.startswith("adapter.rank")]
-    more = ["hub.push=ann/snow", "callbacks.hub_upload=null", "data.val_count=1", f"adapter={adapter}"]
+    more = ["hub.push=ann/snow", "data.val_count=1", f"adapter={adapter}"]
     run("train", *own, *SHOWN, *more)
     last, best = (
         read(tmp_path / "run" / ("model" if adapter == "full" else "lora") / name) for name in ("last", "best")

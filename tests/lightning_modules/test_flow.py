@@ -23,7 +23,7 @@ SHAPE = torch.Size([2, 4, 4])
 
 
 def timestep_law(law="uniform", **settings) -> TimestepLaw:
-    return TimestepLaw(law, **{"logit_mean": 0.0, "logit_std": 1.0, "mode_scale": 1.29, "shift": None, **settings})
+    return TimestepLaw(law, **{"logit_mean": 0.0, "logit_std": 1.0, "shift": None, **settings})
 
 
 def drawn_times(law: TimestepLaw, count: int = 4000) -> torch.Tensor:
@@ -60,9 +60,9 @@ def test_dynamic_shift_equals_the_pipelines(tokens):
 
 @pytest.mark.parametrize("scheme", ["logit_normal", "mode"])
 def test_timestep_law_has_diffusers_density(scheme):
-    law = timestep_law(scheme, logit_mean=0.0, logit_std=1.2, mode_scale=1.1)
+    law = timestep_law(scheme, logit_mean=0.0, logit_std=1.2)
     theirs = compute_density_for_timestep_sampling(
-        scheme, 4000, 0.0, 1.2, 1.1, generator=torch.Generator().manual_seed(1)
+        scheme, 4000, 0.0, 1.2, 1.29, generator=torch.Generator().manual_seed(1)
     )
     quantiles = torch.linspace(0.05, 0.95, 10)
     own = drawn_times(law)

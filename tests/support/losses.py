@@ -18,11 +18,9 @@ EVERYTHING = [
     "objective/loss=pseudo_huber",
     "objective.mask.outside=0.3",
     "objective.edit_weight.floor=0.2",
-    "objective.edit_weight.power=2",
     "objective.weighting=cosine",
     "objective.contrastive_guidance=2.5",
     "objective.preserve.outside=0.7",
     'objective.preserve.prompts=["", "keep it"]',
     "objective.preserve.weight=0.4",
-    "objective.text.noise=0.1",
 ]

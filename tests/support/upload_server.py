@@ -6,7 +6,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,26 +23,22 @@ class Hub:
     Attributes:
         address: of the server.
         files: of the repository NAME, by path.
-        commits: the files of each, by path.
+        commits: how many have been made.
         asked: the path of each request.
         created: what was asked for when the repository was to be made.
         answer: called with each request's path and how often it has come; a status, "reset", "hang" or None for the
             right answer.
-        most_at_once: commits at the same time.
     """
 
     def __init__(self) -> None:
         self.address = ""
         self.files: dict[str, bytes] = {}
-        self.commits: list[dict[str, bytes]] = []
+        self.commits = 0
         self.asked: list[str] = []
         self.created: list[dict[str, Any]] = []
         self.answer: Callable[[str, int], int | str | None] = lambda path, count: None
-        self.most_at_once = 0
         self.ended = threading.Event()
         self._stored: dict[str, bytes] = {}
-        self._at_once = 0
-        self._lock = threading.Lock()
 
     def respond(self, path: str, body: bytes) -> Any:
         """The right answer to a request."""
@@ -73,17 +68,8 @@ class Hub:
             stored = "oid" in value
             files[value["path"]] = self._stored[value["oid"]] if stored else base64.b64decode(value["content"])
         self.files |= files
-        self.commits.append(files)
+        self.commits += 1
         return {"commitUrl": f"{self.address}/{NAME}/commit/1", "commitOid": "a" * 40}
-
-    @contextmanager
-    def counted(self, path: str) -> Iterator[None]:
-        with self._lock:
-            self._at_once += COMMIT in path
-            self.most_at_once = max(self.most_at_once, self._at_once)
-        yield
-        with self._lock:
-            self._at_once -= COMMIT in path
 
 
 @contextmanager
@@ -122,8 +108,7 @@ def upload_hub() -> Iterator[Hub]:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.close_connection = True
                 return
-            with hub.counted(path):
-                content = json.dumps({"error": "as told"} if told else hub.respond(path, body)).encode()
+            content = json.dumps({"error": "as told"} if told else hub.respond(path, body)).encode()
             self.send_response(int(told or 200))
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Content-Type", "application/json")
@@ -153,10 +138,3 @@ def use_hub(address: str) -> None:
     constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET, constants.ENDPOINT = False, True, address
     uploads.PAUSES, uploads.SILENCE = (0.02, 0.05), 30.0
     os.environ["HF_TOKEN"] = TOKEN
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """In the server's thread: until something has happened on this machine."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)

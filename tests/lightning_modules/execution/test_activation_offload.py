@@ -96,7 +96,7 @@ def inside(module, offload):
             ("tlora", "fp8", []),
             ("lora", "bf16", ["adapter.target_modules=all-linear"]),
             ("tlora", "bf16", ["adapter.target_modules=all-linear"]),
-            ("lora", "fp8", ["model.quantization.backend=torchao"]),
+            ("lora", "fp8", ["model.quantization.backend=quanto"]),
         ],
     ),
 )

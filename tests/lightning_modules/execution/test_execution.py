@@ -114,10 +114,6 @@ def test_casting_inputs_once_changes_no_bit(tiny):
     [
         (["model.attention_backend=fast"], "model.attention_backend=fast: diffusers has .*native"),
         (["model.attention_backend=sage"], "sage has no backward pass: use it in prediction only"),
-        (
-            ["model.compile=true", "model/quantization=fp8", "model.quantization.backend=torchao"],
-            "model.compile does not go with model.quantization.backend=torchao",
-        ),
     ],
 )
 def test_what_cannot_be_is_named(tiny, settings, message):

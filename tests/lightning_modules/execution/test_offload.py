@@ -116,10 +116,6 @@ def test_streamed_blocks_are_spread_over_all(tiny):
         (["model.offload.blocks=5"], "model.offload.blocks=5: FluxTransformer2DModel has 0 to 4"),
         (["model.offload.blocks=-1"], "model.offload.blocks=-1: FluxTransformer2DModel has 0 to 4"),
         (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=full"),
-        (
-            ["model.offload.blocks=2", "model.quantization.backend=torchao"],
-            "does not go with model.quantization.backend",
-        ),
     ],
 )
 def test_what_cannot_be_streamed_is_named(tiny, settings, message):
@@ -192,7 +188,6 @@ QUANTIZED = {
     "fp8": ["model/quantization=fp8"],
     "int8": ["model/quantization=fp8", "model.quantization.format=int8"],
     "nf4": ["model/quantization=fp4", "model.quantization.bnb_4bit_use_double_quant=true"],
-    "torchao": ["model/quantization=fp8", "model.quantization.backend=torchao"],
 }
 
 
@@ -216,7 +211,7 @@ def test_components_that_rest_are_copied_to_the_device_alone(tiny, base):
             return mean, encoder(torch.arange(8)[None]).last_hidden_state
 
     def memory():
-        return [part.data_ptr() for model in models for part in all_weights(model)] if base != "torchao" else []
+        return [part.data_ptr() for model in models for part in all_weights(model)]
 
     expected, device, rested = encode(), Elsewhere("cpu"), []
     for _ in range(3):
@@ -226,7 +221,7 @@ def test_components_that_rest_are_copied_to_the_device_alone(tiny, base):
         assert [parts[name] for name in names] == models
         assert all(map(torch.equal, expected, encode()))
         assert not set(memory()) & set(rested[0])
-        for part in (part for model in models for part in all_weights(model) if base != "torchao"):
+        for part in (part for model in models for part in all_weights(model)):
             part.data.zero_()
     assert rested[0] == rested[1] == rested[2]
     parts.offload_to_cpu()

@@ -17,7 +17,7 @@ from tests.support.steps import assert_same
 from tests.support.tiny_adapters import build, learn
 
 DRAWS = list(range(3))
-UNIFORM = TimestepLaw("uniform", 0.0, 1.0, 0.0, None)
+UNIFORM = TimestepLaw("uniform", 0.0, 1.0, None)
 
 
 class Line:

@@ -118,7 +118,6 @@ OPTIONS = [
     "objective.preserve.outside=0.5",
     "objective.edit_weight.floor=0.2",
     "objective.weighting=cosine",
-    "objective.text.noise=0.3",
     "objective/loss=pseudo_huber",
 ]
 

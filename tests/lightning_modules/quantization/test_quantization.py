@@ -65,7 +65,7 @@ def test_an_adapter_must_come_after(repositories):
     ("setting", "message"),
     [
         ("format=fp6", "model.quantization.format=fp6: choose fp8, fp4, nf4, int8"),
-        ("backend=quantum", "model.quantization.backend=quantum has no fp8: choose retouch or quanto or torchao"),
+        ("backend=quantum", "model.quantization.backend=quantum has no fp8: choose retouch or quanto"),
         ("gradient_dtype=float16", "model.quantization.gradient_dtype=float16: choose float8_e5m2 or bfloat16"),
     ],
 )
@@ -76,8 +76,8 @@ def test_settings_that_do_not_exist_are_named(setting, message):
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("lightning_modules.quantization.quantization.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"backend=torchao is not installed: pip install torchao"):
-        quantization("fp8", "torchao")
+    with pytest.raises(UserError, match=r"backend=quanto is not installed: pip install optimum-quanto"):
+        quantization("fp8", "quanto")
 
 
 def test_a_device_that_cannot_do_it_is_named(monkeypatch):

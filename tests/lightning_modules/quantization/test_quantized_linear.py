@@ -10,7 +10,6 @@ from lightning_modules.quantization import float8, fp8
 from lightning_modules.quantization.float8 import E4M3, E5M2
 from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.fp8 import Fp8Linear
-from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization
 
 WAYS = [(format, backend) for format, row in FORMATS.items() for backend in row.backends]
@@ -29,10 +28,8 @@ def linear(dtype=torch.float32, sides=(96, 128)):
 
 
 def dequantized(layer):
-    """In float32."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.dequantize(torch.float32).detach()
-    return layer.weight.dequantize().float().detach()  # torchao's
+    """Return the weight in float32."""
+    return layer.dequantize(torch.float32).detach()
 
 
 def error(a, b):
@@ -202,7 +199,7 @@ def test_rows_of_zeros_stay_zero():
     assert torch.equal(rows.float() * scales, torch.zeros(2, 16))
 
 
-@pytest.mark.parametrize(("format", "backend"), [way for way in WAYS if way[1] != "torchao"])
+@pytest.mark.parametrize(("format", "backend"), WAYS)
 def test_backward_keeps_the_quantized_weight_alone(format, backend):
     """bitsandbytes' own layers keep their inputs, and where gradient checkpointing does not see it."""
     layer = quantization(format, backend).quantize(linear())
