@@ -8,7 +8,7 @@ import lightning.pytorch as L
 import torch
 from torch import distributed
 
-from callbacks.peers import peers
+from callbacks.shares import cpu_group
 from callbacks.signals import stop
 
 
@@ -53,7 +53,7 @@ class GracefulStop(L.Callback):
     def _agree(self) -> int:
         """The signal that any of the processes got, or 0. Waits for all processes, but for no device."""
         number = torch.tensor(int(stop.signal or 0))
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, peers.group)
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, cpu_group())
         return int(number)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -13,7 +13,6 @@ import lightning.pytorch as L
 import torch
 from torchmetrics import Metric
 
-from callbacks import peers
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 
@@ -77,7 +76,6 @@ class Fail(L.Callback):
         self.rank = rank
         self.how = how
         self.others = others
-        peers.TIME_TO_END = 3
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step != 1:
