@@ -17,6 +17,11 @@ def cpu_group() -> Any:
     return distributed.new_group(backend="gloo")
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error comes from the end of another process; gloo raises a RuntimeError without a class."""
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 def divides(trainer: L.Trainer) -> bool:
     """Whether processes compute each by itself: those of a base that is split take all samples together."""
     return trainer.world_size > 1 and trainer.lightning_module.device_mesh is None

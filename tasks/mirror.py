@@ -68,10 +68,10 @@ class Mirror:
         with suppress(FileNotFoundError, *DAMAGED):  # read after the state, which is noted before its upload
             note = json.loads(self.note.read_text())
             self.seen, self.files = note["seen"], note["files"]
-        mine = sha256(last) if last.is_file() else None
-        if state not in (None, mine) and (mine is None or state not in self.seen):
+        exists = last.is_file()
+        if state is not None and not (exists and (state in self.seen or sha256(last) == state)):
             here = self.run.files()
-            is_stale = is_copy and (mine is None or self.files.get(LAST) == here[LAST])
+            is_stale = is_copy and (not exists or self.files.get(LAST) == here[LAST])
             if here and not is_stale:
                 raise UserError(
                     f"output_dir={self.bucket}: {self.run} has another run, or both have saved steps that the other "

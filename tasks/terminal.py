@@ -154,6 +154,8 @@ def silence_libraries() -> None:
     # Importing lightning sets its level: this must come after.
     for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Names the process that has failed, before it kills the others.
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp", "huggingface_hub"):
         warnings.filterwarnings("ignore", module=name)
     # adapter=full under autocast: norms whose weights are float32.
@@ -191,9 +193,9 @@ def one_line_errors(in_sweep: bool = False, task: str = "") -> Iterator[None]:
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
             in_sweep = False  # the processes cannot continue together
-            if _is_lost_peer(error):
-                time.sleep(SECONDS_TO_SAY_WHY)
         line = _one_line(error, task)
+        if line == LOST_PEER:
+            time.sleep(SECONDS_TO_SAY_WHY)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         line = _with_notes(line, error)
@@ -205,13 +207,6 @@ def one_line_errors(in_sweep: bool = False, task: str = "") -> Iterator[None]:
 
         raise CompactHydraException(line)
     raise SystemExit(1)
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error of torch.distributed is the echo of another process's end; gloo has no class for its."""
-    from torch.distributed import DistError
-
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _with_notes(line: str, error: BaseException) -> str:
@@ -239,7 +234,9 @@ def _one_line(error: BaseException, task: str = "") -> str | None:
     import torch
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    if _is_lost_peer(error):
+    from callbacks.shares import is_lost_peer
+
+    if is_lost_peer(error):
         return LOST_PEER
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of GPU memory: {OUT_OF_MEMORY.get(task, OUT_OF_MEMORY[''])}"

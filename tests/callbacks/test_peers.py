@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 
-from tests.support.combinations import first
 from tests.support.commands import ROOT, short, wait_until
 from tests.support.several_runs import DDP, start_ranks, start_two
 
@@ -72,18 +71,15 @@ def members(session):
 
 @pytest.mark.parametrize(
     ("launcher", "rank", "how", "others"),
-    first(
-        2,
-        [
-            ("lightning", 0, "kill", "hang"),
-            ("torchrun", 1, "kill", "step"),
-            ("lightning", 1, "kill", "hang"),
-            ("lightning", 1, "mistake", "step"),
-            ("lightning", 0, "memory", "hang"),
-            ("torchrun", 0, "error", "step"),
-            ("torchrun", 0, "disk", "hang"),
-        ],
-    ),
+    [
+        ("lightning", 0, "kill", "hang"),
+        ("torchrun", 1, "kill", "step"),
+        ("lightning", 1, "kill", "hang"),
+        ("lightning", 1, "mistake", "step"),
+        ("lightning", 0, "memory", "hang"),
+        ("torchrun", 0, "error", "step"),
+        ("torchrun", 0, "disk", "hang"),
+    ],
 )
 def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, others):
     """In a step of gloo, or in a library that does not return, as NCCL when a process is missing."""
@@ -100,10 +96,21 @@ def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, 
     assert status, text
     if how != "kill":
         assert text.count(LINES[how]) == 1, text
-    elif others == "step":
-        assert text.count(LOST) == 1, text
+    elif rank == 1:
+        lines = {"torchrun": "Signal 9 (SIGKILL) received by PID", "lightning": "terminated with code -9. Forcefully"}
+        assert LOST in text or lines[launcher] in text, text
     assert text.count("Error executing job") == (how == "error"), text
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
+
+
+def test_a_process_that_cannot_end_after_another_one_has_is_ended(start, failing, tmp_path):
+    """Processes such as srun starts, which stops none when another fails."""
+    hang = "+callbacks.hang._target_=tests.support.probes.HangAtTheEnd"
+    first, _ = start_two(start, [[*failing(rank=1, how="kill"), "trainer.devices=2", hang]])
+    text, _ = first.communicate(timeout=150)
+    assert first.returncode == 1, text
+    assert time.time() - (tmp_path / "run" / "failed").stat().st_mtime < 20, text
+    assert "in teardown" in text, "where it hangs"
 
 
 def test_a_run_ends_with_its_stacks_when_one_of_its_processes_hangs(start, tiny, pairs, tmp_path):
@@ -139,7 +146,7 @@ def test_processes_that_see_different_folders_are_told_so(start, tiny, pairs, tm
     assert "".join(texts).count(line) == 1, texts
 
 
-def test_a_sweep_of_several_processes_ends_when_one_of_them_fails(start, tiny, pairs, tmp_path):
+def test_a_process_whose_first_one_fails_before_they_meet_ends_in_a_line(start, tiny, pairs, tmp_path):
     """The second of two runs, for which they have formed their group."""
     runs = [[*short(tiny, pairs, tmp_path / str(number), 1), *DDP] for number in range(2)]
     ranks = start_ranks(start, [[runs[0], [*runs[1], "data.root=nowhere"]], runs])
