@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from callbacks.run_folder import RunFolder
@@ -55,20 +56,18 @@ class Mirror:
         self.run, self.bucket, self.note = run, Bucket(url.rstrip("/"), "output_dir"), run.path / MIRROR
         self.seen: list[str] = []
         self.files: dict[str, list[int] | None] = {}  # size and time as transferred; None: perhaps transferred
-        self.failure = ""  # of the last upload
-        self._ended = threading.Event()
+        self.failure, self._ended = "", threading.Event()
         self.thread = threading.Thread(target=self._work, daemon=True, name="mirror")
 
     def fetch(self, resumes: bool) -> None:
         """Download the bucket's state, unless this folder has seen it; raise a UserError if it has one of its own."""
         there, state = self.bucket.names(deep=True), self._state()
-        is_copy, last = self.note.is_file(), self.run.checkpoint
+        is_copy, last, exists = self.note.is_file(), self.run.checkpoint, self.run.checkpoint.is_file()
         if state is not None and not resumes:
             raise UserError(f"output_dir={self.bucket} already contains a run. Resume it with resume=auto.")
         with suppress(FileNotFoundError, *DAMAGED):  # read after the state, which is noted before its upload
             note = json.loads(self.note.read_text())
             self.seen, self.files = note["seen"], note["files"]
-        exists = last.is_file()
         if state is not None and not (exists and (state in self.seen or sha256(last) == state)):
             here = self.run.files()
             is_stale = is_copy and (not exists or self.files.get(LAST) == here[LAST])
@@ -128,22 +127,23 @@ class Mirror:
             return ""  # nothing is saved
         held.unlink(missing_ok=True)
         link_or_copy(last, held)  # the run may replace it; what belongs to it has been written before
-        here, facts = self.run.files(), held.stat()
-        here[LAST] = [facts.st_size, facts.st_mtime_ns]
+        here = {**self.run.files(), LAST: [(status := held.stat()).st_size, status.st_mtime_ns]}
         changed = [name for name, facts in here.items() if self.files.get(name) != facts]
         gone = [name for name in self.files.keys() - here.keys() if not (self.run.path / name).exists()]
         if (changed or gone) and self._state() not in (None, *self.seen):
             return f"output_dir={self.bucket}: another machine has saved a checkpoint there"
-        if LAST in changed:
-            self.seen.append(sha256(held))
+        self.seen += [sha256(held)] if LAST in changed else []
         self.files.update(dict.fromkeys(changed))
         self._write()
         for name in sorted(changed, key=lambda name: (name == self.run.finished.name, name == LAST)):
             path = held if name == LAST else self.run.path / name
             with suppress(FileNotFoundError):  # removed meanwhile
-                self.bucket.write(name, path if path.suffix in (".ckpt", ".safetensors") else path.read_bytes())
+                if path.suffix in (".ckpt", ".safetensors"):  # of the others, one may be appended to while it is read
+                    self.bucket.write(name, path)
+                else:
+                    self.bucket.attempt(partial(self.bucket.put, name, path.read_bytes()), "written")
                 self.files[name] = here[name]
-        self.bucket.remove(gone)
+        self.bucket.attempt(lambda: self.bucket.delete(gone), "written")
         self.files = {name: facts for name, facts in self.files.items() if name not in gone}
         self._write()
         held.unlink()

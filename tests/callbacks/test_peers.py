@@ -110,7 +110,7 @@ def test_a_process_that_cannot_end_after_another_one_has_is_ended(start, failing
     text, _ = first.communicate(timeout=150)
     assert first.returncode == 1, text
     assert time.time() - (tmp_path / "run" / "failed").stat().st_mtime < 20, text
-    assert "in teardown" in text, "where it hangs"
+    assert "in _teardown" in text, "where it hangs"
 
 
 def test_a_run_ends_with_its_stacks_when_one_of_its_processes_hangs(start, tiny, pairs, tmp_path):
