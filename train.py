@@ -50,7 +50,8 @@ def job(cfg: DictConfig) -> float | None:
             check_settings(cfg, TRAINING)
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
-            with in_use(output_dir), queued_again(cfg.resume), mirrored(url, output_dir, resumes):
+            copy = contextlib.nullcontext() if url is None else mirrored(url, output_dir, resumes)
+            with in_use(output_dir), queued_again(cfg.resume), copy:
                 return get_method(task)(cfg, output_dir)
     finally:
         with contextlib.suppress(OSError):  # not there, or not empty
@@ -85,7 +86,7 @@ def main() -> None:
     def complete(arguments: list[str]) -> list[str]:
         return with_examples(with_run_settings(arguments))
 
-    with command_line(), hydras_errors("train"):
+    with command_line(trains=True), hydras_errors("train"):
         sys.argv[1:] = read_arguments(sys.argv[1:], "train", complete)
         run()
 

@@ -1,5 +1,6 @@
 """Training and prediction finish the batch that they are in, and then stop, when a signal tells them to."""
 
+import faulthandler
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +9,11 @@ import lightning.pytorch as L
 import torch
 from torch import distributed
 
-from callbacks.peers import peers
+from callbacks.shares import cpu_group, is_lost_peer
 from callbacks.signals import stop
+
+# Seconds for what a process does after another one has ended: a call that waits for that in NCCL does not return.
+SECONDS_TO_END = 100.0
 
 
 class GracefulStop(L.Callback):
@@ -53,7 +57,7 @@ class GracefulStop(L.Callback):
     def _agree(self) -> int:
         """The signal that any of the processes got, or 0. Waits for all processes, but for no device."""
         number = torch.tensor(int(stop.signal or 0))
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, peers.group)
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, cpu_group())
         return int(number)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -67,6 +71,8 @@ class GracefulStop(L.Callback):
         stop.check()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if is_lost_peer(exception):
+            faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=2)
         self._release()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

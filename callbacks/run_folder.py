@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from datamodules.files import remove_temporary
@@ -105,6 +106,17 @@ class RunFolder:
     def sampled_steps(self) -> dict[int, Path]:
         """The folders of `samples_of`, by step."""
         return _by_step(self.samples.glob("step-*"))
+
+    def files(self) -> dict[str, list[int]]:
+        """Return the size and time of each file by its path in the folder, without hidden and unprintable names."""
+        found = {}
+        for path in (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names):
+            name = str(path.relative_to(self.path))
+            if name.isprintable() and "/." not in f"/{name}" and path.is_file():
+                with suppress(FileNotFoundError):  # removed since
+                    facts = path.stat()
+                    found[name] = [facts.st_size, facts.st_mtime_ns]
+        return found
 
     def leftovers(self) -> list[Path]:
         """What a run may leave that saved nothing: all but weights and checkpoints. config.yaml comes last."""

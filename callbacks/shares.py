@@ -1,15 +1,25 @@
 """Samples divided among the processes of a run: process r of N takes r, r + N, r + 2N, ... of them."""
 
+import functools
 import itertools
 from typing import Any, TypeVar
 
 import lightning.pytorch as L
 from torch import distributed
 
-from callbacks.peers import peers
-
 Made = TypeVar("Made")
 NOTHING: Any = object()
+
+
+@functools.cache
+def cpu_group() -> Any:
+    """Create the processes' group for the CPU, on first use: what it exchanges does not wait for the GPUs."""
+    return distributed.new_group(backend="gloo")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error comes from the end of another process; gloo raises a RuntimeError without a class."""
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def divides(trainer: L.Trainer) -> bool:
@@ -27,7 +37,7 @@ def of_first(trainer: L.Trainer, mine: Made) -> Made:
     if trainer.world_size == 1:
         return mine
     held = [mine]
-    distributed.broadcast_object_list(held, src=0, group=peers.group)
+    distributed.broadcast_object_list(held, src=0, group=cpu_group())
     return held[0]
 
 
@@ -40,6 +50,6 @@ def of_all(trainer: L.Trainer, mine: list[Made]) -> list[Made]:
     if not divides(trainer):
         return mine
     made: list[Any] = [None] * trainer.world_size
-    distributed.all_gather_object(made, mine, peers.group)
+    distributed.all_gather_object(made, mine, cpu_group())
     rounds = itertools.zip_longest(*made, fillvalue=NOTHING)
     return [one for one in itertools.chain.from_iterable(rounds) if one is not NOTHING]

@@ -39,10 +39,6 @@ class Stopped(BaseException):
         self.immediate = immediate
 
 
-class Abandoned(BaseException):
-    """Another process of the run has failed, and has said why: this one ends, too. As `Stopped`, no Exception."""
-
-
 class Stop:
     """Handles the signals of one process.
 
@@ -64,7 +60,6 @@ class Stop:
     def _reset(self) -> None:
         self.signal: signal.Signals | None = None
         self.busy_with: str | None = None
-        self.abandoned = False
         self.on_signal: Callable[[int], None] = lambda number: None
         self._last_time = 0.0
         self._raised = False
@@ -100,21 +95,10 @@ class Stop:
         if self.signal is not None:
             raise Stopped(self.signal, where)
 
-    def abandon(self) -> None:
-        """From any thread: raise `Abandoned` in the main one, whatever it is busy with."""
-        self.abandoned = True
-        if self._previous and (main := threading.main_thread().ident):
-            signal.pthread_kill(main, signal.SIGTERM)  # ends a wait, too
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker: the main process decides
             return
         self._handled += 1
-        if self.abandoned:
-            raised, self._raised = self._raised, True
-            if not raised:
-                raise Abandoned
-            return
         now = time.monotonic()
         first = self.signal is None
         if not first and now - self._last_time < DEBOUNCE:
@@ -144,7 +128,7 @@ class Stop:
             if arrived := self._previous.keys() & set(numbers):
                 time.sleep(HANDLER_TIMEOUT)
                 stuck = self._previous and self._handled == handled
-                if stuck and self.busy_with is None and not self.abandoned:
+                if stuck and self.busy_with is None:
                     number = signal.Signals(max(arrived))
                     os.write(2, f"stopped by {number.name}\n".encode())
                     os._exit(128 + number)

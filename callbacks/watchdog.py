@@ -8,13 +8,8 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from callbacks.peers import peers
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import LOADING
-
-
-class HungError(Exception):
-    """Nothing was done for too long."""
 
 
 class Watchdog(L.Callback):
@@ -64,8 +59,6 @@ class Watchdog(L.Callback):
     def _end(self) -> None:
         sys.stderr.flush()
         faulthandler.dump_traceback(file=2, all_threads=True)
-        # Where others wait for it, or it for them, they end too.
-        peers.fail(HungError())
         what = f"error: nothing was done for {self.minutes:g} minutes (watchdog_minutes): where it waits is above"
         os.write(2, f"{what}; start again, with ckpt_path=last from the last saved step\n".encode())
         os._exit(1)

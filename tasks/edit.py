@@ -12,7 +12,6 @@ from omegaconf import DictConfig, ListConfig
 from callbacks.graceful_stop import GracefulStop
 from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.model_card.origin import published
-from callbacks.peers import peers
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
@@ -85,7 +84,6 @@ def make_pictures(
     silence_libraries()
     callbacks = [ImageWriter(str(folder), strips), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
-    peers.follow(trainer)
     records = folder / PREDICTIONS
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks.graceful_stop import GracefulStop
 from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
-from callbacks.peers import peers
 from callbacks.report.commands import example, predict_command
 from callbacks.report.page import shareable
 from callbacks.run_folder import RunFolder
@@ -148,7 +147,6 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
     callbacks = [*first, *configured, SaveConfig(run, settings, resolved), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=run.path)
-    peers.follow(trainer)
     # A run that was killed after its last step was saved still lacks its last pictures and report. Lightning skips
     # training where no step is left, so it is told of one more; StartOfTraining takes that back.
     trainer.fit_loop.epoch_loop.max_steps = max(cfg.trainer.max_steps, step + 1)

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from tasks.terminal import is_first_process, log, one_line_errors
 # How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
 INHERITED = "RETOUCH_OUTPUT_DIR"
 LOCK = ".lock"
-# What stands between a run and its copy in a bucket (`tasks.mirror`).
-MIRROR = ".mirror"
+# A note on the run's copy in a bucket (`tasks.mirror`).
+MIRROR = ".mirror.json"
 NOT_OF_A_RUN = (LOCK, MIRROR)
 # False while a config is only shown (--cfg): then no folder is made.
 BEGINS = ContextVar("begins", default=False)
@@ -103,6 +103,18 @@ def in_use(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let the processes that come here wait for each other; on a file system without locks they do not."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
 
 
 def by_one_process(folder: Path, work: Callable[[], None]) -> None:

@@ -9,13 +9,13 @@ import os
 import signal
 import stat
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from callbacks.peers import peers
-from callbacks.signals import Abandoned, Stopped
+from callbacks.signals import Stopped
 from datamodules.errors import UserError
 
 log = logging.getLogger("retouch")
@@ -43,6 +43,12 @@ OUT_OF_MEMORY = {
     "caption": "lower captioner.batch_size or captioner.max_area, or choose captioner/quantization=nf4",
     "": "close other programs on the GPU, or compute on the CPU by trainer.accelerator=cpu",
 }
+# Seconds in which a process that has failed prints its error: those that only notice its end wait for that.
+SECONDS_TO_SAY_WHY = 3.0
+LOST_PEER = (
+    "another process of this run has ended. Its own line says why; if it has none, it was killed, as by a system that "
+    "is out of memory, or its machine is gone. Start again, with ckpt_path=last from the last saved step."
+)
 # Of prctl(2): the signal that a process gets when its parent ends.
 PARENT_DEATH_SIGNAL = 1
 # The variables by which Lightning, torchrun and SLURM tell a process its rank.
@@ -72,13 +78,20 @@ def machine_count() -> int:
 
 
 @contextmanager
-def command_line() -> Iterator[None]:
-    """Around a whole command: set up logging, survive a closed or broken output pipe, answer mistakes in one line."""
+def command_line(trains: bool = False) -> Iterator[None]:
+    """Around a whole command: set up logging, survive a closed or broken output pipe, answer mistakes in one line.
+
+    Args:
+        trains: whether processes that Lightning has started are of no use without the first one, and end with it.
+    """
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # A killed torchrun leaves its processes running, beside those that are started in their place.
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if sys.platform == "linux":
+        # A killed torchrun leaves its processes running, next to those that are started in their place. Lightning stops
+        # the first process when another fails, and not the reverse; in NCCL the others react to nothing but SIGKILL.
+        alone = signal.SIGKILL if trains and started_by_lightning() else 0
+        number = signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else alone
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)
     try:
         yield
         sys.stdout.flush()
@@ -141,6 +154,8 @@ def silence_libraries() -> None:
     # Importing lightning sets its level: this must come after.
     for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Names the process that has failed, before it kills the others.
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp", "huggingface_hub"):
         warnings.filterwarnings("ignore", module=name)
     # adapter=full under autocast: norms whose weights are float32.
@@ -171,24 +186,19 @@ def one_line_errors(in_sweep: bool = False, task: str = "") -> Iterator[None]:
     except Stopped as stopped:
         if not stopped.immediate and not is_first_process() and not launched_from_outside():
             raise SystemExit(0) from None  # all stop alike: Lightning takes another status for a failure
-        if peers.fail(stopped) if stopped.immediate else is_first_process():
+        if is_first_process():
             print(_with_notes(str(stopped), stopped), file=sys.stderr)
         raise SystemExit(128 + stopped.signal) from None
-    except (Exception, Abandoned) as error:
-        in_sweep = in_sweep and not peers.connected  # the others do not go on
-        if not peers.fail(error):
-            if lost := peers.lost():
-                print(f"error: {lost}", file=sys.stderr)
-            raise SystemExit(1) from None
+    except Exception as error:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.distributed.is_initialized():
+            in_sweep = False  # the processes cannot continue together
         line = _one_line(error, task)
+        if line == LOST_PEER:
+            time.sleep(SECONDS_TO_SAY_WHY)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         line = _with_notes(line, error)
-    except BaseException as error:  # an exit that is none of ours
-        peers.fail(error)
-        raise
-    finally:
-        peers.part()
     rank = next((os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"), None)
     where = "" if rank is None else f" in process {rank}"
     print(f"error{where}: {line}", file=sys.stderr)
@@ -224,6 +234,10 @@ def _one_line(error: BaseException, task: str = "") -> str | None:
     import torch
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+    from callbacks.shares import is_lost_peer
+
+    if is_lost_peer(error):
+        return LOST_PEER
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of GPU memory: {OUT_OF_MEMORY.get(task, OUT_OF_MEMORY[''])}"
     if type(error).__module__.startswith(COMPILERS):

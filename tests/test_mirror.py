@@ -15,6 +15,7 @@ import torch
 
 from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
+from datamodules.files import replacing
 from datamodules.shards import transfer
 from tasks import mirror as module
 from tasks.mirror import Mirror
@@ -72,144 +73,160 @@ def test_a_fresh_machine_resumes_from_a_bucket_in_the_same_bits(bucket, run, sta
     shutil.rmtree(tmp_path / "outputs")
     fresh = [one for one in command if one != "resume=auto"]
     assert (
-        f"output_dir={URL} already contains a run: resume it with resume=auto" in run("train", *fresh, ok=False).error
+        f"output_dir={URL} already contains a run. Resume it with resume=auto." in run("train", *fresh, ok=False).error
     )
 
 
 @pytest.fixture
 def mirror(bucket, tmp_path):
+    """A copy of an empty folder."""
     configure_logging()
     folder = RunFolder(tmp_path / "run")
-    folder.config.parent.mkdir()
-    folder.config.write_text("a")
+    folder.path.mkdir()
     return Mirror(URL, folder)
 
 
-def test_a_run_goes_on_while_its_bucket_is_away_and_is_uploaded_afterwards(mirror, bucket, monkeypatch, capfd):
+@pytest.fixture
+def elsewhere(tmp_path):
+    folder = RunFolder(tmp_path / "elsewhere")
+    folder.path.mkdir()
+    return folder
+
+
+def save(run, step, files=()):
+    """Save a checkpoint of this step, as the last one of a run, and other files."""
+    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    for name in ("config.yaml", "metrics.csv", *files):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(f"of step {step}")
+    with replacing(run.checkpoint) as path:
+        path.write_text(f"of step {step}")
+
+
+def started(run):
+    """A copy of this folder, as a start makes it."""
+    copy = Mirror(URL, run)
+    copy.fetch(resumes=True)
+    return copy
+
+
+def content(run):
+    return {name: (run.path / name).read_bytes() for name in run.files()}
+
+
+def test_a_run_continues_while_its_bucket_is_away_and_is_uploaded_at_its_end(mirror, bucket, monkeypatch, capfd):
+    import obstore
+
+    monkeypatch.setattr(transfer, "PAUSE", 0.01)
+    put, away = obstore.put, threading.Event()
+    away.set()
+
+    def fail(*args, **more):
+        if away.is_set():
+            raise ConnectionResetError("reset")
+        return put(*args, **more)
+
+    monkeypatch.setattr(obstore, "put", fail)
+    mirror.fetch(resumes=True)
+    mirror.thread.start()
+    save(mirror.run, 2)
+    for _ in range(200):
+        if mirror.failure:
+            break
+        time.sleep(0.02)
+    line = f"note: not uploaded: output_dir: {URL} cannot be written: reset (5 attempts). The next upload includes it."
+    assert capfd.readouterr().err.count(line) == 1, "once for each checkpoint"
+    assert not names(bucket)
+    away.clear()
+    assert mirror.finish() == ""
+    assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
+
+
+def test_an_end_that_is_not_uploaded_is_one_line(mirror, bucket, tmp_path, monkeypatch):
     import obstore
 
     def fail(*args, **more):
         raise ConnectionResetError("reset")
 
-    with monkeypatch.context() as away:
-        away.setattr(obstore, "put", fail)
-        assert [mirror._try(), mirror._try()] == ["reset", "reset"]
-        said = f"note: {URL}: reset; the run goes on, and is uploaded when that is over\n"
-        assert capfd.readouterr().err == said, "once"
-        at_its_end = Mirror(URL, mirror.run)
-        at_its_end.start()
-        with pytest.raises(UserError, match=r"run is not all in s3://runs/of/snow: reset; the same command uploads it"):
-            at_its_end.finish(0.2)
-        at_its_end._thread.join()
-        capfd.readouterr()
-    assert mirror._try() is None
-    assert capfd.readouterr().err == f"{URL} has all of the run again\n"
-    assert names(bucket) == {"config.yaml"}
+    monkeypatch.setattr(transfer, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "TRIES", 2)
+    monkeypatch.setattr(obstore, "put", fail)
+    line = (
+        rf"not all of {mirror.run} is there: output_dir: {URL} cannot be written: reset .*The same command uploads it."
+    )
+    with pytest.raises(UserError, match=line), module.mirrored(URL, mirror.run.path, resumes=True):
+        save(mirror.run, 2)
 
 
 def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch):
     import obstore
 
-    checkpoints = mirror.run.checkpoint.parent
-    checkpoints.mkdir()
-    for name in ("last.ckpt", "step-000002.ckpt"):
-        (checkpoints / name).write_text(name)
-    mirror.run.finished.write_text("that it is finished")
+    save(mirror.run, 2, ["checkpoints/step-000001.ckpt", "finished.json"])
     order, put = [], obstore.put
 
     def noted(store, name, content, **more):
         order.append(name.rpartition("/")[2])
         if order[-1] == "config.yaml":  # meanwhile the run saves again
-            mirror.run.checkpoint.write_text("newer")
+            save(mirror.run, 4)
         return put(store, name, content, **more)
 
     monkeypatch.setattr(obstore, "put", noted)
     mirror._upload()
-    assert order == ["config.yaml", "step-000002.ckpt"]
+    assert order[-2:] == ["last.ckpt", "finished.json"]
+    last = bucket.get_object(Bucket="runs", Key="of/snow/checkpoints/last.ckpt")["Body"].read()
+    assert last == b"of step 2", "the weights of the newer one may not be there"
     mirror._upload()
-    assert order[2:] == ["last.ckpt", "finished.json"]
+    assert sorted(order[5:7]) == ["config.yaml", "metrics.csv"]
+    assert order[7:] == ["last.ckpt"]
 
 
-def test_a_folder_with_another_run_is_not_written_over(mirror, bucket, tmp_path):
-    mirror.run.checkpoint.parent.mkdir()
-    mirror.run.checkpoint.write_text("a")
+def test_a_folder_with_another_run_is_not_written_over(mirror, bucket, elsewhere):
+    save(mirror.run, 2)
     mirror._upload()
-    other = RunFolder(tmp_path / "other")
-    other.path.mkdir()
-    other.config.write_text("b")
-    with pytest.raises(UserError, match="both contain a run: remove the folder, or choose another output_dir"):
-        Mirror(URL, other).fetch(resumes=True)
-    assert other.config.read_text() == "b"
-    Mirror(URL, mirror.run).fetch(resumes=True)
-    assert mirror.run.config.read_text() == "a"
+    elsewhere.config.write_text("b")
+    line = (
+        f"output_dir={URL}: {elsewhere} has another run, or both .* Remove {elsewhere} to resume the bucket's run, or"
+    )
+    with pytest.raises(UserError, match=line):
+        started(elsewhere)
+    assert content(elsewhere) == {"config.yaml": b"b"}
+    started(mirror.run)
+    assert mirror.run.config.read_text() == "of step 2"
 
 
-def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, tmp_path, monkeypatch, capfd):
-    mirror.run.checkpoint.parent.mkdir()
-    for path in (mirror.run.checkpoint, mirror.run.metrics):
-        path.write_text("right")
+def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, elsewhere, monkeypatch, capfd):
+    save(mirror.run, 2)
     mirror._upload()
     monkeypatch.setattr(transfer, "PAUSE", 0.01)
     import obstore
 
     get, wrong = obstore.get, []
 
-    def flipped(store, name):
-        got = get(store, name)
-        if name in wrong:
+    def flipped(store, name, **more):
+        got = get(store, name, **more)
+        if more or name in wrong:
             return got
         wrong.append(name)
         return SimpleNamespace(stream=lambda: iter([b"wrong"]), attributes=got.attributes, meta=got.meta)
 
     monkeypatch.setattr(obstore, "get", flipped)
-    other = RunFolder(tmp_path / "other")
-    Mirror(URL, other).fetch(resumes=True)
-    assert (other.checkpoint.read_text(), other.metrics.read_text()) == ("right", "right")
+    started(elsewhere)
+    assert content(elsewhere) == content(mirror.run)
     assert "metrics.csv is not what was uploaded; attempt 2" in capfd.readouterr().err
 
 
-def save(run, step, files=()):
-    """A checkpoint of this step, as the last one of a run, and other files."""
-    run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    parts = {"state_dict": {}, "loops": {}, "optimizer_states": [], "lr_schedulers": [], "global_step": step}
-    torch.save(parts, run.checkpoint)
-    for name in ("config.yaml", "metrics.csv", *files):
-        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (run.path / name).write_text(f"of step {step}")
-
-
-def said(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
-
-
-def told(run):
-    """What a run's folder holds, without what is noted of its copy."""
-    return {name: content for name, content in said(run.path).items() if not name.startswith(".")}
-
-
-@pytest.fixture
-def elsewhere(tmp_path):
-    return RunFolder(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("with_older", [False, True])
-def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewhere, monkeypatch, with_older, twice):
-    """After each of its files, of a folder that was empty, or held an earlier state.
-
-    Twice: of a run that was killed when its last checkpoint had got its second name, and was not yet replaced.
-    """
+def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewhere, monkeypatch, with_older):
+    """After each of its files, in a folder that was empty, or contained an earlier state."""
     import obstore
 
     save(mirror.run, 2)
     mirror._upload()
-    older = told(mirror.run)
+    older = content(mirror.run)
     save(mirror.run, 4, ["lora/last/weights.safetensors", "finished.json", "checkpoints/step-000002.ckpt"])
-    if twice:
-        shutil.copy(mirror.run.checkpoint, mirror.run.checkpoint_of(4))
     if with_older:
-        Mirror(URL, elsewhere).fetch(resumes=True)
-        assert told(elsewhere) == older
+        started(elsewhere)
+        assert content(elsewhere) == older
     mirror._upload()
     get, gets = obstore.get, []
 
@@ -225,40 +242,94 @@ def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewher
     for allowed in range(10):  # noqa: B007 (`killed` uses it)
         gets.clear()
         try:
-            Mirror(URL, elsewhere).fetch(resumes=True)
+            started(elsewhere)
             break
         except KeyboardInterrupt:
             broken += 1
             done = elsewhere.checkpoint.read_bytes() if elsewhere.checkpoint.exists() else None
             assert done == (older["checkpoints/last.ckpt"] if with_older else None), "the last checkpoint comes last"
-    assert broken >= 3
-    assert told(elsewhere) == told(mirror.run)
+    assert broken == 6
+    assert content(elsewhere) == content(mirror.run)
     gets.clear()
-    Mirror(URL, elsewhere).fetch(resumes=True)
+    started(elsewhere)
     assert not gets
 
 
-@pytest.mark.parametrize(("here", "there"), [(4, 2), (2, 4), (4, 4), (None, 4), (4, None)])
-def test_of_a_folder_and_its_copy_the_one_with_more_steps_is_resumed(mirror, elsewhere, bucket, here, there):
-    """Also where what the bucket calls its checkpoint is not known here. None: a checkpoint that is damaged."""
-    save(elsewhere, 1)
-    copy = Mirror(URL, elsewhere)
-    copy._upload()
-    for run, step in ((elsewhere, here), (mirror.run, there)):
-        save(run, step or 6)
-        if step is None:
-            run.checkpoint.write_bytes(run.checkpoint.read_bytes()[:-30])
-    kept, new = told(elsewhere), told(mirror.run)
-    mirror.uploaded.read()
+def test_a_stale_folder_is_downloaded_again(mirror, elsewhere):
+    save(mirror.run, 2)
     mirror._upload()
-    copy = Mirror(URL, elsewhere)
-    copy.fetch(resumes=True)
-    newer_here = (here or 0) >= (there or 0)
-    assert told(elsewhere) == (kept if newer_here else new)
-    copy.start()
-    copy.finish()
-    for name, content in told(elsewhere).items():
-        assert bucket.get_object(Bucket="runs", Key=f"of/snow/{name}")["Body"].read() == content
+    there = started(elsewhere)
+    (mirror.run.path / "metrics.csv").write_text("a step that was not saved")
+    save(elsewhere, 4)
+    there._upload()
+    started(mirror.run)
+    assert content(mirror.run) == content(elsewhere)
+
+
+def test_a_folder_with_more_steps_is_uploaded(mirror, elsewhere):
+    """A run that was killed between its last checkpoint and the upload of that."""
+    save(mirror.run, 2)
+    mirror._upload()
+    save(mirror.run, 4)
+    again = started(mirror.run)
+    assert mirror.run.checkpoint.read_text() == "of step 4"
+    again._upload()
+    started(elsewhere)
+    assert content(elsewhere) == content(mirror.run)
+
+
+def test_two_runs_that_have_both_saved_are_refused(mirror, elsewhere):
+    save(mirror.run, 2)
+    mirror._upload()
+    there = started(elsewhere)
+    save(elsewhere, 6)
+    there._upload()
+    save(mirror.run, 4)
+    mine, theirs = content(mirror.run), content(elsewhere)
+    with pytest.raises(UserError, match=r"both have saved steps that the other lacks\. Remove"):
+        started(mirror.run)
+    assert content(mirror.run) == mine
+    assert there.files.keys() == theirs.keys()
+
+
+def test_a_machine_does_not_replace_what_another_has_saved_meanwhile(mirror, bucket, elsewhere, capfd):
+    save(mirror.run, 2)
+    mirror._upload()
+    there = started(elsewhere)
+    save(elsewhere, 6)
+    there._upload()
+    save(mirror.run, 4)
+    mirror.thread.start()
+    line = f"not all of {mirror.run} is there: output_dir={URL}: another machine has saved a checkpoint there."
+    assert line in mirror.finish()
+    assert bucket.get_object(Bucket="runs", Key="of/snow/checkpoints/last.ckpt")["Body"].read() == b"of step 6"
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_run_that_is_killed_while_it_uploads_a_checkpoint_resumes(mirror, bucket, monkeypatch, arrives):
+    """Whether the checkpoint has arrived or not."""
+    import obstore
+
+    save(mirror.run, 2)
+    mirror._upload()
+    save(mirror.run, 4)
+    put = obstore.put
+
+    def killed(store, name, *args, **more):
+        if not name.endswith("last.ckpt"):
+            return put(store, name, *args, **more)
+        if arrives:
+            put(store, name, *args, **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(obstore, "put", killed)
+        with pytest.raises(KeyboardInterrupt):
+            mirror._upload()
+    save(mirror.run, 6)  # it was killed a little later
+    again = started(mirror.run)
+    assert mirror.run.checkpoint.read_text() == "of step 6"
+    assert again._upload() == ""
 
 
 def test_a_bucket_that_was_emptied_gets_all_of_the_run_again(mirror, bucket):
@@ -267,21 +338,8 @@ def test_a_bucket_that_was_emptied_gets_all_of_the_run_again(mirror, bucket):
     everything = names(bucket)
     for name in everything:
         bucket.delete_object(Bucket="runs", Key=f"of/snow/{name}")
-    again = Mirror(URL, mirror.run)
-    again.fetch(resumes=True)
-    again.start()
-    again.finish()
+    started(mirror.run)._upload()
     assert names(bucket) == everything
-
-
-def test_a_folder_is_the_copy_of_one_bucket(mirror, bucket):
-    """gs://runs/of/snow has the same folder on this machine as s3://runs/of/snow."""
-    save(mirror.run, 2)
-    mirror._upload()
-    bucket.create_bucket(Bucket="other")
-    with pytest.raises(UserError, match=r"run is the copy of s3://runs/of/snow, not of s3://other/of/snow: remove the"):
-        Mirror("s3://other/of/snow", mirror.run).fetch(resumes=True)
-    bucket.delete_bucket(Bucket="other")
 
 
 def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, bucket, monkeypatch):
@@ -292,20 +350,18 @@ def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, 
 
     def lost(*args, **more):
         put(*args, **more)
-        raise ConnectionResetError("reset")
+        raise KeyboardInterrupt
 
-    kept = mirror.run.path / "metrics.csv"
-    kept.write_text("kept")
+    save(mirror.run, 2, ["checkpoints/step-000001.ckpt"])
     with monkeypatch.context() as interrupted:
         interrupted.setattr(obstore, "put", lost)
-        assert mirror._try() == "reset"
+        with pytest.raises(KeyboardInterrupt):
+            mirror._upload()
     (first,) = names(bucket)
     (mirror.run.path / first).unlink()
-    again = Mirror(URL, mirror.run)
-    again.fetch(resumes=True)
-    again.start()
-    again.finish()
-    assert names(bucket) == {"config.yaml", "metrics.csv"} - {first}
+    started(mirror.run)._upload()
+    assert names(bucket) == mirror.run.files().keys()
+    assert first not in names(bucket)
 
 
 def test_a_stuck_upload_does_not_hold_a_process_that_is_to_leave(mirror, monkeypatch):
@@ -313,20 +369,19 @@ def test_a_stuck_upload_does_not_hold_a_process_that_is_to_leave(mirror, monkeyp
 
     go = threading.Event()
     monkeypatch.setattr(obstore, "put", lambda *args, **more: {"e_tag": str(go.wait(20))})
-    mirror.start()
-    started = time.monotonic()
-    with pytest.raises(UserError, match=r"is not all in s3://runs/of/snow: \d s were not enough; the same command"):
-        mirror.finish(0.3)
-    assert time.monotonic() - started < 10
+    save(mirror.run, 2)
+    mirror.thread.start()
+    begun = time.monotonic()
+    assert "is there: there was no time. The same command uploads it." in mirror.finish(0.3)
+    assert time.monotonic() - begun < 10
     go.set()
 
 
-def test_what_nobody_has_thought_of_is_not_taken_for_uploaded(mirror, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda *args: None)
+def test_an_unexpected_error_is_not_taken_for_an_upload(mirror, monkeypatch):
+    monkeypatch.setattr(module, "TRIES", 1)
     monkeypatch.setattr(mirror, "_upload", lambda: 1 / 0)
-    mirror.start()
-    with pytest.raises(UserError, match="is not all in s3://runs/of/snow"):
-        mirror.finish()
+    mirror.thread.start()
+    assert "is there: division by zero. The same command" in mirror.finish()
 
 
 def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pairs, tmp_path, monkeypatch):
@@ -335,7 +390,7 @@ def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pai
     folder, places = tmp_path / local_folder(URL), tmp_path / "bin"
     places.mkdir()
     script = places / "scontrol"
-    script.write_text(f"#!/bin/sh\ncp {folder}/.mirror/uploaded.json {tmp_path}/at_requeue.json\n")
+    script.write_text(f"#!/bin/sh\ncp {folder}/.mirror.json {tmp_path}/at_requeue.json\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(places), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -369,45 +424,40 @@ def test_a_bucket_that_is_not_there_is_named_and_leaves_nothing(bucket, run, tin
     assert not (tmp_path / "outputs" / "mistyped" / "run").exists()
 
 
-def test_a_folder_that_is_gone_empties_no_bucket(mirror, bucket, capfd):
-    """Removed, or on a disk that is not mounted any more; nor does a part of it that is replaced just now."""
+def test_a_folder_that_is_gone_empties_no_bucket(mirror, bucket):
+    """Removed, or on a disk that is not mounted any more."""
     save(mirror.run, 2, ["lora/last/weights.safetensors"])
     mirror._upload()
     everything = names(bucket)
     away = mirror.run.path.with_name("away")
     mirror.run.path.rename(away)
-    assert mirror._try() == f"{mirror.run.path}: No such file or directory"
-    mirror.run.path.mkdir()
-    assert mirror._try() is None
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            mirror._upload()
+        mirror.run.path.mkdir(exist_ok=True)
     assert names(bucket) == everything
     shutil.rmtree(mirror.run.path)
     away.rename(mirror.run.path)
-    assert mirror._try() is None
+    mirror._upload()
     assert names(bucket) == everything
 
 
-def test_what_is_replaced_while_it_is_looked_for_stays_in_the_bucket(mirror, bucket, monkeypatch):
+def test_a_file_that_is_replaced_while_the_folder_is_listed_stays_in_the_bucket(mirror, bucket, monkeypatch):
     save(mirror.run, 2, ["lora/last/weights.safetensors"])
     mirror._upload()
-    files_of, weights = module.files_of, "lora/last/weights.safetensors"
+    files, weights = mirror.run.files, "lora/last/weights.safetensors"
     monkeypatch.setattr(
-        module, "files_of", lambda folder: {name: facts for name, facts in files_of(folder).items() if name != weights}
+        mirror.run, "files", lambda: {name: facts for name, facts in files().items() if name != weights}
     )
     mirror._upload()
     assert weights in names(bucket)
 
 
-def test_a_name_that_no_object_can_have_is_left_out(mirror, bucket, capfd):
+def test_a_name_that_no_object_can_have_is_left_out(mirror, bucket):
     save(mirror.run, 2)
     (mirror.run.path / os.fsdecode(b"\xff.png")).write_text("a picture")
-    assert [mirror._try(), mirror._try()] == [None, None]
+    mirror._upload()
     assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
-    assert capfd.readouterr().err.count(r"note: s3://runs/of/snow: \udcff.png is left out: ") == 1
-    (mirror.run.path / os.fsdecode(b"\xff.png")).unlink()
-    save(mirror.run, 4)
-    mirror.start()
-    mirror.finish()
-    assert bucket.get_object(Bucket="runs", Key="of/snow/metrics.csv")["Body"].read() == b"of step 4"
 
 
 def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere, bucket):
@@ -415,38 +465,17 @@ def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere,
         bucket.put_object(Bucket="runs", Key=key)
     save(mirror.run, 2)
     mirror._upload()
-    Mirror(URL, elsewhere).fetch(resumes=True)
-    assert told(elsewhere) == told(mirror.run)
-
-
-def test_what_is_removed_while_it_is_downloaded_is_looked_for_again(mirror, elsewhere, bucket, monkeypatch):
-    """By another machine, which rotates its checkpoints."""
-    import obstore
-
-    save(mirror.run, 2, ["checkpoints/step-000001.ckpt"])
-    mirror._upload()
-    get = obstore.get
-
-    def rotated(store, path, options=None):
-        bucket.delete_object(Bucket="runs", Key="of/snow/checkpoints/step-000001.ckpt")
-        return get(store, path, options=options)
-
-    monkeypatch.setattr(obstore, "get", rotated)
-    Mirror(URL, elsewhere).fetch(resumes=True)
-    assert elsewhere.checkpoint.read_bytes() == mirror.run.checkpoint.read_bytes()
-    assert not elsewhere.checkpoint_of(1).exists()
+    started(elsewhere)
+    assert content(elsewhere) == content(mirror.run)
 
 
 def test_a_damaged_note_costs_no_more_than_uploads(mirror, bucket, elsewhere):
     save(mirror.run, 2)
     mirror._upload()
-    mirror.uploaded.path.write_text("{")
-    again = Mirror(URL, mirror.run)
-    again.fetch(resumes=True)
-    again.start()
-    again.finish()
-    Mirror(URL, elsewhere).fetch(resumes=True)
-    assert told(elsewhere) == told(mirror.run)
+    mirror.note.write_text("{")
+    started(mirror.run)._upload()
+    started(elsewhere)
+    assert content(elsewhere) == content(mirror.run)
 
 
 def test_a_mistake_in_the_settings_is_said_at_once(bucket, run, tiny, tmp_path):
@@ -459,25 +488,18 @@ def test_a_mistake_in_the_settings_is_said_at_once(bucket, run, tiny, tmp_path):
 
 
 def test_what_is_no_file_is_not_waited_for(mirror, bucket):
+    save(mirror.run, 2)
     os.mkfifo(mirror.run.path / "pipe")
     (mirror.run.path / "loop").symlink_to("loop")
-    assert mirror._try() is None
-    assert names(bucket) == {"config.yaml"}
+    mirror._upload()
+    assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
 
 
-def test_with_several_machines_the_bucket_has_all_before_the_others_are_met(mirror, bucket, monkeypatch):
-    monkeypatch.setattr(module, "LOOK", 1000.0)
-    save(mirror.run, 2)
-    mirror.start(at_once=True)
-    assert "checkpoints/last.ckpt" in names(bucket)
-    mirror.finish()
-
-
-def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, tmp_path, monkeypatch):
+def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, elsewhere, monkeypatch):
     """It comes when the first one of its machine, which has started it, is at work in the folder."""
     save(mirror.run, 2)
     mirror._upload()
     for rank, downloads in (("1", False), ("0", True)):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with module.mirrored(URL, tmp_path / "machine", resumes=True):
-            assert (tmp_path / "machine" / "config.yaml").exists() == downloads
+        with module.mirrored(URL, elsewhere.path, resumes=True):
+            assert elsewhere.config.exists() == downloads

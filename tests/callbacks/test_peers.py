@@ -1,23 +1,27 @@
-"""The processes of a run end together: nobody waits for one that has failed."""
+"""The processes of a run end together: torchrun and Lightning stop the others when one fails."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 
-from tests.support.combinations import first
-from tests.support.commands import short, wait_until
+from tests.support.commands import ROOT, short, wait_until
 from tests.support.several_runs import DDP, start_ranks, start_two
+
+pytestmark = pytest.mark.slow
 
 LINES = {
     "mistake": "pair 7 is damaged: delete it",
     "memory": "out of GPU memory: lower data.batch_size",
     "disk": "No space left on device: /full",
     "error": "RuntimeError: nobody has thought of it",
-    "kill": "process {} of this run is gone: it was killed",
 }
+LOST = "another process of this run has ended. Its own line says why; if it has none, it was killed"
 
 
 @pytest.fixture
@@ -27,56 +31,88 @@ def failing(tiny, pairs, tmp_path):
     def failing(**how):
         settings = ", ".join(f"{name}: {value}" for name, value in how.items())
         fail = f"+callbacks.fail={{_target_: tests.support.probes.Fail, {settings}}}"
-        return [*short(tiny, pairs, tmp_path / "run", 6), *DDP, "save_every=1", fail]
+        return [*short(tiny, pairs, tmp_path / "run", 6), "trainer.strategy=ddp", "save_every=1", fail]
 
     return failing
 
 
-def assert_ended(processes, folder, rank, how):
-    """All within 30 s of the failure, with one line on it, behind a whole checkpoint of the step before."""
-    texts = [process.communicate(timeout=120)[0] for process in processes]
-    seconds = time.time() - (folder / "failed").stat().st_mtime
-    text = "".join(texts)
-    print(f"all ended {seconds:.1f} s after {how} of process {rank}")
-    assert seconds < 30, text
-    assert all(process.returncode for process in processes), text
-    line = LINES[how].format(rank)
-    assert text.count(line) == 1, text
-    assert text.count("Traceback") == text.count("Error executing job") == (how == "error"), text
-    if how != "error":
-        [said] = [text for text in texts if line in text]
-        assert line in said.splitlines()[-1], text
-        assert said.splitlines()[-1].startswith("error")
-    assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
+@pytest.fixture
+def launch(tmp_path):
+    """Start train.py in two processes, by torchrun or by Lightning."""
+    started = []
+
+    def launch(launcher, overrides):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command = torchrun if launcher == "torchrun" else []
+        arguments = [*overrides, *([] if command else ["trainer.devices=2"])]
+        command = [sys.executable, *command, str(ROOT / "train.py"), *map(str, arguments)]
+        with (tmp_path / "log").open("w") as log:
+            started.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        for one in members(process.pid):
+            one.kill()
+        process.wait()
 
 
-@pytest.mark.slow
+def members(session):
+    """The processes of a session that run, without those that stand for a library that hangs."""
+    found = []
+    for one in psutil.process_iter():
+        try:
+            if os.getsid(one.pid) == session and one.status() != psutil.STATUS_ZOMBIE and one.name() != "sleep":
+                found.append(one)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
 @pytest.mark.parametrize(
-    ("rank", "how", "others"),
-    first(
-        1,
-        [
-            (1, "kill", "hang"),
-            (1, "mistake", "step"),
-            (0, "disk", "sleep"),
-            (1, "memory", "hang"),
-            (0, "kill", "step"),
-        ],
-    ),
+    ("launcher", "rank", "how", "others"),
+    [
+        ("lightning", 0, "kill", "hang"),
+        ("torchrun", 1, "kill", "step"),
+        ("lightning", 1, "kill", "hang"),
+        ("lightning", 1, "mistake", "step"),
+        ("lightning", 0, "memory", "hang"),
+        ("torchrun", 0, "error", "step"),
+        ("torchrun", 0, "disk", "hang"),
+    ],
 )
-def test_all_end_when_one_fails_whatever_the_others_wait_for(start, failing, tmp_path, rank, how, others):
-    """In a step of gloo, in Python, or in a library that does not come back, as NCCL where a process is missing."""
-    processes = start_two(start, [failing(rank=rank, how=how, others=others)])
-    assert_ended(processes, tmp_path / "run", rank, how)
+def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, others):
+    """In a step of gloo, or in a library that does not return, as NCCL when a process is missing."""
+    process = launch(launcher, failing(rank=rank, how=how, others=others))
+    wait_until((tmp_path / "run" / "failed").exists, process, 150)
+    failed = (tmp_path / "run" / "failed").stat().st_mtime
+    while members(process.pid) and time.time() - failed < 60:
+        process.poll()
+        time.sleep(0.1)
+    seconds = time.time() - failed
+    status, text = process.wait(60), (tmp_path / "log").read_text()
+    print(f"{launcher}: all ended {seconds:.1f} s after {how} of process {rank}, status {status}")
+    assert seconds < (45 if (launcher, others) == ("torchrun", "hang") else 20), text  # torchrun kills after 30 s
+    assert status, text
+    if how != "kill":
+        assert text.count(LINES[how]) == 1, text
+    elif rank == 1:
+        lines = {"torchrun": "Signal 9 (SIGKILL) received by PID", "lightning": "terminated with code -9. Forcefully"}
+        assert LOST in text or lines[launcher] in text, text
+    assert text.count("Error executing job") == (how == "error"), text
+    assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["error", "kill"])
-def test_the_command_that_started_the_others_ends_with_the_line_of_the_one_that_failed(start, failing, tmp_path, how):
-    assert_ended([start("train", *failing(rank=1, how=how))], tmp_path / "run", 1, how)
+def test_a_process_that_cannot_end_after_another_one_has_is_ended(start, failing, tmp_path):
+    """Processes such as srun starts, which stops none when another fails."""
+    hang = "+callbacks.hang._target_=tests.support.probes.HangAtTheEnd"
+    first, _ = start_two(start, [[*failing(rank=1, how="kill"), "trainer.devices=2", hang]])
+    text, _ = first.communicate(timeout=150)
+    assert first.returncode == 1, text
+    assert time.time() - (tmp_path / "run" / "failed").stat().st_mtime < 20, text
+    assert "in _teardown" in text, "where it hangs"
 
 
-@pytest.mark.slow
 def test_a_run_ends_with_its_stacks_when_one_of_its_processes_hangs(start, tiny, pairs, tmp_path):
     """A stopped process: the other one waits for it, and notices."""
     hold = "+callbacks.hold={_target_: tests.support.hold.HoldOnce, step: 2, marker: " + str(tmp_path / "held") + "}"
@@ -98,21 +134,8 @@ def test_a_run_ends_with_its_stacks_when_one_of_its_processes_hangs(start, tiny,
     assert checkpoint["global_step"] in (1, 2)
 
 
-@pytest.mark.slow
-def test_a_process_whose_first_one_fails_before_they_meet_ends_in_a_line(start, tiny, pairs, tmp_path):
-    """In the second of two runs, for which they have formed their group."""
-    runs = [[*short(tiny, pairs, tmp_path / str(number), 1), *DDP] for number in range(2)]
-    ranks = start_ranks(start, [[runs[0], [*runs[1], "data.root=nowhere"]], runs])
-    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], texts
-    assert texts[0].count("error: data.root=nowhere") == 1
-    assert texts[1].count("error in process 1: the first process of this run has ended: its own line says why") == 1
-    assert "Traceback" not in "".join(texts)
-
-
-@pytest.mark.slow
 def test_processes_that_see_different_folders_are_told_so(start, tiny, pairs, tmp_path):
-    """Else one would go on from a checkpoint, and the other begin."""
+    """Else one would resume from a checkpoint, and the other begin."""
     done = start("train", *short(tiny, pairs, tmp_path / "0", 2))
     assert done.wait(60) == 0
     runs = [[*short(tiny, pairs, tmp_path / str(rank), 4), *DDP, "resume=auto"] for rank in range(2)]
@@ -121,3 +144,14 @@ def test_processes_that_see_different_folders_are_told_so(start, tiny, pairs, tm
     assert [rank.returncode for rank in ranks] == [1, 1], texts
     line = "process 1 starts after step 0, the first one after step 2: output_dir must be a folder that all machines"
     assert "".join(texts).count(line) == 1, texts
+
+
+def test_a_process_whose_first_one_fails_before_they_meet_ends_in_a_line(start, tiny, pairs, tmp_path):
+    """The second of two runs, for which they have formed their group."""
+    runs = [[*short(tiny, pairs, tmp_path / str(number), 1), *DDP] for number in range(2)]
+    ranks = start_ranks(start, [[runs[0], [*runs[1], "data.root=nowhere"]], runs])
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], texts
+    assert texts[0].count("error: data.root=nowhere") == 1
+    assert texts[1].count(f"error in process 1: {LOST}") == 1
+    assert "Traceback" not in "".join(texts)
