@@ -108,9 +108,9 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
     settings = [f"adapter={adapter}", f"adapter.rank_schedule={kind}", "adapter.target_modules=all-linear"]
     settings += ["optimizer.lr=3e-2", "scheduler=constant", "trainer.accumulate_grad_batches=2"]
     settings += ["model.gradient_checkpointing=true", "model.dtype=bfloat16"]
+    settings += ["model.sampling.num_inference_steps=3"]
     common = short(tiny, pairs, tmp_path / "run", 3, shown=True)
-    pictures = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=3"]
-    run("train", *common, *settings, *pictures, "sample_every=1")
+    run("train", *common, *settings, "callbacks.sample_images.count=1", "sample_every=1")
     run("train", *short(tiny, pairs, tmp_path / "without", 3), *settings)
     assert lora_bytes(tmp_path / "run") == lora_bytes(tmp_path / "without")
     image = pairs / "control_images" / "00.png"

@@ -87,7 +87,7 @@ def check_weight_names(names: Sequence[str], class_name: str, where: str) -> Non
     """Raise a UserError where none of the files is one that the library of a class reads; it names those there."""
     import diffusers
 
-    library = "diffusers" if hasattr(diffusers, class_name) else "transformers"
+    library = "diffusers" if class_name in dir(diffusers) else "transformers"  # imports no class
     usual, *others = USUAL[library]
     if any(name in names for whole in (usual, *others) for name in (whole, f"{whole}.index.json")):
         return

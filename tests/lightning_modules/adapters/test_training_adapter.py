@@ -274,7 +274,7 @@ def test_a_file_or_a_repository_of_the_hub(file, tmp_path, monkeypatch):
 
 UNREACHABLE = (
     "owner/other is no folder here and huggingface.co cannot be reached: check the network (and HF_HUB_OFFLINE), or "
-    "pass the path of a downloaded copy"
+    "pass the path of a downloaded copy; it is not in the hub's cache"
 )
 
 

@@ -140,7 +140,7 @@ def test_run_and_prediction_with_offloading_are_the_same(run, tiny, pairs, tmp_p
             path for path in sorted((tmp_path / name).rglob("*.png")) if "lora" not in path.relative_to(tmp_path).parts
         ]
         pictures.append([path.read_bytes() for path in found])
-    assert len(pictures[0]) == 10  # four before, four after, the grid, and a prediction
+    assert len(pictures[0]) == 11  # four before, four after, the grid, a prediction, and the image that it edits
     assert pictures[0] == pictures[1]
     assert lora_bytes(tmp_path / "whole") == lora_bytes(tmp_path / "offloaded")
 
