@@ -16,9 +16,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
-from datamodules.files import remove_temporary
-from datamodules.shards.leases import Leases
-from datamodules.shards.places import Folder
 from tasks.resuming import check_resume, newest_run
 from tasks.terminal import is_first_process, log, one_line_errors
 
@@ -68,8 +65,11 @@ def new_folder(pattern: str) -> str:
 
 
 @contextmanager
-def in_use(folder: Path) -> Iterator[None]:
+def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
     """Keep other commands out of a folder; the lock goes with the process, however it ends.
+
+    Args:
+        wait: for a command that holds the lock, in place of an error.
 
     Raises:
         UserError: another command holds it.
@@ -88,12 +88,15 @@ def in_use(folder: Path) -> Iterator[None]:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.EACCES):
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    log.warning(f"note: no locks in {folder} ({error.strerror}): write there by one command at a time")
+                    break
+                if not wait:
                     raise UserError(
                         f"output_dir={folder} is in use by another command: choose another folder, or wait for it"
                     ) from error
-                log.warning(f"note: no locks in {folder} ({error.strerror}): write there by one command at a time")
-                break
+                log.info(f"another command is filling {folder}: waiting for it")
+                fcntl.lockf(file, fcntl.LOCK_EX)
             try:
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     break
@@ -106,20 +109,15 @@ def in_use(folder: Path) -> Iterator[None]:
 
 
 def by_one_process(folder: Path, work: Callable[[], None]) -> None:
-    """Let one of the processes that come here at the same time do this, and return when it is done.
+    """Have the processes that come here at the same time do this one after the other.
 
     Args:
-        folder: that they all see; it holds nothing else.
+        folder: a folder that they all see.
     """
-    leases = Leases(Folder(folder))
-
-    def wait() -> None:
-        time.sleep(leases.root.look)
-
-    with leases.working(wait):
-        leases.once("work", work, wait)
-    leases.close()
-    remove_temporary(folder.glob("*/.*.tmp"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        work()
 
 
 def require_empty(folder: Path) -> None:

@@ -5,13 +5,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from datamodules.shards.index_arrays import read_arrays
 
 from benchmarks.made_up_cache import rows, write
 from datamodules.shards import manifest
 from datamodules.shards.cache import Cache
 from datamodules.shards.copied import open_copied
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.index_arrays import read_arrays
 from datamodules.shards.names import Names
 from datamodules.shards.tar import read_rows, size_of
 from datamodules.sizes import Sizes
