@@ -65,9 +65,7 @@ def clean(cfg: DictConfig, _: Path) -> None:
     used = data.cache(module).folder
     if "://" in data.cache_dir:
         where = without_credentials(data.cache_dir)
-        raise UserError(
-            f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these."
-        )
+        raise UserError(f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these.")
     places = (module.base.source.kept(torch.device(kind)) for kind in DEVICES)
     kept = [place.folder for place in places if place is not None]
     found: list[tuple[Path, str, float]] = []

@@ -25,6 +25,8 @@ LOCK = ".lock"
 # What stands between a run and its copy in a bucket (`tasks.mirror`).
 MIRROR = ".mirror"
 NOT_OF_A_RUN = (LOCK, MIRROR)
+# Tasks that write to data.cache_dir, not to output_dir.
+IN_CACHE_DIR = ("cache", "clean")
 # False while a config is only shown (--cfg): then no folder is made.
 BEGINS = ContextVar("begins", default=False)
 
@@ -158,7 +160,8 @@ def make_folder(config: DictConfig, key: str) -> Path:
         UserError: it cannot be made; or the processes were started from elsewhere, and each would choose a folder.
     """
     alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
-    if OmegaConf.is_interpolation(config, "output_dir") and not alone and INHERITED not in os.environ:
+    unnamed = OmegaConf.is_interpolation(config, "output_dir") and config.task not in IN_CACHE_DIR
+    if unnamed and not alone and INHERITED not in os.environ:
         raise UserError("several processes that the command has not started itself need output_dir=FOLDER")
     if "resume" in config:
         check_resume(config)
