@@ -64,8 +64,10 @@ class BucketCache(Cache):
 
     def seal(self, shard: OpenShard) -> None:
         super().seal(shard)
-        for path in (shard.path, rows_path(shard.path)):
+        tar, rows = shard.path, rows_path(shard.path)
+        for path in (tar, rows):
             self.bucket.write(path.name, path)
+        for path in (rows, tar):  # `recover` looks for tars
             path.unlink()
 
     def recover(self) -> None:
