@@ -1,7 +1,9 @@
 """data.cache_dir=s3://...: caches that are built in a bucket and streamed from there."""
 
+import os
 import re
 import shutil
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.support.commands import kill_when, short
 from tests.support.hold import hold_build
 from tests.support.latents import content, fill
 from tests.support.pictures import make_pairs
+from tests.support.several_runs import as_rank
 
 URL = "s3://caches/of/all"
 NAME = "0123456789abcdef"
@@ -113,6 +116,30 @@ def test_a_build_that_is_killed_continues_on_a_machine_that_has_nothing_of_it(
     elsewhere(tmp_path, monkeypatch, "another")
     assert encoded(run("predict", *command)) == 20 - kept
     assert content(downloaded(bucket, tmp_path / "copy")) == content(only(tmp_path / "whole"))
+
+
+def as_machine(rank, port):
+    """Make this process the only one of its machine."""
+    as_rank(rank, port)
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+
+
+def test_machines_without_a_common_disk_build_one_cache(bucket, run, start, tiny, tmp_path, monkeypatch):
+    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 4)
+    run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    folders = [elsewhere(tmp_path, monkeypatch, name) for name in ("first", "second")]
+    processes = [
+        start("predict", *bucket_overrides(tiny, root, tmp_path), before=partial(as_machine, rank, port), cwd=folder)
+        for rank, folder in enumerate(folders)
+    ]
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert ["encoded 8 samples" in text for text in texts] == [True, False]
+    copy = downloaded(bucket, tmp_path / "copy")
+    assert content(copy) == content(only(tmp_path / "whole"))
+    assert [facts["samples"] for facts in copy.manifest()["shards"].values()] == [4, 4]
 
 
 def new_cache():

@@ -261,7 +261,7 @@ def test_full_disk_is_one_line_and_what_was_written_stays(tmp_path):
 def test_of_several_lists_of_checksums_the_last_one_counts(tmp_path):
     """Whatever they are called: each process has its own, until they are merged."""
     cache, file = Cache(tmp_path / "cache", {}), tmp_path / "a.png"
-    for number, process in enumerate(("b", "a", "d", "c")):
+    for number, process in enumerate((1, 0, 3, 2)):
         file.write_text(f"{number}" * (number + 1))
         cache.checksums.add(process, [hash_file(file)])
         assert cache.checksums.known().get(file) == sha256(file)
