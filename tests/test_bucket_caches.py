@@ -253,6 +253,14 @@ def test_a_name_that_is_not_found_once_is_asked_for_again(bucket, monkeypatch):
     assert failures
 
 
+def test_a_bucket_that_is_not_there_is_named(bucket, run, tiny, pairs, tmp_path):
+    command = [*cache_overrides(tiny, pairs, tmp_path), "data.cache_dir=s3://mistyped/cache"]
+    error = run("predict", *command, ok=False).error
+    assert re.fullmatch(
+        r"error: data.cache_dir: s3://mistyped/cache/\w+ is not there: there is no bucket mistyped", error
+    )
+
+
 def test_a_url_that_is_no_bucket_is_refused(run, tiny, pairs, tmp_path):
     settings = [*short(tiny, pairs, tmp_path / "run", 1), "data.cache_dir=https://host/folder"]
     line = "data.cache_dir=https://host/folder: name a folder, or one in s3://, gs:// or az://"

@@ -65,6 +65,10 @@ def test_two_processes_build_the_cache_that_one_builds(run, start, tiny, mixed, 
     shards = only(tmp_path / "two").manifest()["shards"]
     names = [f"latents-{rank:05d}-000000.tar" for rank in range(2)]
     assert {name: facts["samples"] for name, facts in shards.items()} == dict.fromkeys(names, 4)
+    (mixed / "training_images" / "02.txt").write_text("another caption")
+    text, _ = start("predict", *two).communicate(timeout=120)
+    assert "encoded 1 sample;" in text, "one process has nothing to do"
+    names.append("latents-00000-000001.tar")
     left = {".used", "files.jsonl", "index.jsonl", "manifest.json", "preview.png", *names}
     assert {path.name for path in only(tmp_path / "two").folder.iterdir()} == left
 
