@@ -9,14 +9,11 @@ from omegaconf import DictConfig
 from callbacks.run_folder import shorten
 from callbacks.signals import stop
 from tasks.arguments import hydras_errors, read_arguments
-from tasks.folders import in_use
+from tasks.folders import IN_CACHE_DIR, in_use
 from tasks.keys import check_keys, check_read, chosen_task
 from tasks.resolvers import CONF
 from tasks.settings import PREDICTION, check_settings
 from tasks.terminal import command_line, end_workers, one_line_errors
-
-# These write to data.cache_dir, not to output_dir.
-IN_CACHE_DIR = ("cache", "clean")
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")

@@ -49,22 +49,17 @@ def start(folder: Path, gpus: int) -> dict[str, Any]:
     return found
 
 
-def starting(folder: Path, samples: int, shards: int, gpus: int, without: bool) -> list[dict[str, Any]]:
-    """One row with index.npz, and one without it where that is wanted."""
+def starting(folder: Path, samples: int, shards: int, gpus: int) -> dict[str, Any]:
+    """Return the row of a cache with so many samples."""
     print(f"writing the index of {samples:,} samples ...", file=sys.stderr)
     write(folder, samples, shards)
-    rows = []
-    for kind in ["index.npz", *(["index.jsonl"] if without else [])]:
-        if kind == "index.jsonl":
-            (folder / "index.npz").unlink()
-        found = start(folder, gpus)
-        rows.append(
-            {"samples": samples, "shards": shards, "read": kind, "seconds": found["first"]}
-            | {"MB of imports": found["imported_mb"], "MB beside them": found["held_mb"] - found["imported_mb"]}
-            | {"MB at the peak": found["peak_mb"]}
-            | {f"resume: {place}": seconds for place, seconds in found["resumed"].items()}
-        )
-    return rows
+    found = start(folder, gpus)
+    return {
+        **{"samples": samples, "shards": shards, "seconds": found["first"]},
+        **{"MB of imports": found["imported_mb"], "MB beside them": found["held_mb"] - found["imported_mb"]},
+        "MB at the peak": found["peak_mb"],
+        **{f"resume: {place}": seconds for place, seconds in found["resumed"].items()},
+    }
 
 
 def streaming(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -131,8 +126,8 @@ def main() -> None:
     given = parsed()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         place, few = Path(folder), -(-given.cached // SAMPLES_OF_A_SHARD)
-        cached = starting(place / "cached", given.cached, few, given.gpus, without=True)
-        large = starting(place / "large", given.samples, given.shards, given.gpus, without=False)
+        cached = starting(place / "cached", given.cached, few, given.gpus)
+        large = starting(place / "large", given.samples, given.shards, given.gpus)
     assumed = [
         {"option": name, "value": getattr(given, name), "what": unit, "because": reason}
         for name, (_, unit, reason) in ASSUMED.items()
@@ -148,7 +143,7 @@ def main() -> None:
         )
     ]
     parts = {
-        "Starting with data.shards=FOLDER, and resuming": [*cached, *large],
+        "Starting with data.shards=FOLDER, and resuming": [cached, large],
         f"Streaming to {given.gpus} GPUs, simulated": streaming(given),
         f"An epoch of {given.samples:,} samples on {given.gpus} GPUs, by arithmetic": costs(given),
         "Assumed": assumed,

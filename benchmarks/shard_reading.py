@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from datamodules.sampler import SizeBatchSampler
 from datamodules.shards.cache import Cache
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.opened import LocalTars
-from datamodules.shards.reader import LatentReader, ThreadedLoader
+from datamodules.shards.reader import LatentReader, Tars, ThreadedLoader
 
 WORKERS = 2
 
@@ -98,7 +97,7 @@ def memory(cache: Cache, rows: int) -> str:
     samples = [row for row in known if "key" in row]
     many = ({**samples[number % len(samples)], "id": str(number)} for number in range(rows))
     index = ShardIndex(itertools.chain((row for row in known if "key" not in row), many))
-    read = LatentReader(LocalTars(cache.folder), index, range(rows), index.keys, empty_prompt=False)
+    read = LatentReader(Tars(cache.folder), index, range(rows), index.keys, empty_prompt=False)
     sampler = SizeBatchSampler(index.sizes, 1, seed=0)
     held = {}
     for number, _ in enumerate(ThreadedLoader(read, sampler, WORKERS), 1):
@@ -118,7 +117,7 @@ def main() -> None:
     try:
         cache = write(folder, count := arguments.samples)
         index = ShardIndex(cache.rows())
-        shards = LatentReader(LocalTars(cache.folder), index, range(count), index.keys, empty_prompt=False)
+        shards = LatentReader(Tars(cache.folder), index, range(count), index.keys, empty_prompt=False)
         files = Files(folder / "files")
         print(
             f"{count} samples of {cache.manifest()['bytes'] / count / 1e6:.2f} MB; medians of {arguments.rounds} rounds"

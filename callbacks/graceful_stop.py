@@ -2,7 +2,6 @@
 
 import faulthandler
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
@@ -21,17 +20,10 @@ class GracefulStop(L.Callback):
 
     Training ends as it does at its last step, so that it is saved; prediction raises `Stopped`. This must be the last
     callback, because what the others do after a batch is part of that batch.
-
-    Args:
-        pass_on: gives a signal to processes that this one has started, beside those of the trainer.
     """
-
-    def __init__(self, pass_on: Callable[[int], None] = lambda number: None) -> None:
-        self.pass_on = pass_on
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         def pass_on(number: int) -> None:
-            self.pass_on(number)
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(number)
             if trainer.predicting:

@@ -14,7 +14,6 @@ from torch import Tensor
 from datamodules.batch import LatentBatch
 from datamodules.encoding import EncodeRequest, EncodingDataModule
 from datamodules.shards.cache import Cache
-from datamodules.shards.leases import Leases, unit_name
 from datamodules.shards.tar import OpenShard, prompt_id
 from lightning_modules.edit_module import EditModule
 
@@ -22,32 +21,23 @@ log = logging.getLogger("retouch")
 
 
 class ShardWriter(BasePredictionWriter):
-    """Appends each sample to a tar of its unit as soon as it is encoded.
+    """Appends each sample to a tar of this process's rank as soon as it is encoded.
 
     Args:
-        cache: where to.
+        cache: the cache that is filled.
         shard_size: bytes at which a tar is full.
-        leases: where a unit is noted as done.
-        share: of all that is to be encoded, that of the data at hand.
-        before: what this process has already encoded for this build, as in `encoded` and `added`.
 
     Attributes:
-        encoded: samples, by this process.
-        added: likewise prompts of samples that were there already.
+        encoded: number of samples that this process has encoded.
+        added: number of prompts that it has encoded for samples that were there already.
     """
 
-    def __init__(
-        self, cache: Cache, shard_size: int, leases: Leases, share: float, before: tuple[int, int] = (0, 0)
-    ) -> None:
+    def __init__(self, cache: Cache, shard_size: int) -> None:
         super().__init__(write_interval="batch")
         self.cache = cache
         self.shard_size = shard_size
-        self.leases = leases
-        self.share = share
-        self.encoded, self.added = before
+        self.encoded = self.added = 0
         self._shard: OpenShard | None = None
-        self._unit: int | None = None
-        self._is_first = True
 
     def write_on_batch_end(
         self,
@@ -60,24 +50,20 @@ class ShardWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         assert isinstance(pl_module, EditModule)
-        self.leases.require_mine()
-        if batch.unit != self._unit:
-            self._end_unit()
-            self._unit = batch.unit
-        self._write(pl_module, batch, *prediction)
+        self._write(trainer.global_rank, pl_module, batch, *prediction)
         self.encoded += batch.is_new
         self.added += 0 if batch.is_new else len(batch.texts)
-        is_first, self._is_first = self._is_first, False
-        if is_first:
+        if batch_idx == 0 and trainer.is_global_zero and self.cache.on_disk:
             data = EncodingDataModule.of(trainer)
             items = data.requests.items
             new = sum(one.is_new for one in items)
             own = sum(len(one.preserved) + (1 + len(one.view.sample.prompts) if one.is_new else 0) for one in items)
             prompts = own if pl_module.condition_images.text_sees_them else len(data.all_prompts())
-            self._compare_with_free_space(round(new / self.share), round(prompts / self.share))
+            self._compare_with_free_space(new * trainer.world_size, prompts * trainer.world_size)
 
     def _write(
         self,
+        rank: int,
         module: EditModule,
         request: EncodeRequest,
         latents: LatentBatch | None,
@@ -86,7 +72,7 @@ class ShardWriter(BasePredictionWriter):
         if self._shard is None or self._shard.size >= self.shard_size:
             if self._shard is not None:
                 self.cache.seal(self._shard)
-            self._shard = self.cache.open_shard(request.unit, self.shard_size)
+            self._shard = self.cache.open_shard(rank, self.shard_size)
         shard = self._shard
         images = request.images if module.condition_images.text_sees_them else []
         raw = request.raw
@@ -121,25 +107,16 @@ class ShardWriter(BasePredictionWriter):
         assert self._shard is not None
         prompt, sample = self._shard.rows[0]["bytes"], self._shard.rows[-1]["bytes"]
         needed, free = samples * sample + prompts * prompt, shutil.disk_usage(self.cache.folder).free
-        if self.cache.on_disk and needed > free:
+        if needed > free:
             log.warning(
                 f"note: {samples} samples and {prompts} prompts like the first need {decimal(needed)}, "
                 f"{self.cache.folder} has "
                 f"{decimal(free)} free"
             )
 
-    def _end_unit(self) -> None:
-        """Seal the tar of the unit at hand, and note that it is done, and by whom."""
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._shard is not None:
             self.cache.seal(self._shard)
-            self._shard = None
-        if self._unit is not None:
-            self.leases.write(f"encoded-{self.leases.me}.json", [self.encoded, self.added])
-            self.leases.finish(unit_name(self._unit))
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._end_unit()
-        self._unit = None
 
 
 def _tensors(latents: LatentBatch, with_std: bool) -> Iterator[tuple[str, Tensor]]:

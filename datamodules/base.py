@@ -57,13 +57,7 @@ class DataModule(L.LightningDataModule):
 
 
 class PromptData(DataModule, ABC):
-    """Data of trainer.predict, whose prompts are encoded before anything else.
-
-    Attributes:
-        local_processes: how many share this machine's memory, beside those of the trainer.
-    """
-
-    local_processes: int = 1
+    """Data of trainer.predict, whose prompts are encoded before anything else."""
 
     @abstractmethod
     def all_prompts(self) -> list[PromptRequest]:

@@ -26,8 +26,7 @@ from datamodules.shards.copied import check_preserved, hold_out, open_copied
 from datamodules.shards.failures import shown
 from datamodules.shards.fingerprint import fingerprint, fingerprint_parts, memo
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.opened import LocalTars, Tars
-from datamodules.shards.reader import LatentReader, ThreadedLoader
+from datamodules.shards.reader import LatentReader, Tars, ThreadedLoader
 
 if TYPE_CHECKING:
     from datamodules.streamed import StreamedDataModule
@@ -64,7 +63,7 @@ def cached(shards: str | None, **settings: Any) -> "PairsDataModule | StreamedDa
     if settings["cache_dir"] is None:
         if shards is not None or settings["max_tokens_per_batch"] is not None:
             raise UserError("data.shards and data.max_tokens_per_batch need cached latents: set data.cache_dir too")
-        for name in ("cache_dir", "cache_limit", "shard_size", "max_tokens_per_batch"):
+        for name in ("cache_dir", "shard_size", "max_tokens_per_batch"):
             del settings[name]
         return PairsDataModule(**settings)
     if shards is None or Path(shards).expanduser().is_dir():
@@ -88,12 +87,11 @@ class CachedDataModule(PairsDataModule):
     """Encoded samples in shards on this machine: those of data.root, or all that a folder holds.
 
     Args:
-        cache_dir: holds a folder for each fingerprint; may be in a bucket.
+        cache_dir: holds a folder for each fingerprint. One in a bucket is filled, but never read from.
         shards: the folder of a cache, instead of data.root.
         max_tokens_per_batch: instead of batch_size, the most tokens that the transformer sees at once: large pictures
             come in small batches, small ones in large.
         shard_size: bytes at which a new tar is begun.
-        cache_limit: bytes that this machine keeps of a cache_dir in a bucket.
         settings: of `PairsDataModule`.
     """
 
@@ -105,7 +103,6 @@ class CachedDataModule(PairsDataModule):
         shards: str | None,
         max_tokens_per_batch: int | None,
         shard_size: int,
-        cache_limit: int,
         **settings: Any,
     ) -> None:
         super().__init__(max_tokens_per_batch=max_tokens_per_batch, **settings)
@@ -116,9 +113,8 @@ class CachedDataModule(PairsDataModule):
         self.numbers: Sequence[int] = []
         self._number_of: dict[tuple[str, tuple[Window, ...]], int] = {}
         self._preserved: dict[int, tuple[int, ...]] = {}
-        self.cache_limit = cache_limit
         self.encoded: Cache | None = None
-        self.tars: Tars = LocalTars(Path())
+        self.tars = Tars(Path())
 
     def cache(self, model: Model) -> Cache:
         """The cache of what this model encodes."""
@@ -139,7 +135,7 @@ class CachedDataModule(PairsDataModule):
         """Find the samples in the cache; of data.root it must have all."""
         self.encodings = cache.folder
         self.encoded = cache if self.shards is None else Cache(Path(self.shards).expanduser(), {})
-        self.tars = self.encoded.readable_tars(self.cache_limit)
+        self.tars = Tars(self.encoded.folder)
         if self.shards is not None:
             self._take_folder(self.encoded.folder, cache)
         else:
@@ -158,7 +154,6 @@ class CachedDataModule(PairsDataModule):
 
     def _take_root(self, cache: Cache) -> None:
         """Use the samples of data.root."""
-        cache.refresh()
         hashes = cache.checksums.known()
         found = look_up(self.sample_set, self.sample_set.find(), cache, hashes, self.preserve_prompts)
         self.index, self._number_of, self._preserved = found.index, found.numbers, found.preserved

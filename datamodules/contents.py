@@ -99,16 +99,6 @@ def entries_by_id(
         yield sample, content.usable, entries
 
 
-def is_complete(sample_set: SampleSet, cache: Cache, preserve_prompts: Sequence[str]) -> bool:
-    """Whether a cache has all that is to be seen of all samples."""
-    ids = cache.sample_ids(prompts=bool(preserve_prompts))
-    found = entries_by_id(sample_set, sample_set.find(), cache.checksums.known(), preserve_prompts)
-    return all(
-        entries and all({id, *entry.preserved.values()} <= ids for id, entry in entries.items())
-        for *_, entries in found
-    )
-
-
 @dataclass
 class Found:
     """What a cache has of some samples.

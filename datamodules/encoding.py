@@ -1,7 +1,7 @@
 """The samples that are missing from a cache, to be encoded by trainer.predict."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +35,6 @@ class EncodeRequest:
         captions: all of the sample's.
         view: its number among the views of the sample.
         preserved: prompts that are missing beside these.
-        unit: of the build's work.
         is_new: whether the sample itself is missing, and not only `preserved`.
     """
 
@@ -44,7 +43,6 @@ class EncodeRequest:
     images: list[str]
     captions: tuple[str, ...]
     view: int
-    unit: int = 0
     preserved: tuple[str, ...] = ()
     is_new: bool = True
 
@@ -60,22 +58,19 @@ class Missing(NamedTuple):
     view: View
     id: str
     number: int
-    unit: int
     preserved: tuple[str, ...]
     is_new: bool
 
 
 class EncodingDataModule(PromptData):
-    """The samples of some units of work that are missing from a cache, one per batch, unit by unit.
+    """This process's share of the samples that are missing from a cache, one per batch.
 
     Args:
         sample_set: the samples, configured for the model that encodes them.
         num_workers: processes that decode images.
         cache: where they will be written.
-        units: the places of each unit's samples among all.
-        process: the name of this one.
-        local_processes: how many share this machine's memory.
-        preserve_prompts: whose conditioning is wanted with each of them.
+        begin: called by one process before any other reads the cache; by one on each machine for a cache in a bucket.
+        preserve_prompts: prompts whose conditioning is encoded with each sample.
     """
 
     def __init__(
@@ -83,29 +78,27 @@ class EncodingDataModule(PromptData):
         sample_set: SampleSet,
         num_workers: int,
         cache: Cache,
-        units: Mapping[int, slice],
-        process: str,
-        local_processes: int = 1,
+        begin: Callable[[], None],
         preserve_prompts: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.sample_set = sample_set
         self.num_workers = num_workers
         self.cache = cache
-        self.units = units
-        self.process = process
-        self.local_processes = local_processes
+        self.begin = begin
+        self.prepare_data_per_node = not cache.on_disk
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.preserve_prompts = preserve_prompts
         self.requests = _Requests([], cache.checksums.known(), sample_set.condition_images)
 
+    def prepare_data(self) -> None:
+        self.begin()
+
     def setup(self, stage: str) -> None:
-        samples = self.sample_set.find()
-        unit_of = {one.key: unit for unit, places in self.units.items() for one in samples[places]}
-        mine = [one for places in self.units.values() for one in samples[places]]
-        hashes, ids = (
-            hash_files(self.cache, self.process, mine),
-            self.cache.sample_ids(prompts=bool(self.preserve_prompts)),
-        )
+        rank = self.run.global_rank
+        mine = self.sample_set.find()[rank :: self.run.world_size]
+        hashes = hash_files(self.cache, rank, mine)
+        ids = self.cache.sample_ids(prompts=bool(self.preserve_prompts))
         lacking: dict[str, tuple[int, Entry]] = {}
         unread: list[Sample] = []
         asked: set[str] = set()
@@ -125,10 +118,9 @@ class EncodingDataModule(PromptData):
             if entry.view.sample.key in usable:
                 preserved = tuple(prompt for prompt, name in entry.preserved.items() if name not in ids)
                 if preserved or id not in ids:
-                    unit = unit_of[entry.view.sample.key]
-                    items.append(Missing(entry.view, id, number, unit, preserved, id not in ids))
+                    items.append(Missing(entry.view, id, number, preserved, id not in ids))
                     ids |= {id, *entry.preserved.values()}
-        items.sort(key=lambda one: (one.unit, not one.is_new))  # by the first one the disk's space is estimated
+        items.sort(key=lambda one: not one.is_new)  # by the first one the disk's space is estimated
         self.requests = _Requests(items, hashes, self.sample_set.condition_images)
 
     def all_prompts(self) -> list[PromptRequest]:
@@ -149,19 +141,15 @@ class EncodingDataModule(PromptData):
         )
 
 
-def hash_files(cache: Cache, process: str, samples: Iterable[Sample]) -> FileHashes:
-    """Compute the checksums of the samples' files that are new or have changed.
-
-    Args:
-        process: the name of this one.
-    """
+def hash_files(cache: Cache, rank: int, samples: Iterable[Sample]) -> FileHashes:
+    """Compute the checksums of the samples' files that are new or have changed."""
     hashes = cache.checksums.known()
     paths = dict.fromkeys(path for sample in samples for _, path in roles(sample))
     known = {path: hashed for path in paths if len(hashed := hashes.known(path) or ()) < REMEMBERED}
     if known:
         with ThreadPoolExecutor() as pool:
             found = pool.map(_hash_if_readable, known, known.values())
-            cache.checksums.add(process, (one for one in found if one is not None))
+            cache.checksums.add(rank, (one for one in found if one is not None))
     return cache.checksums.known()
 
 
@@ -187,9 +175,9 @@ class _Requests(Dataset[EncodeRequest]):
         return len(self.items)
 
     def __getitem__(self, index: int) -> EncodeRequest:
-        view, id, number, unit, preserved, is_new = self.items[index]
+        view, id, number, preserved, is_new = self.items[index]
         raw = self.pixels[(index, 0)]
         content = Content.of(view.sample, self.hashes)
         if content is None or content.id(view) != id:  # else the new pixels would be cached under the old ones' id
             raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded: start again")
-        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, number, unit, preserved, is_new)
+        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, number, preserved, is_new)

@@ -14,7 +14,7 @@ from datamodules.images.conditions import model_of
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.copied import check_preserved
 from datamodules.shards.failures import shown
-from datamodules.shards.fingerprint import check_fit, fingerprint, fingerprint_parts
+from datamodules.shards.fingerprint import FINGERPRINT, check_fit, fingerprint, fingerprint_parts
 from datamodules.shards.remote import Shard, find_shards
 from datamodules.shards.stream import ShardStream, StreamLoader, collate, read_items
 
@@ -27,7 +27,7 @@ class StreamedDataModule(TrainingData):
     """All samples of some remote shards.
 
     Args:
-        shards: see `remote.find_shards`.
+        shards: see `remote.find_shards`; FINGERPRINT stands for the run's own fingerprint.
         batch_size, max_tokens_per_batch, num_workers, caption_dropout_rate, seed: as for `CachedDataModule`.
         memo: see `Fingerprinted.fingerprint_parts`.
     """
@@ -58,11 +58,13 @@ class StreamedDataModule(TrainingData):
         self.manifest: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
-        where, model = f"data.shards={shown(self.pattern)}", model_of(self.run)
+        model = model_of(self.run)
         self.serve(model.objective)
+        parts = fingerprint_parts(model, self.memo)
+        self.pattern = self.pattern.replace(FINGERPRINT, fingerprint(parts))
+        where = f"data.shards={shown(self.pattern)}"
         check_preserved(self.preserve_prompts, where)
         self.shards, self.manifest = find_shards(self.pattern)
-        parts = fingerprint_parts(model, self.memo)
         check_fit(self.manifest["parts"], parts, where)
         self.encodings = self.memo.parent / fingerprint(parts)
 

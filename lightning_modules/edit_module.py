@@ -117,8 +117,7 @@ class EditModule(L.LightningModule, Family):
         self.base.check_files()
         if stage == "predict":
             self.base.timer.synchronize = self.base.device
-            prompts = PromptData.of(self.trainer)
-            self.encoder.keep_prompts(prompts.all_prompts(), self.trainer.num_devices * prompts.local_processes)
+            self.encoder.keep_prompts(PromptData.of(self.trainer).all_prompts(), self.trainer.num_devices)
 
     def check(self) -> None:
         """Raise a UserError for what would go wrong, before any weights are read."""

@@ -12,12 +12,12 @@ from omegaconf import DictConfig
 from rich.filesize import decimal
 
 from datamodules.errors import UserError, count_of, listing, without_credentials
-from datamodules.shards.bucket_cache import READ, cache_of
 from datamodules.shards.cache import USED, Cache
 from datamodules.shards.manifest import MANIFEST
 from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
+from tasks.folders import in_use
 from tasks.inspect import counted, faults_of
 from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
@@ -30,19 +30,19 @@ def cache(cfg: DictConfig, _: Path) -> None:
     """Encode data.root, as train.py does before it trains."""
     place_trainer(cfg)
     filled = build_cache(cfg, data := cached_data(cfg))
-    filled.refresh()
     manifest = filled.manifest()
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
     holds = f"{count_of(manifest['samples'], 'samples')}, {decimal(manifest['bytes'])}"
     log.info(f"done: {filled} holds {holds}; encoded for data.buckets={data.sample_set.framing.buckets}")
-    log.info(f"train on it: {' '.join(['python train.py', *_same_data_and_model()])}")
+    given = _given("data|model") if filled.on_disk else [*_given("model"), f"data.shards={filled}"]
+    log.info(f"train on it: {' '.join(['python train.py', *given])}")
 
 
-def _same_data_and_model() -> list[str]:
-    """These of the command's settings, for another command."""
+def _given(groups: str) -> list[str]:
+    """Return the command's settings of these groups, for another command."""
     overrides = HydraConfig.get().overrides.task
-    return [shlex.quote(override) for override in overrides if re.match(r"(data|model)[.=]", override)]
+    return [shlex.quote(override) for override in overrides if re.match(rf"({groups})[.=]", override)]
 
 
 def preview(cfg: DictConfig, output_dir: Path) -> None:
@@ -54,7 +54,7 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
     for note in data.notes:
         log.info(f"note: {note}")
     if found := faults_of(data):
-        command = " ".join(["python predict.py task=inspect", *_same_data_and_model()])
+        command = " ".join(["python predict.py task=inspect", *_given("data|model")])
         log.info(f"note: inspect: {counted(found)}; this shows them: {command}")
     log.info(f"done: {output_dir / 'preview.png'}")
 
@@ -64,19 +64,20 @@ def clean(cfg: DictConfig, _: Path) -> None:
     data, module = cached_data(cfg), frozen_model(cfg)
     used = data.cache(module).folder
     if "://" in data.cache_dir:
-        log.info(f"note: only what this machine keeps of {without_credentials(data.cache_dir)} is looked at")
-        read = used.parent / READ
-        if size := sum(path.stat().st_size for path in read.rglob("*") if path.is_file()):
-            log.info(f"note: {read} keeps {decimal(size)} of it, at most data.cache_limit: remove it to free them")
+        where = without_credentials(data.cache_dir)
+        raise UserError(f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these.")
     places = (module.base.source.kept(torch.device(kind)) for kind in DEVICES)
     kept = [place.folder for place in places if place is not None]
     found: list[tuple[Path, str, float]] = []
     for note in used.parent.glob(f"{'?' * len(used.name)}/{USED}"):
-        cache = cache_of(data.cache_dir, note.parent.name, {})
-        if cache.folder != used and cache.leases().is_in_use():
+        cache = Cache(note.parent, {})
+        if cache.folder == used:
+            continue
+        try:
+            with in_use(cache.folder):
+                found.append((cache.folder, _described(cache), note.stat().st_mtime))
+        except UserError:
             log.info(f"{cache.folder} is being filled: it stays")
-        elif cache.folder != used:
-            found.append((cache.folder, _described(cache), note.stat().st_mtime))
     # The one that was used last, even after that of these settings, is likely to be used again.
     newest = max((one for one in found if (one[0] / MANIFEST).is_file()), key=lambda one: one[2], default=None)
     if newest is not None and newest[2] > _last_used(used):
@@ -111,8 +112,6 @@ def _described(cache: Cache) -> str:
     parts = manifest.get("parts", {})
     model = parts.get("model", {}).get("repository", "a local model")
     what = f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
-    left = [] if cache.on_disk else list(cache.folder.glob("latents-*.tar"))
     users = cache.users()
     by = f", used by {'; '.join(reversed(users[-3:]))}{' and others' if len(users) > 3 else ''}" if users else ""
-    lacking = f", {count_of(len(left), 'shards')} of it not uploaded" if left else ""
-    return (what if parts else "never finished") + lacking + by
+    return (what if parts else "never finished") + by

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -16,9 +16,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
-from datamodules.files import remove_temporary
-from datamodules.shards.leases import Leases
-from datamodules.shards.places import Folder
 from tasks.resuming import check_resume, newest_run
 from tasks.terminal import is_first_process, log, one_line_errors
 
@@ -28,6 +25,8 @@ LOCK = ".lock"
 # A note on the run's copy in a bucket (`tasks.mirror`).
 MIRROR = ".mirror.json"
 NOT_OF_A_RUN = (LOCK, MIRROR)
+# Tasks that write to data.cache_dir, not to output_dir.
+IN_CACHE_DIR = ("cache", "clean")
 # False while a config is only shown (--cfg): then no folder is made.
 BEGINS = ContextVar("begins", default=False)
 
@@ -68,8 +67,11 @@ def new_folder(pattern: str) -> str:
 
 
 @contextmanager
-def in_use(folder: Path) -> Iterator[None]:
+def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
     """Keep other commands out of a folder; the lock goes with the process, however it ends.
+
+    Args:
+        wait: for a command that holds the lock, in place of an error.
 
     Raises:
         UserError: another command holds it.
@@ -88,12 +90,15 @@ def in_use(folder: Path) -> Iterator[None]:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.EACCES):
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    log.warning(f"note: no locks in {folder} ({error.strerror}): write there by one command at a time")
+                    break
+                if not wait:
                     raise UserError(
                         f"output_dir={folder} is in use by another command: choose another folder, or wait for it"
                     ) from error
-                log.warning(f"note: no locks in {folder} ({error.strerror}): write there by one command at a time")
-                break
+                log.info(f"another command is filling {folder}: waiting for it")
+                fcntl.lockf(file, fcntl.LOCK_EX)
             try:
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     break
@@ -115,23 +120,6 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(place)
-
-
-def by_one_process(folder: Path, work: Callable[[], None]) -> None:
-    """Let one of the processes that come here at the same time do this, and return when it is done.
-
-    Args:
-        folder: that they all see; it holds nothing else.
-    """
-    leases = Leases(Folder(folder))
-
-    def wait() -> None:
-        time.sleep(leases.root.look)
-
-    with leases.working(wait):
-        leases.once("work", work, wait)
-    leases.close()
-    remove_temporary(folder.glob("*/.*.tmp"))
 
 
 def require_empty(folder: Path) -> None:
@@ -172,7 +160,8 @@ def make_folder(config: DictConfig, key: str) -> Path:
         UserError: it cannot be made; or the processes were started from elsewhere, and each would choose a folder.
     """
     alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
-    if OmegaConf.is_interpolation(config, "output_dir") and not alone and INHERITED not in os.environ:
+    unnamed = OmegaConf.is_interpolation(config, "output_dir") and config.task not in IN_CACHE_DIR
+    if unnamed and not alone and INHERITED not in os.environ:
         raise UserError("several processes that the command has not started itself need output_dir=FOLDER")
     if "resume" in config:
         check_resume(config)

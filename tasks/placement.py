@@ -9,7 +9,6 @@ from datamodules.errors import UserError
 from tasks.terminal import machine_count
 
 if TYPE_CHECKING:
-    import lightning.pytorch as L
     import torch
 
 
@@ -36,47 +35,6 @@ def join_processes(cfg: DictConfig) -> None:
             f"trainer.devices={cfg.trainer.devices} trainer.num_nodes={cfg.trainer.num_nodes}: {launcher} has started "
             f"{devices} processes on each of {nodes} nodes; leave both settings out"
         )
-
-
-class Processes:
-    """The processes of this command, each of which computes by itself.
-
-    Args:
-        trainer: for all of them.
-
-    Attributes:
-        count: how many there are.
-        local_count: on this machine.
-    """
-
-    def __init__(self, trainer: "L.Trainer") -> None:
-        self.launcher: Any = trainer.strategy.launcher
-        self.count, self.local_count = trainer.world_size, trainer.num_devices
-        self._device = trainer.strategy.root_device
-
-    def signal(self, number: int) -> None:
-        """Pass a signal on to those that this one has started."""
-        if self.launcher is not None:
-            self.launcher.kill(number)
-
-    def alone(self) -> dict[str, Any]:
-        """The settings of a trainer for this process alone, on its own device."""
-        from lightning.pytorch.plugins.environments import LightningEnvironment
-
-        devices = [self._device.index] if self._device.type == "cuda" else 1
-        return {"strategy": "auto", "devices": devices, "num_nodes": 1, "plugins": [LightningEnvironment()]}
-
-
-def start_processes(cfg: DictConfig) -> Processes:
-    """Have Lightning start the other processes of this command, unless torchrun or srun has."""
-    from hydra.utils import instantiate
-
-    join_processes(cfg)
-    strategy = cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp"
-    processes = Processes(instantiate(cfg.trainer, strategy=strategy, logger=False, profiler=None))
-    if processes.launcher is not None:
-        processes.launcher.launch(lambda: None)
-    return processes
 
 
 def place_trainer(cfg: DictConfig) -> None:

@@ -63,7 +63,6 @@ SHARED: dict[str, Rule] = {
     "data.caption_dropout_rate": Number(0, 1),
     "data.max_tokens_per_batch": Number(1, whole=True, null=True),
     "data.shard_size": COUNT,
-    "data.cache_limit": COUNT,
     "data.source.count": COUNT,
     "data.source.seed": SEED,
     "data.source.change_weight": POSITIVE,

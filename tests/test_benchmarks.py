@@ -143,11 +143,7 @@ def test_scale_measures_simulates_and_calculates(tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(sys, "argv", ["scale.py", *small, "--output", str(output)])
     scale.main()
     starting, streaming, costs, assumed = list(json.loads(output.read_text()).values())[3:]
-    assert [(row["samples"], row["read"]) for row in starting] == [
-        (200, "index.npz"),
-        (200, "index.jsonl"),
-        (600, "index.npz"),
-    ]
+    assert [row["samples"] for row in starting] == [200, 600]
     assert all(0 <= row["seconds"] < 60 and row["MB at the peak"] > 100 for row in starting)
     assert [row["seconds a step"] for row in streaming] == [row["seconds a step"] for row in costs] == [1, 0.1, 0.03]
     assert costs[0]["GPU hours"] == round(600 / 3600, 1)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +12,10 @@ from datamodules.shards.tar import scan
 from tests.datamodules.images.test_transforms import unreadable
 from tests.support.caches import cache_overrides, encoded, flip, only, short
 from tests.support.commands import kill_when, wait_until
-from tests.support.hold import divide_and_hold, divide_finely, hold_build
+from tests.support.hold import hold_build
 from tests.support.latents import content
 from tests.support.pictures import make_pairs, photograph
+from tests.support.several_runs import as_rank
 
 
 @pytest.mark.slow
@@ -53,41 +56,58 @@ def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_pa
 @pytest.mark.slow
 def test_two_processes_build_the_cache_that_one_builds(run, start, tiny, mixed, tmp_path):
     run("predict", *cache_overrides(tiny, mixed, tmp_path / "one"))
-    two = [*cache_overrides(tiny, mixed, tmp_path / "two"), "trainer.devices=2", "trainer.strategy=ddp"]
-    process = start("predict", *two, before=partial(divide_finely, 2))
+    two = [*cache_overrides(tiny, mixed, tmp_path / "two"), "trainer.devices=2"]
+    process = start("predict", *two)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
     assert "encoded 8 samples" in text
     assert content(only(tmp_path / "one")) == content(only(tmp_path / "two"))
     shards = only(tmp_path / "two").manifest()["shards"]
-    names = [f"latents-{unit:05d}-000000.tar" for unit in range(4)]
-    assert {name: facts["samples"] for name, facts in shards.items()} == dict.fromkeys(names, 2)
-    assert {path.name for path in only(tmp_path / "two").folder.iterdir()} >= {"index.jsonl", "manifest.json"}
-    assert [path.name for path in (only(tmp_path / "two").folder / "building").glob("*/*")] == ["closed"]
+    names = [f"latents-{rank:05d}-000000.tar" for rank in range(2)]
+    assert {name: facts["samples"] for name, facts in shards.items()} == dict.fromkeys(names, 4)
+    (mixed / "training_images" / "02.txt").write_text("another caption")
+    text, _ = start("predict", *two).communicate(timeout=120)
+    assert "encoded 1 sample;" in text, "one process has nothing to do"
+    names.append("latents-00000-000001.tar")
+    left = {".used", "files.jsonl", "index.jsonl", "manifest.json", "preview.png", *names}
+    assert {path.name for path in only(tmp_path / "two").folder.iterdir()} == left
 
 
-def test_the_work_of_a_killed_builder_is_taken_up_by_one_that_runs(run, start, tiny, tmp_path):
-    """At once on this machine; what it had encoded stays. Another takes its place, and helps."""
-    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 15)
+def as_rank_and_hold(rank, port, samples, marker):
+    as_rank(rank, port)
+    hold_build(samples, marker)
+
+
+def test_build_of_two_processes_that_is_killed_goes_on_with_any_number_and_encodes_nothing_twice(
+    run, start, tiny, tmp_path
+):
+    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 10)
+    command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.shard_size=80000"]
+
+    def build(name, samples):
+        """Both processes such as torchrun starts; they wait when each has encoded some samples."""
+        markers = [tmp_path / f"{name}-{rank}" for rank in range(2)]
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        before = [partial(as_rank_and_hold, rank, port, samples, markers[rank]) for rank in range(2)]
+        processes = [start("predict", *command, before=one) for one in before]
+        for process, marker in zip(processes, markers, strict=True) if samples > 0 else ():
+            wait_until(marker.exists, process)
+        return processes
+
+    for process in build("first", 4):
+        kill_when(lambda: True, process)
+    for process in build("second", 3):
+        kill_when(lambda: True, process)
+    process = start("predict", *command, before=partial(hold_build, 2, tmp_path / "third"))
+    kill_when((tmp_path / "third").exists, process)
+    processes = build("last", -1)
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert "encoded 4 samples" in texts[0]
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.encoded")) == 20, "none twice"
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
-    command = cache_overrides(tiny, root, tmp_path / "cache")
-    held = {name: tmp_path / name for name in ("killed", "other")}
-
-    def begin(name, samples):
-        return start("predict", *command, before=partial(divide_and_hold, 4, samples, tmp_path / name))
-
-    killed = begin("killed", 7)
-    wait_until(held["killed"].exists, killed)
-    other = begin("other", 1)
-    wait_until(held["other"].exists, other)
-    kill_when(lambda: True, killed)
-    (tmp_path / "other.go").touch()
-    third = begin("third", -1)
-    texts = [process.communicate(timeout=120)[0] for process in (other, third)]
-    assert [other.returncode, third.returncode] == [0, 0], texts
     assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
-    encodings = sum(path.stat().st_size for path in tmp_path.glob("*.encoded"))
-    assert encodings == 30, "none twice"
 
 
 def test_damaged_shard_is_named_and_only_its_samples_are_encoded_again(run, tiny, tmp_path):
@@ -162,59 +182,38 @@ def test_what_is_no_file_stops_the_build_or_is_left_out(run, tiny, tmp_path):
     assert "skipped 2 unusable" in text
 
 
-def test_builds_of_one_cache_wait_for_each_other(run, start, tiny, tmp_path):
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 12)
+def test_second_build_of_a_cache_waits_for_the_first(run, start, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
     command = cache_overrides(tiny, root, tmp_path / "cache")
-    processes = [start("predict", *command) for _ in range(2)]
-    texts = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
-    assert sorted("encoded 12 samples" in text for text in texts) == [False, True]
-    assert len(only(tmp_path / "cache").sample_ids()) == 12
+    first = start("predict", *command, before=partial(hold_build, 3, tmp_path / "held"))
+    wait_until((tmp_path / "held").exists, first)
+    second = start("predict", *command)
+    wait_until(lambda: "another command is filling" in Path(second.stdout.name).read_text(), second)
+    (tmp_path / "held.go").touch()
+    texts = [process.communicate(timeout=120)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], texts
+    assert ["encoded 6 samples" in text for text in texts] == [True, False], texts
+    assert len(only(tmp_path / "cache").sample_ids()) == 6
 
 
-@pytest.mark.parametrize("damaged", ["rows", "tar", "plan"])
+@pytest.mark.parametrize("damaged", ["rows", "tar"])
 def test_what_is_damaged_while_a_build_is_interrupted_is_found(run, start, tiny, tmp_path, damaged):
     """By the next command: rows of a tar are read from it again, and samples that are lost are encoded again."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
-    command = cache_overrides(tiny, root, tmp_path / "cache")
-    process = start("predict", *command, before=partial(divide_and_hold, 2, 3, tmp_path / "held"))
+    command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.shard_size=20000"]
+    process = start("predict", *command, before=partial(hold_build, 4, tmp_path / "held"))
     kill_when((tmp_path / "held").exists, process)
-    [rows] = tmp_path.glob("cache/*/latents-00000-*.jsonl")
-    path = {"rows": rows, "tar": rows.with_suffix(".tar"), "plan": rows.parent / "building" / "000000" / "plan.json"}[
-        damaged
-    ]
-    flip(path, 0 if damaged == "plan" else 0.5)
-    run("predict", *command)
-    assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
-
-
-@pytest.mark.parametrize("damaged", ["tar", "plan"])
-def test_what_is_damaged_while_a_build_runs_is_said(run, start, tiny, tmp_path, damaged):
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
-    run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
-    command = cache_overrides(tiny, root, tmp_path / "cache")
-    process = start("predict", *command, before=partial(divide_and_hold, 2, 3, tmp_path / "held"))
-    wait_until((tmp_path / "held").exists, process)
-    name = {"tar": "latents-00000-*.tar", "plan": "building/*/plan.json"}[damaged]
-    [path] = tmp_path.glob(f"cache/*/{name}")
-    flip(path, 0 if damaged == "plan" else 0.5)
-    if damaged == "plan":
-        text, _ = start("predict", *command).communicate(timeout=60)
-        assert "plan.json is damaged: start again" in text
-    (tmp_path / "held.go").touch()
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == (1 if damaged == "tar" else 0), text
-    assert ("samples are lost: start again" in text) == (damaged == "tar")
+    rows, *_ = sorted(tmp_path.glob("cache/*/latents-00000-*.jsonl"))
+    flip(rows if damaged == "rows" else rows.with_suffix(".tar"), 0.5)
     run("predict", *command)
     assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
 
 
 def test_a_build_that_was_killed_encodes_what_has_changed_since(run, start, tiny, tmp_path):
-    """In a piece of the work that was done, too."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
     command = cache_overrides(tiny, root, tmp_path / "cache")
-    process = start("predict", *command, before=partial(divide_and_hold, 2, 3, tmp_path / "held"))
+    process = start("predict", *command, before=partial(hold_build, 3, tmp_path / "held"))
     kill_when((tmp_path / "held").exists, process)
     (root / "training_images" / "00.txt").write_text("another caption")
     assert encoded(run("predict", *command)) == 4

@@ -21,26 +21,29 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 ENTRYPOINT = DEPLOY / "entrypoint.sh"
 PAGES = [ROOT / "docs" / "clusters.md", DEPLOY / "runpod.md"]
 
-# Stands in for srun, torchrun and python: prints what train.py would get.
+# Stands in for srun, torchrun and python: prints which of our scripts would get which arguments.
 SHOW = """#!/bin/sh
-until [ "$(basename "$1")" = train.py ]; do shift; done
+until [ "${1%.py}" != "$1" ]; do shift; done
+printf '%s\\0' "$(basename "$1")"
 shift
 printf '%s\\0' "$@"
+printf '\\n'
 """
 
 
-def arguments_of(script, folder, *given, **environment):
-    """What a shell script's train.py is called with."""
-    for name in ("srun", "torchrun", "python"):
-        (folder / name).write_text(SHOW)
-        (folder / name).chmod(0o755)
-    (folder / ".venv" / "bin").mkdir(parents=True)
+def arguments_of(script, folder, *given, name="train.py", **environment):
+    """Return the arguments that a shell script gives to train.py, or to predict.py."""
+    for launcher in ("srun", "torchrun", "python"):
+        (folder / launcher).write_text(SHOW)
+        (folder / launcher).chmod(0o755)
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
     (folder / ".venv" / "bin" / "activate").touch()
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), **environment}
     command = ["bash", "-euc", script, "script", *given]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split("\0")[:-1]
+    calls = [line.split("\0")[:-1] for line in done.stdout.splitlines()]
+    return next(arguments for script, *arguments in calls if script == name)
 
 
 def composed(name, arguments):
@@ -144,26 +147,23 @@ def test_spot_job_asks_for_what_its_command_gives():
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_spot_job_trains_with_settings_that_exist(nodes, tmp_path):
     job = skypilot()
-    cfg = composed(
-        "train",
-        arguments_of(
-            job["run"],
-            tmp_path,
-            **{name: value for name, value in job["envs"].items() if value is not None},
-            BUCKET="s3://my-bucket",
-            RUN="snow",
-            SKYPILOT_NUM_NODES=str(nodes),
-            SKYPILOT_NODE_RANK="0",
-            SKYPILOT_NODE_IPS="\n".join(["10.0.0.1", "10.0.0.2"][:nodes]),
-            SKYPILOT_NUM_GPUS_PER_NODE="8",
-        ),
+    environment = {name: value for name, value in job["envs"].items() if value is not None}
+    environment |= {"BUCKET": "s3://my-bucket", "RUN": "snow"}
+    environment |= {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "0"}
+    environment["SKYPILOT_NODE_IPS"] = "\n".join(["10.0.0.1", "10.0.0.2"][:nodes])
+    encoding, training = (
+        composed(name, arguments_of(job["run"], tmp_path, name=f"{name}.py", **environment))
+        for name in ("predict", "train")
     )
-    assert cfg.resume == "auto"
-    assert cfg.output_dir == "s3://my-bucket/runs/snow"
-    assert cfg.data.cache_dir == "s3://my-bucket/cache"
+    assert encoding.task == "cache"
+    assert encoding.data.cache_dir == "s3://my-bucket/cache"
     # Pairs are copied to the disk; nothing is trained into a mounted bucket.
     [place] = job["file_mounts"]
-    assert cfg.data.root == place.replace("~", str(tmp_path))
+    assert encoding.data.root == place.replace("~", str(tmp_path))
+    assert training.data.shards == "s3://my-bucket/cache/FINGERPRINT"
+    assert training.data.root is None
+    assert training.resume == "auto"
+    assert training.output_dir == "s3://my-bucket/runs/snow"
 
 
 def test_image_gets_all_that_training_needs():

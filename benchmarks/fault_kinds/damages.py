@@ -7,7 +7,7 @@ from random import Random
 
 from benchmarks.fault_kinds.judging import WEIGHTS, BadError, checkpoint_step, rows
 from benchmarks.fault_kinds.rounds import OR_A_LINE, Round
-from benchmarks.fault_kinds.stops import FINELY, SAVED, same_output
+from benchmarks.fault_kinds.stops import SAVED, same_output
 
 BLOCK = 512
 KINDS = ("cut", "flipped", "flipped", "zeros", "empty")
@@ -64,13 +64,13 @@ def damaged_cache(round: Round) -> None:
     choices = [*(folder / name for name in names), folder.parent / "models.jsonl", *sorted(folder.glob("*.tar"))[:4]]
     damaged = [Damaged(round, path) for path in round.random.sample(choices, round.random.randint(1, 2))]
     if round.random.random() < 0.5:
-        round.run("predict", *round.shop.build(), also=[FINELY])
-    text = round.run("train", *round.shop.train(), also=[FINELY], allowed=OR_A_LINE)
+        round.run("predict", *round.shop.build())
+    text = round.run("train", *round.shop.train(), allowed=OR_A_LINE)
     if text and round.lines:
         for one in damaged:
             if one.path.name in round.lines[-1]:
                 one.heed()
-        round.run("train", *round.shop.train(), also=[FINELY])
+        round.run("train", *round.shop.train())
     round.same_run("train")
     round.same_cache()
 
@@ -90,20 +90,20 @@ def damaged_copy(round: Round) -> None:
 
 
 def damaged_build(round: Round) -> None:
-    """Files of a build that was killed: its tars and their rows, and the notes of who does what."""
-    round.kill(round.moment("build", timed=False), "predict", *round.shop.build(), also=[FINELY])
+    """Files of a build that was killed: its tars and their rows, and its lists of checksums."""
+    round.kill(round.moment("build", timed=False), "predict", *round.shop.build())
     left = sorted(path for path in round.folder.glob("cache/*/**/*") if path.is_file() and path.name != ".used")
     chosen = round.random.sample(left, min(len(left), round.random.randint(1, 3)))
     damaged = [Damaged(round, path) for path in chosen]
     for _ in damaged:
-        round.run("predict", *round.shop.build(), also=[FINELY], allowed=OR_A_LINE)
+        round.run("predict", *round.shop.build(), allowed=OR_A_LINE)
         if round.commands[-1].status == 0:
             break
         for one in damaged:
             if one.path.name in round.lines[-1]:
                 one.heed()
     if round.lines or not damaged:
-        round.run("predict", *round.shop.build(), also=[FINELY])
+        round.run("predict", *round.shop.build())
     round.same_cache()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from benchmarks.fault_kinds import hooks
 from benchmarks.fault_kinds.judging import BadError
 from benchmarks.fault_kinds.rounds import OR_A_LINE, Round
-from benchmarks.fault_kinds.stops import FINELY
 
 ROOM = 1 << 28
 # Where nothing can be mounted, a limit of files that still lets the commands print.
@@ -74,12 +73,12 @@ def full_disk(round: Round) -> None:
         command = round.shop.train(output_dir="disk/run", cache_dir="disk/cache")
         full = [] if mounted else [partial(hooks.limit_files, max(LEAST, size // 8))]
         round.words.append(f"{size} bytes" if mounted else f"files of {max(LEAST, size // 8)} bytes")
-        text = round.run("train", *command, also=[FINELY, *full], allowed=OR_A_LINE)
+        text = round.run("train", *command, also=full, allowed=OR_A_LINE)
         if round.lines and not any(word in round.lines[0] for word in ("disk", "No space", "space", "too large")):
             raise BadError(f"it does not say that the disk is full: {text[-300:]}")
         if mounted and not mount("-o", f"remount,size={ROOM}", str(round.folder / "disk")):
             raise RuntimeError("the disk cannot be enlarged")
-        round.run("train", *command, also=[FINELY])
+        round.run("train", *command)
         round.same_run("train", round.folder / "disk" / "run")
         round.same_cache(round.folder / "disk" / "cache")
 
@@ -90,7 +89,7 @@ def read_only(round: Round) -> None:
     round.words.append(case)
     folder = round.folder / ("cache" if "cache" in case else "run")
     if case == "unfinished cache":
-        round.kill(round.moment("build", timed=False), "predict", *round.shop.build(), also=[FINELY])
+        round.kill(round.moment("build", timed=False), "predict", *round.shop.build())
     else:
         round.take_cache()
     if case == "run":
@@ -98,11 +97,11 @@ def read_only(round: Round) -> None:
     folder.mkdir(exist_ok=True)
     hurt = case != "finished cache"
     with read_only_folder(folder):
-        round.run("train", *round.shop.train(), also=[FINELY], allowed=OR_A_LINE if hurt else (0,))
+        round.run("train", *round.shop.train(), allowed=OR_A_LINE if hurt else (0,))
     with contextlib.suppress(FileNotFoundError):  # a command that has failed takes an empty folder along
         folder.rmdir() if not any(folder.iterdir()) else None
-    round.run("train", *round.shop.train(), also=[FINELY])
+    round.run("train", *round.shop.train())
     round.same_run("train")
     if case == "unfinished cache":  # it may have had all that the run needed
-        round.run("predict", *round.shop.build(), also=[FINELY])
+        round.run("predict", *round.shop.build())
     round.same_cache()

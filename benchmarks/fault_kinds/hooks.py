@@ -85,13 +85,6 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def divide_finely(samples: int) -> None:
-    """Let a unit of a cache's building have so few samples."""
-    from tasks import encode
-
-    encode.LEAST = encode.MOST = samples
-
-
 def count_encodings(file: str) -> None:
     """Add a byte to a file for each sample that is encoded."""
     from callbacks.shard_writer import ShardWriter
@@ -107,10 +100,9 @@ def count_encodings(file: str) -> None:
 
 
 def be_quick() -> None:
-    """Shorter pauses: of retries, of signs of life and of uploads."""
-    from datamodules.shards import leases, transfer
+    """Shorten the pauses of retries and of uploads."""
+    from datamodules.shards import transfer
     from tasks import mirror
 
-    leases.BEAT, leases.STALE = 0.5, 10.0
     transfer.PAUSE = 0.1
     mirror.LOOK = 0.2

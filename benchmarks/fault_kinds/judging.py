@@ -46,8 +46,7 @@ def cache_content(folder: Path) -> Content:
     manifest = json.loads((folder / "manifest.json").read_text())
     if manifest["index_sha256"] != sha256(folder / "index.jsonl"):
         raise BadError(f"{folder / 'index.jsonl'} is not that of its manifest")
-    patterns = ("building/*/*", ".*.tmp", "latents-*.jsonl")
-    left = [path.name for pattern in patterns for path in folder.glob(pattern) if path.name != "closed"]
+    left = [path.name for pattern in (".*.tmp", ".lock", "latents-*.jsonl") for path in folder.glob(pattern)]
     if left:
         raise BadError(f"{left} is left in {folder}")
     content: Content = {}

@@ -10,9 +10,8 @@ from benchmarks.fault_kinds import hooks
 from benchmarks.fault_kinds.commands import Command
 from benchmarks.fault_kinds.judging import BadError, same_file, same_picture
 from benchmarks.fault_kinds.rounds import Round
-from benchmarks.fault_kinds.workshop import PAIRS, UNIT
+from benchmarks.fault_kinds.workshop import PAIRS
 
-FINELY = partial(hooks.divide_finely, UNIT)
 # What a merge writes, and what a saving does.
 MERGED = r"^cache/.*(index|manifest|files|merge|latents-\d+-\d+\.jsonl)"
 SAVED = r"^run/(lora|checkpoints)/"
@@ -23,7 +22,7 @@ FIRST_SAVING = 12
 def kill_build(round: Round, pattern: str | None = None) -> None:
     """kill -9 while a cache is built, up to three times."""
     counted = round.folder / "encoded"
-    also = [FINELY, partial(hooks.count_encodings, str(counted))]
+    also = [partial(hooks.count_encodings, str(counted))]
     kills = round.random.randint(1, 3)
     for _ in range(kills):
         moment = round.moment("build") if pattern is None else round.moment("build", pattern, timed=False)
@@ -47,10 +46,10 @@ def kill_train(round: Round) -> None:
     command = round.shop.train(kind == "shown")
     saved: list[dict[str, str]] = []
     for _ in range(round.random.randint(1, 3)):
-        round.kill(round.moment(kind), "train", *command, also=[FINELY])
+        round.kill(round.moment(kind), "train", *command)
         round.kept(saved)
         saved = round.saved()
-    round.run("train", *command, also=[FINELY])
+    round.run("train", *command)
     round.same_run(kind)
     round.kept(saved)
 
@@ -75,18 +74,18 @@ def kill_export(round: Round) -> None:
 
 
 def kill_one_of_two(round: Round) -> None:
-    """kill -9 of one of two builders of a cache, and the other goes on."""
+    """kill -9 of one of two commands that build a cache: the other, which may wait for it, builds it."""
     moment = round.moment("build")
     names = [round.shop.build() for _ in range(2)]
     other = None
     if round.random.random() < 0.5:
-        other = round.start("predict", *names[1], also=[FINELY])
+        other = round.start("predict", *names[1])
         time.sleep(round.random.uniform(0, 0.5))
-    killed = round.strike(moment, signal.SIGKILL, "predict", *names[0], also=[FINELY])
-    other = other or round.start("predict", *names[1], also=[FINELY])
+    killed = round.strike(moment, signal.SIGKILL, "predict", *names[0])
+    other = other or round.start("predict", *names[1])
     round.ended(killed, (0, -signal.SIGKILL))
     round.ended(other)
-    text = round.run("predict", *names[0], also=[FINELY])
+    text = round.run("predict", *names[0])
     if re.search(r"encoded \d+ samples", text):
         raise BadError("the killed one's command encodes again what is there")
     round.same_cache()
@@ -102,13 +101,13 @@ def stop(round: Round) -> None:
     commands = {"build": round.shop.build(), "edit": round.shop.edit(trained)}
     script = "predict" if kind in commands else "train"
     command = commands.get(kind) or round.shop.train(kind == "shown")
-    process = round.strike(round.moment(kind), number, script, *command, also=[FINELY])
+    process = round.strike(round.moment(kind), number, script, *command)
     if round.random.random() < 0.4:
         _again(round, process, number)
     # A process that does not listen yet, or not any more, ends as any other.
     round.ended(process, (0, 128 + number, -number))
     saved = round.saved() if script == "train" and (round.folder / "run").exists() else []
-    round.run(script, *command, *(["output_dir=out2"] if kind == "edit" else []), also=[FINELY])
+    round.run(script, *command, *(["output_dir=out2"] if kind == "edit" else []))
     if kind == "build":
         round.same_cache()
     elif kind == "edit":

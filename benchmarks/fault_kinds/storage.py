@@ -5,11 +5,11 @@ runs are copied to it.
 import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.fault_kinds.judging import BadError
 from benchmarks.fault_kinds.proxy import FAILS, LIES, Weather, proxy
 from benchmarks.fault_kinds.rounds import OR_A_LINE, Round
-from benchmarks.fault_kinds.stops import FINELY
 from benchmarks.fault_kinds.store import BUCKET, environment, objects, store
 from benchmarks.fault_kinds.workshop import RUN_FILES
 
@@ -45,24 +45,23 @@ def end_anew(round: Round, command: list[str]) -> None:
 
 
 def built_in_bucket(round: Round) -> None:
-    """A cache is built in a store that is slow, fails or lies, by machines that are killed; another trains on it."""
+    """A cache is built in a store that is slow, fails or lies, by machines that are killed and may lose their disks."""
     weather = bad_weather(round, FAILS + LIES)
     name = f"{round.name}-{round.seed}"
     build = round.shop.build(f"s3://{BUCKET}/{name}")
-    train = round.shop.train(cache_dir=f"s3://{BUCKET}/{name}")
     with proxy(weather) as address:
         round.environment = environment(address)
         for _ in range(round.random.randint(1, 2)):
-            round.kill(round.moment("build"), "predict", *build, also=[FINELY])
+            round.kill(round.moment("build"), "predict", *build)
             if round.random.random() < 0.5:
                 round.words.append("its disk is lost")
                 shutil.rmtree(round.folder / "cache", ignore_errors=True)
         in_weather(round, weather, "predict", build)
-        shutil.rmtree(round.folder / "cache")
-        in_weather(round, weather, "train", train)
     round.words.append(str(dict(weather.done)))
-    round.same_run("train")
-    for path, content in objects(name).items():
+    there = objects(name)
+    for path, content in there.items():
+        if Path(path).suffix == ".jsonl" and path.replace(".jsonl", ".tar") in there:
+            continue  # rows, which stay next to their tar
         copy = round.folder / "bucket" / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
@@ -72,12 +71,12 @@ def built_in_bucket(round: Round) -> None:
 def in_weather(round: Round, weather: Weather, script: str, command: list[str]) -> None:
     """A command, which is done once more in good weather where it ends in a line."""
     lines = len(round.lines)
-    round.run(script, *command, also=[FINELY], allowed=OR_A_LINE)
+    round.run(script, *command, allowed=OR_A_LINE)
     if len(round.lines) > lines:
         if "s3://" not in round.lines[-1]:
             raise BadError(f"the store is not named: {round.lines[-1]}")
         share, weather.share = weather.share, 0.0
-        round.run(script, *command, also=[FINELY])
+        round.run(script, *command)
         weather.share = share
 
 

@@ -4,7 +4,6 @@ import time
 
 from benchmarks.fault_kinds.judging import BadError
 from benchmarks.fault_kinds.rounds import LIMIT, OR_A_LINE, Round
-from benchmarks.fault_kinds.stops import FINELY
 
 
 def two_runs_one_cache(round: Round) -> None:
@@ -12,7 +11,7 @@ def two_runs_one_cache(round: Round) -> None:
     names = ("run", "run-2")
     commands = []
     for name in names:
-        commands.append(round.start("train", *round.shop.train(output_dir=name), also=[FINELY]))
+        commands.append(round.start("train", *round.shop.train(output_dir=name)))
         time.sleep(round.random.choice([0, round.random.uniform(0, 2)]))
     for command in commands:
         round.ended(command)

@@ -20,9 +20,8 @@ from datamodules.images.shapes import segment
 KINDS = ("build", "train", "shown", "copy", "streamed", "export", "edit")
 PAIRS = 24
 SHARDS = "shards"  # their place in the bucket
-UNIT = 4  # samples of a unit of a build
-# Of what a command changes, relative to where it runs: not what libraries write elsewhere, nor signs of life.
-FILES = r"^(run|cache|out|outputs)/(?!.*[.]alive)"
+# What a command changes, relative to where it runs, without what libraries write elsewhere.
+FILES = r"^(run|cache|out|outputs)/"
 RUN_FILES = r"^(run|outputs)/"
 QUICK = ["data.num_workers=0", "trainer.accelerator=cpu"]
 # A run of 1 to 3 seconds: mixed sizes, dropped captions, four savings.
@@ -113,9 +112,8 @@ class Workshop:
         folder.mkdir(parents=True)
         script, overrides = self._command(kind, folder)
         note = partial(hooks.note_changes, FILES, str(folder / "changes.txt"))
-        finely = partial(hooks.divide_finely, UNIT)
         started = time.monotonic()
-        used: list[Hook] = [hooks.be_quick, finely, note]
+        used: list[Hook] = [hooks.be_quick, note]
         address = environment(store()) if kind == "streamed" else {}
         command = Command(script, overrides, folder, folder / "log.txt", used, address)
         if command.wait(300) != 0:

@@ -14,7 +14,7 @@ from datamodules.shards.stores import kind_of, locate
 from datamodules.shards.transfer import Attempts, DamagedError
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta, PutMode, PutResult
+    from obstore import GetResult, ObjectMeta, PutResult
 
 Made = TypeVar("Made")
 # What an object says of its content beside it.
@@ -35,8 +35,6 @@ class Bucket:
         prefix: of the names of all objects in the folder.
     """
 
-    look = 3.0
-
     def __init__(self, url: str, setting: str) -> None:
         if kind_of(url) not in ("s3", "gs", "az"):
             raise UserError(f"{setting}={without_credentials(url)}: name a folder, or one in s3://, gs:// or az://")
@@ -48,10 +46,6 @@ class Bucket:
 
     def __str__(self) -> str:
         return without_credentials(self.url)
-
-    def inner(self, name: str) -> "Bucket":
-        """A folder in this one."""
-        return Bucket(f"{self.url.rstrip('/')}/{name}", self.setting)
 
     def attempt(self, work: Callable[[], Made], done: str = "read") -> Made:
         """What `work` makes, tried several times.
@@ -94,13 +88,6 @@ class Bucket:
         folders = {str(folder) for path in (*found, f"{self.prefix}x") for folder in PurePosixPath(path).parents}
         return {path.removeprefix(self.prefix): one for path, one in found.items() if path not in folders}
 
-    def folders(self) -> list[str]:
-        """The folders in this one."""
-        import obstore
-
-        found = self.attempt(lambda: obstore.list_with_delimiter(self.store, self.prefix))
-        return [path.removeprefix(self.prefix).strip("/") for path in found["common_prefixes"]]
-
     def read(self, name: str) -> bytes | None:
         """The bytes of an object; None if there is none."""
         import obstore
@@ -127,25 +114,6 @@ class Bucket:
         got = self.attempt(lambda: obstore.get(self.store, self.prefix + name, options={"head": True}))
         return got.attributes.get(CHECKSUM)
 
-    def read_range(self, name: str, start: int, length: int, check: Callable[[bytes], None]) -> bytes:
-        """So many bytes of an object.
-
-        Args:
-            check: raises a DamagedError where they are not what was written, and they are read again.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-            UserError: they cannot be read.
-        """
-        import obstore
-
-        def read() -> bytes:
-            data = bytes(obstore.get_range(self.store, self.prefix + name, start=start, length=length))
-            check(data)
-            return data
-
-        return self.attempt(read)
-
     def download(self, name: str, path: Path) -> None:
         """Replace a file by an object.
 
@@ -167,19 +135,16 @@ class Bucket:
 
         self.attempt(fetch)
 
-    def write(self, name: str, content: bytes | Path) -> None:
-        """Make or replace an object."""
+    def write(self, name: str, path: Path) -> None:
+        """Create or replace an object by a file."""
 
         def write() -> None:
-            if isinstance(content, bytes):
-                self.put(name, content)
-            else:
-                with content.open("rb") as file:
-                    self.put(name, file)
+            with path.open("rb") as file:
+                self.put(name, file)
 
         self.attempt(write, "written")
 
-    def put(self, name: str, content: bytes | BinaryIO, mode: "PutMode" = "overwrite") -> "PutResult":
+    def put(self, name: str, content: bytes | BinaryIO) -> "PutResult":
         """Upload, trying once, with the checksum to which all that is read is held. Raises a BaseError of obstore."""
         import obstore
 
@@ -190,39 +155,7 @@ class Bucket:
             content.seek(0)
         checked = {CHECKSUM: digest.hexdigest()}
         path = self.prefix + name
-        return obstore.put(self.store, path, content, attributes=checked, mode=mode, max_concurrency=PARTS)
-
-    def may_write(self, name: str) -> bool:
-        """Make or replace an empty object, to see whether the credentials allow it."""
-        from obstore.exceptions import PermissionDeniedError
-
-        def put() -> bool:
-            try:
-                self.put(name, b"")
-            except PermissionDeniedError:
-                return False
-            return True
-
-        return self.attempt(put, "written")
-
-    def create(self, name: str, content: bytes) -> bool:
-        """Make an object, unless there is one."""
-        from obstore.exceptions import AlreadyExistsError
-
-        def create() -> bool:
-            try:
-                self.put(name, content, mode="create")
-            except AlreadyExistsError:
-                # It may be ours, made by an attempt whose answer was lost.
-                return self.read(name) == content
-            return True
-
-        return self.attempt(create, "written")
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; some may not be there."""
-        listed = list(names)
-        self.attempt(lambda: self.delete(listed), "written")
+        return obstore.put(self.store, path, content, attributes=checked, max_concurrency=PARTS)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects, trying once; some may not be there. Raises a BaseError of obstore."""
@@ -235,11 +168,6 @@ class Bucket:
                 for path in paths:
                     with suppress(FileNotFoundError):
                         obstore.delete(self.store, path)
-
-    def drop(self, folder: str) -> None:
-        """Remove a folder with its objects."""
-        inner = self.inner(folder)
-        inner.remove(inner.names())
 
 
 def _compare(got: "GetResult", name: str, sha256: str) -> None:

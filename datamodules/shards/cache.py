@@ -1,24 +1,21 @@
 """A cache: the shards of one fingerprint, their index and their manifest.
 
-While it is built, each unit of work has tars of its own. The index rows of a full tar are written to a file beside it
-(`NAME.jsonl`); at the end one process merges these files into index.jsonl and manifest.json. Samples in the tars of a
-process that was killed are recovered by the one that takes its work over.
+While it is built, each process writes tars of its own, named by its rank. The index rows of a full tar are written to a
+file next to it (`NAME.jsonl`); at the end the first process merges these files into index.jsonl and manifest.json. The
+next build recovers the samples of a killed one from its tars.
 """
 
 import errno
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from datamodules.files import DAMAGED, remove_temporary, replacing, sha256
 from datamodules.shards.checksums import Checksums
-from datamodules.shards.leases import Leases
 from datamodules.shards.manifest import INDEX, index_matches, read_manifest, write_index_and_manifest
-from datamodules.shards.opened import LocalTars, Tars
-from datamodules.shards.places import Folder
 from datamodules.shards.tar import (
     OpenShard,
     Row,
@@ -47,7 +44,7 @@ class Cache:
 
     Attributes:
         checksums: of the samples' files that were read before.
-        on_disk: whether all of it is on a disk.
+        on_disk: whether the tars stay on this machine.
     """
 
     on_disk = True
@@ -60,20 +57,9 @@ class Cache:
     def __str__(self) -> str:
         return str(self.folder)
 
-    def refresh(self) -> None:
-        """Bring here what others have added, where that does not happen by itself."""
-
     def tars(self) -> dict[str, int]:
         """The tars that there are, with their sizes in bytes."""
         return {path.name: path.stat().st_size for path in self.folder.glob("latents-*.tar")}
-
-    def readable_tars(self, limit: int) -> Tars:
-        """What is read of the tars.
-
-        Args:
-            limit: bytes that may be kept of tars that are elsewhere.
-        """
-        return LocalTars(self.folder)
 
     def manifest(self) -> dict[str, Any]:
         """The manifest; one without shards if it is missing or damaged."""
@@ -100,42 +86,24 @@ class Cache:
         for tar in tars:
             yield from rows_of(tar)
 
-    def recover_units(self, units: Mapping[int, bool]) -> None:
-        """Write the rows of the tars that earlier holders of these units have not finished.
+    def open_shard(self, rank: int, full: int) -> OpenShard:
+        """Open the unfinished tar of a rank, or a new one.
 
         Args:
-            units: of each whether its holder may still write to them, so that nothing is to be appended.
+            full: bytes at which a tar is full.
         """
-        known, tars = self.manifest()["shards"].keys(), self.tars()
-        for unit, seal in units.items():
-            for tar in self._tars_of(unit):
-                if tar.name not in known and not self._unmerged_intact(tar, tars):
-                    if seal:
-                        self.seal(OpenShard(tar))
-                    else:
-                        write_rows(tar, scan(tar)[0], None)
-
-    def _tars_of(self, unit: int) -> list[Path]:
-        return sorted(self.folder.glob(f"latents-{unit:05d}-*.tar"))
-
-    def open_shard(self, unit: int, full: int) -> OpenShard:
-        """The unfinished tar of a unit whose holder has ended, or a new one; `full` in bytes."""
-        tars = self._tars_of(unit)
+        tars = sorted(self.folder.glob(f"latents-{rank:05d}-*.tar"))
         number = int(tars[-1].stem.rpartition("-")[2]) + 1 if tars else 0
         if tars and rows_path(tars[-1]).exists() and written_checksum(tars[-1]) is None:
             shard = OpenShard(tars[-1])
             if shard.size < full:
                 return shard
             self.seal(shard)
-        return OpenShard(self.folder / f"latents-{unit:05d}-{number:06d}.tar")
+        return OpenShard(self.folder / f"latents-{rank:05d}-{number:06d}.tar")
 
     def seal(self, shard: OpenShard) -> None:
-        """Finish a tar, and let others read it."""
+        """Finish a tar."""
         shard.seal()
-
-    def leases(self) -> Leases:
-        """Who does what of a build."""
-        return Leases(Folder(self.folder / "building"))
 
     def touch(self, by: str | None = None) -> bool:
         """Note that the cache is used now, and by what; return whether anything can be written here."""
@@ -164,11 +132,10 @@ class Cache:
         read up to their last intact sample.
         """
         remove_temporary(self.folder.glob(".*.tmp"))
-        self.refresh()
         tars = self.tars()
         for tar in self.unmerged():
             if not self._unmerged_intact(tar, tars):
-                self._drop_rows([tar])
+                rows_path(tar).unlink()
         manifest = self.manifest()
         shards: dict[str, Any] = manifest["shards"]
         before = json.dumps(shards)
@@ -185,13 +152,10 @@ class Cache:
                 log.warning(f"the index of {self.folder} does not match {name}: its rows are read from the shard again")
                 del shards[name]
         if json.dumps(shards) != before:
-            self._write_index((row for row in self._index() if row["shard"] in shards), shards)
+            rows = (row for row in self._index() if row["shard"] in shards)
+            write_index_and_manifest(self.folder, self.parts, rows, shards)
         for name in sorted(tars.keys() - shards.keys() - {path.name for path in self.unmerged()}):
-            self._read_rows_again(self.folder / name)
-
-    def _read_rows_again(self, tar: Path) -> None:
-        """Write the rows of a tar beside it, up to its last intact sample."""
-        write_rows(tar, scan(tar)[0], None)
+            write_rows(self.folder / name, scan(self.folder / name)[0], None)
 
     def _unmerged_intact(self, tar: Path, tars: Mapping[str, int]) -> bool:
         """Whether a tar that is not in the index yet has its rows beside it, and both are as they were written."""
@@ -223,15 +187,11 @@ class Cache:
         if tars.get(name) != facts["bytes"]:
             return False
         path = self.folder / name
-        modified = self._modified(path)
+        modified = path.stat().st_mtime_ns
         if modified != facts["mtime_ns"] and sha256(path) != facts["sha256"]:
             return False
         facts["mtime_ns"] = modified
         return True
-
-    def _modified(self, tar: Path) -> int:
-        """When a tar was changed, in ns."""
-        return tar.stat().st_mtime_ns
 
     def merge(self) -> None:
         """Merge the rows of unmerged tars into index.jsonl and manifest.json; only one process may do this."""
@@ -245,14 +205,8 @@ class Cache:
                 self.seal(OpenShard(tar))
         sizes = self.tars()
         for tar in unmerged:
-            facts = {"sha256": written_checksum(tar), "mtime_ns": self._modified(tar)}
+            facts = {"sha256": written_checksum(tar), "mtime_ns": tar.stat().st_mtime_ns}
             shards[tar.name] = {"bytes": sizes[tar.name], **facts}
-        self._write_index(self.rows(), shards)
-        self._drop_rows(unmerged)
-
-    def _drop_rows(self, tars: Iterable[Path]) -> None:
-        for tar in tars:
+        write_index_and_manifest(self.folder, self.parts, self.rows(), shards)
+        for tar in unmerged:
             rows_path(tar).unlink()
-
-    def _write_index(self, rows: Iterable[Row], shards: dict[str, Any]) -> None:
-        write_index_and_manifest(self.folder, self.parts, rows, shards)

@@ -18,10 +18,10 @@ class Checksums:
         lists = self.folder.glob("files*.jsonl")
         return FileHashes(sorted(lists, key=lambda path: (path.name != "files.jsonl", path.stat().st_mtime_ns)))
 
-    def add(self, process: str, hashed: Iterable[Hashed]) -> None:
-        """Append to the list of this process."""
+    def add(self, rank: int, hashed: Iterable[Hashed]) -> None:
+        """Append to the list of the process with this rank."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"files-{process}.jsonl").open("a", encoding="utf-8") as file:
+        with (self.folder / f"files-{rank}.jsonl").open("a", encoding="utf-8") as file:
             for one in hashed:
                 file.write(FileHashes.line(one))
 

@@ -11,7 +11,6 @@ from datamodules.images.held_out import choose_held_out
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.index_arrays import read_arrays
 from datamodules.shards.manifest import INDEX, MANIFEST, index_matches, read_manifest
 
 
@@ -43,7 +42,6 @@ def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:
     Raises:
         UserError: a file is missing or incomplete, or the cache is of other settings.
     """
-    given = Cache(folder, {})
     if not (folder / MANIFEST).exists():
         raise UserError(f"data.shards={folder}: no {MANIFEST}")
     manifest = verified_manifest(folder)
@@ -51,12 +49,9 @@ def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:
     for name, facts in manifest["shards"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != facts["bytes"]:
             raise UserError(f"data.shards={folder}: {name} is incomplete: copy it again")
-    checksum = manifest.get("index_sha256")
-    index = None if checksum is None or given.unmerged() else read_arrays(folder / INDEX, checksum)
-    if index is None:
-        with reading(folder / INDEX, "copy it again"):
-            index = ShardIndex(given.rows())
-        index.forget_ids()
+    with reading(folder / INDEX, "copy it again"):
+        index = ShardIndex(Cache(folder, {}).rows())
+    index.forget_ids()
     if not index.numbers:
         raise UserError(f"data.shards={folder}: no samples")
     return index

@@ -15,6 +15,8 @@ log = logging.getLogger("retouch")
 
 # Increased when the shard format changes.
 FORMAT = 2
+# The word in data.shards that is replaced by the fingerprint of the run.
+FINGERPRINT = "FINGERPRINT"
 
 
 def fingerprint_parts(model: Model, memo: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.files import replacing, sha256
-from datamodules.shards.index_arrays import write_arrays
 from datamodules.shards.tar import Row
 
 INDEX, MANIFEST = "index.jsonl", "manifest.json"
@@ -16,13 +15,13 @@ FACTS = {"bytes": int, "sha256": str, "mtime_ns": int, "samples": int, "prompts"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of the cache in a folder.
+    """Read the manifest of the cache in a folder, as `parse_manifest` does; raises FileNotFoundError without one."""
+    return parse_manifest((folder / MANIFEST).read_bytes())
 
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError, KeyError, TypeError: it is damaged.
-    """
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+def parse_manifest(text: bytes) -> dict[str, Any]:
+    """Parse a manifest; raises ValueError, KeyError or TypeError if it is damaged."""
+    manifest: dict[str, Any] = json.loads(text)
     for facts in manifest["shards"].values():
         if wrong := [name for name, kind in FACTS.items() if not isinstance(facts[name], kind)]:
             raise TypeError(f"{wrong[0]} is {facts[wrong[0]]!r}")
@@ -40,7 +39,7 @@ def index_matches(folder: Path, manifest: Mapping[str, Any]) -> bool:
 def write_index_and_manifest(
     folder: Path, parts: Mapping[str, Any], rows: Iterable[Row], shards: dict[str, dict[str, Any]]
 ) -> None:
-    """Write both files, and what speeds up reading them; and count the rows of each shard.
+    """Write both files, and count the rows of each shard.
 
     Args:
         parts: what the fingerprint is computed from.
@@ -77,4 +76,3 @@ def write_index_and_manifest(
     }
     with replacing(folder / MANIFEST) as temporary:
         temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    write_arrays(folder / INDEX, manifest["index_sha256"])

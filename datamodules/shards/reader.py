@@ -1,14 +1,17 @@
 """Batches read directly from the tars of local shards."""
 
 import json
+import os
 import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, reduce
+from io import FileIO
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +20,6 @@ from datamodules.batch import LatentBatch
 from datamodules.files import reading
 from datamodules.sampler import drawn_caption, drawn_preserved
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.opened import OpenRow, Tars
 
 # By safetensors' names: those that a cache may hold.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
@@ -26,6 +28,44 @@ REMEDY = "delete it and start again, and its samples are encoded again; if it is
 BatchEntry = list[tuple[int, int]]
 # Bytes to read for the header of a safetensors file: enough for a handful of tensors.
 HEADER = 4096
+
+
+class OpenRow(NamedTuple):
+    """A safetensors file in a tar, from which bytes are read straight into a batch.
+
+    Attributes:
+        tar: the open tar.
+        start: the row's offset in it.
+    """
+
+    tar: FileIO
+    start: int
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Read up to `size` bytes."""
+        return os.pread(self.tar.fileno(), size, self.start + offset)
+
+    def read_into(self, buffers: Sequence[Any], offset: int) -> int:
+        """Fill the buffers one after the other; return the number of bytes."""
+        return os.preadv(self.tar.fileno(), buffers, self.start + offset)
+
+
+class Tars:
+    """The tars of a folder, whose rows any thread may open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # A file that is evicted is closed once no thread reads from it.
+        self._open = lru_cache(maxsize=128)(lambda name: FileIO(folder / name))
+
+    def name(self, index: ShardIndex, row: int) -> str:
+        """Return the path of the tar that holds a row, for messages."""
+        return str(self.folder / index.shards[index.spans[3 * row]])
+
+    def open(self, index: ShardIndex, row: int) -> OpenRow:
+        """Open the row with this index."""
+        shard, offset = index.spans[3 * row : 3 * row + 2]
+        return OpenRow(self._open(index.shards[shard]), offset)
 
 
 class LatentReader:

@@ -130,15 +130,19 @@ def write_rows(shard: Path, rows: Iterable[Row], checksum: str | None) -> None:
 
 
 def rows_beside(shard: Path) -> tuple[Row, list[Row]]:
-    """What stands beside a shard: the facts of its first line, and its rows.
+    """Read the file next to a shard, as `parse_rows` does."""
+    return parse_rows(rows_path(shard).read_text(encoding="utf-8"), shard.name)
+
+
+def parse_rows(text: str, shard: str) -> tuple[Row, list[Row]]:
+    """Split the text of a file next to a shard into the facts of its first line, and the rows.
 
     Raises:
-        ValueError, KeyError: the file is damaged.
+        ValueError, KeyError, TypeError: it is damaged.
     """
-    text = rows_path(shard).read_text(encoding="utf-8")
     head, _, rest = text.partition("\n")
     facts = json.loads(head)
-    if zlib.crc32(rest.encode()) != facts["rows"] or facts["shard"] != shard.name:
+    if zlib.crc32(rest.encode()) != facts["rows"] or facts["shard"] != shard:
         raise ValueError("it is not as it was written")
     return facts, [json.loads(line) for line in rest.splitlines()]
 

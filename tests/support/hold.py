@@ -9,7 +9,6 @@ import lightning.pytorch as L
 
 from callbacks.shard_writer import ShardWriter
 from callbacks.signals import stop
-from tasks import encode
 
 
 def until_told() -> None:
@@ -29,26 +28,10 @@ class Hold(L.Callback):
 
 
 def hold_build(samples: int, marker: Path) -> None:
-    """Let a cache's build wait when it has encoded some samples; the marker says that it does."""
-    write = ShardWriter.write_on_batch_end
+    """Make a cache's build wait when it has encoded some samples, -1 for none, until a signal or MARKER.go tells it.
 
-    def write_and_hold(writer, *args):
-        write(writer, *args)
-        if writer.encoded == samples:
-            marker.touch()
-            until_told()
-
-    ShardWriter.write_on_batch_end = write_and_hold
-
-
-def divide_finely(samples: int) -> None:
-    """Let a unit of work have so few samples."""
-    encode.LEAST = encode.MOST = samples
-
-
-def divide_and_hold(unit: int, samples: int, marker: Path) -> None:
-    """Let a build wait until it is told to continue, and count what it encodes by the bytes of a file."""
-    divide_finely(unit)
+    The marker says that it waits; MARKER.encoded grows by a byte for each sample that is encoded.
+    """
     write = ShardWriter.write_on_batch_end
 
     def write_and_hold(writer, *args):
@@ -57,7 +40,7 @@ def divide_and_hold(unit: int, samples: int, marker: Path) -> None:
             file.write("x")
         if writer.encoded == samples:
             marker.touch()
-            while not marker.with_suffix(".go").exists():
+            while stop.signal is None and not marker.with_suffix(".go").exists():
                 time.sleep(0.01)
 
     ShardWriter.write_on_batch_end = write_and_hold

@@ -3,21 +3,13 @@
 import gc
 import tracemalloc
 
-import numpy as np
 import pytest
 
-from benchmarks.made_up_cache import rows, write
-from datamodules.shards import manifest
-from datamodules.shards.cache import Cache
-from datamodules.shards.copied import open_copied
+from benchmarks.made_up_cache import rows
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.index_arrays import read_arrays
 from datamodules.shards.names import Names
 from datamodules.shards.tar import read_rows, size_of
 from datamodules.sizes import Sizes
-from tests.support.latents import fill
-
-ATTRIBUTES = ("shards", "spans", "samples", "prompts", "tokens", "numbers", "is_first")
 
 
 def test_index_knows_what_its_rows_say():
@@ -81,64 +73,3 @@ def test_line_that_is_not_one_row_is_damage(tmp_path, line):
     path.write_text('{"id": "a"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"line|Expecting"):
         list(read_rows(path))
-
-
-def said(index):
-    """All that an index knows."""
-    return [*(getattr(index, name) for name in ATTRIBUTES), list(index.keys), list(index.sizes), index.sizes.kinds]
-
-
-def checksum(cache):
-    return cache.manifest()["index_sha256"]
-
-
-def test_arrays_say_what_the_index_says(tmp_path, cache):
-    write(tmp_path / "made_up", samples := 500, 7)
-    for folder in (cache.folder, tmp_path / "made_up"):
-        known = Cache(folder, {})
-        index = ShardIndex(known.rows())
-        read = read_arrays(folder / "index.jsonl", checksum(known))
-        assert said(read) == said(index)
-        assert type(read.sizes[0]) is type(read.sizes[0][0]) is tuple
-    assert len(read.keys) == samples
-
-
-def test_only_arrays_of_this_index_are_read(cache):
-    """Also where a build went on with a version that writes none."""
-    index, arrays = cache.folder / "index.jsonl", cache.folder / "index.npz"
-    assert read_arrays(index, "0" * 64) is None
-    kept = arrays.read_bytes()
-    for damaged in (b"", kept[:-100], kept[:2000] + b"x" + kept[2001:]):
-        arrays.write_bytes(damaged)
-        assert read_arrays(index, checksum(cache)) is None
-        assert len(open_copied(cache.folder, cache.parts).numbers) == 10
-    arrays.write_bytes(kept)
-    fill(cache, 12, full=9_000).seal()
-    assert len(open_copied(cache.folder, cache.parts).numbers) == 12
-    cache.merge()
-    arrays.write_bytes(kept)
-    assert len(open_copied(cache.folder, cache.parts).numbers) == 12
-
-
-def test_index_is_parsed_only_where_its_arrays_cannot_be_used(cache, monkeypatch):
-    parsed = []
-    monkeypatch.setattr(Cache, "rows", lambda self, rows=Cache.rows: parsed.append(1) or rows(self))
-    with_arrays = open_copied(cache.folder, cache.parts)
-    assert not parsed
-    (cache.folder / "index.npz").unlink()
-    assert said(open_copied(cache.folder, cache.parts)) == said(with_arrays)
-    assert parsed
-
-
-def test_full_disk_costs_no_more_than_the_arrays(cache, monkeypatch, caplog):
-    def no_space(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    before = said(open_copied(cache.folder, cache.parts))
-    (cache.folder / "index.npz").unlink()
-    monkeypatch.setattr(np, "savez", no_space)
-    rows = list(cache.rows())
-    manifest.write_index_and_manifest(cache.folder, cache.parts, rows, cache.manifest()["shards"])
-    assert "index.npz was not written" in caplog.text
-    assert not (cache.folder / "index.npz").exists()
-    assert said(open_copied(cache.folder, cache.parts)) == before

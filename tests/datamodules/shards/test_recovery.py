@@ -12,8 +12,7 @@ from datamodules.hashes import FileHashes, hash_file
 from datamodules.shards.cache import Cache
 from datamodules.shards.copied import verified_manifest
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.opened import LocalTars
-from datamodules.shards.reader import LatentReader
+from datamodules.shards.reader import LatentReader, Tars
 from datamodules.shards.tar import OpenShard, scan
 from tests.support.caches import flip
 from tests.support.latents import content, fill
@@ -158,7 +157,7 @@ def test_wrong_offset_never_gives_other_tensors(cache, offset):
     shard = cache.folder / index.shards[index.spans[3 * row]]
     index.spans[3 * row + 1] = offset
     with pytest.raises(UserError, match=f"{shard} is damaged .*; delete it and start again"):
-        LatentReader(LocalTars(cache.folder), index, range(10), index.keys, False)([(0, 0)])
+        LatentReader(Tars(cache.folder), index, range(10), index.keys, False)([(0, 0)])
 
 
 @pytest.mark.parametrize("part", ["header", "first tensor", "last tensor"])
@@ -176,7 +175,7 @@ def test_a_bit_that_flips_while_size_and_time_stay_is_found_when_it_is_read(cach
         file.write(bytes([byte ^ 4]))
     os.utime(path, ns=(time, time))
     with pytest.raises(UserError, match=f"{path} is damaged .*; delete it and start again"):
-        LatentReader(LocalTars(cache.folder), index, range(10), index.keys, False)([(0, 0)])
+        LatentReader(Tars(cache.folder), index, range(10), index.keys, False)([(0, 0)])
 
 
 def test_rows_beside_a_tar_that_cannot_be_read_are_found_in_the_tar(tmp_path):
@@ -262,7 +261,7 @@ def test_full_disk_is_one_line_and_what_was_written_stays(tmp_path):
 def test_of_several_lists_of_checksums_the_last_one_counts(tmp_path):
     """Whatever they are called: each process has its own, until they are merged."""
     cache, file = Cache(tmp_path / "cache", {}), tmp_path / "a.png"
-    for number, process in enumerate(("b", "a", "d", "c")):
+    for number, process in enumerate((1, 0, 3, 2)):
         file.write_text(f"{number}" * (number + 1))
         cache.checksums.add(process, [hash_file(file)])
         assert cache.checksums.known().get(file) == sha256(file)

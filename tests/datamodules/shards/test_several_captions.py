@@ -9,8 +9,7 @@ import torch
 from datamodules.sampler import drawn_caption
 from datamodules.shards.cache import Cache
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.opened import LocalTars
-from datamodules.shards.reader import LatentReader
+from datamodules.shards.reader import LatentReader, Tars
 from datamodules.shards.remote import find_shards
 from datamodules.shards.stream import ShardStream, StreamLoader
 from datamodules.shards.tar import prompt_id
@@ -53,13 +52,13 @@ def first_rows(batch):
 def test_reader_draws_them_or_takes_the_first(cache):
     index = ShardIndex(cache.rows())
     captions = [[f"{number} {caption}" for caption in range(CAPTIONS)] for number in range(6)]
-    read = LatentReader(LocalTars(cache.folder), index, range(6), index.keys, False, captions, seed=7)
+    read = LatentReader(Tars(cache.folder), index, range(6), index.keys, False, captions, seed=7)
     items = [(number % 6, 100 + number) for number in range(24)]
     batch = read(items)
     assert first_rows(batch) == expected(batch.draws, [number for number, _ in items], 7)
     assert len(set(first_rows(batch))) > 12
     assert batch.prompts == [f"{int(row // 10)} {int(row % 10)}" for row in first_rows(batch)]
-    plain = LatentReader(LocalTars(cache.folder), index, range(6), index.keys, False)(items)
+    plain = LatentReader(Tars(cache.folder), index, range(6), index.keys, False)(items)
     assert first_rows(plain) == [10.0 * number for number, _ in items]
 
 

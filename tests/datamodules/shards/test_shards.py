@@ -14,8 +14,7 @@ from datamodules.images.window import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit, fingerprint
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.opened import LocalTars
-from datamodules.shards.reader import LatentReader, ThreadedLoader
+from datamodules.shards.reader import LatentReader, Tars, ThreadedLoader
 from datamodules.shards.tar import prompt_id, sample_id
 from tests.support.latents import fill, tensors
 
@@ -34,7 +33,7 @@ def test_stock_webdataset_finds_the_members(cache):
 
 def test_random_access_reads_what_was_written(cache):
     index = ShardIndex(cache.rows())
-    read = LatentReader(LocalTars(cache.folder), index, range(10), index.keys, empty_prompt=True)
+    read = LatentReader(Tars(cache.folder), index, range(10), index.keys, empty_prompt=True)
     batch = read([(1, 40), (3, 41)])
     assert batch.keys == ["sample 1", "sample 3"]
     assert batch.draws == [40, 41]
@@ -49,7 +48,7 @@ def test_random_access_reads_what_was_written(cache):
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_threads_keep_the_order_and_end_with_the_loop(cache, num_workers):
     index = ShardIndex(cache.rows())
-    read = LatentReader(LocalTars(cache.folder), index, range(10), index.keys, empty_prompt=False)
+    read = LatentReader(Tars(cache.folder), index, range(10), index.keys, empty_prompt=False)
     entries = [[(number % 10, number)] for number in range(50)]
     assert [batch.draws[0] for batch in ThreadedLoader(read, entries, num_workers)] == list(range(50))
     for _ in ThreadedLoader(read, entries, num_workers):
@@ -63,7 +62,7 @@ def test_shard_that_vanishes_or_shrinks_while_it_is_read_is_one_line(cache):
     entries = [[(n, 0)] for n in range(10)]
 
     def reader():
-        return LatentReader(LocalTars(cache.folder), index, range(10), index.keys, False)
+        return LatentReader(Tars(cache.folder), index, range(10), index.keys, False)
 
     last.write_bytes(last.read_bytes()[:-12_000])
     with pytest.raises(UserError, match="ends too early"):
