@@ -142,7 +142,8 @@ def parse_rows(text: str, shard: str) -> tuple[Row, list[Row]]:
     """
     head, _, rest = text.partition("\n")
     facts = json.loads(head)
-    if zlib.crc32(rest.encode()) != facts["rows"] or facts["shard"] != shard:
+    intact = zlib.crc32(rest.encode()) == facts["rows"] and facts["shard"] == shard
+    if not intact or not {"sha256", "bytes", "mtime_ns"} <= facts.keys():
         raise ValueError("it is not as it was written")
     return facts, [json.loads(line) for line in rest.splitlines()]
 
