@@ -121,12 +121,12 @@ def rows_path(shard: Path) -> Path:
 
 
 def write_rows(shard: Path, rows: Iterable[Row], checksum: str | None) -> None:
-    """Write a shard's rows beside it, after a line with its checksum (None for a tar that is not sealed) and theirs."""
-    stat, lines = shard.stat(), [json.dumps(row) + "\n" for row in rows]
-    facts = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "rows": zlib.crc32("".join(lines).encode())}
+    """Write a shard's rows next to it, after a line with its checksum (None for a tar that is not sealed)."""
+    stat, text = shard.stat(), "".join(json.dumps(row) + "\n" for row in rows)
+    facts = {"shard": shard.name, "sha256": checksum, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     with replacing(rows_path(shard)) as temporary:
-        head = json.dumps({"shard": shard.name, "sha256": checksum, **facts}) + "\n"
-        temporary.write_text(head + "".join(lines), encoding="utf-8")
+        head = json.dumps({**facts, "crc32": zlib.crc32((json.dumps(facts) + text).encode())})
+        temporary.write_text(f"{head}\n{text}", encoding="utf-8")
 
 
 def rows_beside(shard: Path) -> tuple[Row, list[Row]]:
@@ -142,7 +142,7 @@ def parse_rows(text: str, shard: str) -> tuple[Row, list[Row]]:
     """
     head, _, rest = text.partition("\n")
     facts = json.loads(head)
-    if zlib.crc32(rest.encode()) != facts["rows"] or facts["shard"] != shard:
+    if facts.pop("crc32") != zlib.crc32((json.dumps(facts) + rest).encode()) or facts["shard"] != shard:
         raise ValueError("it is not as it was written")
     return facts, [json.loads(line) for line in rest.splitlines()]
 
@@ -206,7 +206,7 @@ def scan(path: Path) -> tuple[list[Row], int]:
                     data = (id, info.offset_data, info.size, zlib.crc32(content))
                     continue
                 facts = json.loads(content)
-                if data is None or data[0] != id or data[3] != facts["crc32"]:
+                if data is None or not data[0] == id == facts["id"] or data[3] != facts["crc32"]:
                     break
                 rows.append({"shard": path.name, "offset": data[1], "bytes": data[2], **facts})
                 end = info.offset_data - (-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

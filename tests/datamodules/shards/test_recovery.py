@@ -13,7 +13,7 @@ from datamodules.shards.cache import Cache
 from datamodules.shards.copied import verified_manifest
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.reader import LatentReader, Tars
-from datamodules.shards.tar import OpenShard, scan
+from datamodules.shards.tar import OpenShard, facts_beside, scan
 from tests.support.caches import flip
 from tests.support.latents import content, fill
 
@@ -187,6 +187,17 @@ def test_rows_beside_a_tar_that_cannot_be_read_are_found_in_the_tar(tmp_path):
         assert cache.sample_ids() == {f"id{n}" for n in range(6)}
 
 
+def test_a_bit_that_flips_in_the_facts_beside_a_tar_is_noticed(tmp_path):
+    cache = Cache(tmp_path / "cache", {})
+    fill(cache, 6).seal()
+    tar = cache.unmerged()[0]
+    content, facts = tar.with_suffix(".jsonl").read_bytes(), facts_beside(tar)
+    assert facts is not None
+    for place in range(content.index(b"\n")):
+        tar.with_suffix(".jsonl").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert facts_beside(tar) in (None, facts)
+
+
 def test_damaged_list_of_checksums_is_passed_over(tmp_path):
     file, memo = tmp_path / "a.png", tmp_path / "memo.jsonl"
     file.write_bytes(b"one")
@@ -238,6 +249,16 @@ def test_scan_of_what_is_no_tar(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"")
     (tmp_path / "b.tar").write_bytes(b"x" * 5000)
     assert scan(tmp_path / "a.tar") == scan(tmp_path / "b.tar") == ([], 0)
+
+
+def test_a_bit_that_flips_in_an_id_makes_no_other_sample(cache):
+    path = max(cache.folder.glob("*.tar"))
+    content = path.read_bytes()
+    place = content.rindex(b'"id": "id9"') + len(b'"id": "id')
+    path.write_bytes(content[:place] + b"8" + content[place + 1 :])
+    ids = [row["id"] for row in scan(path)[0]]
+    assert ids
+    assert len(ids) == len(set(ids))
 
 
 def test_full_disk_is_one_line_and_what_was_written_stays(tmp_path):
