@@ -20,7 +20,7 @@ from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import load_component
+from lightning_modules.pretrained.repository import EMBEDDED, load_component
 from lightning_modules.pretrained.transformer import TransformerSource
 
 log = logging.getLogger("retouch")
@@ -71,6 +71,7 @@ class Sampler:
             )
         guided = rules.cfg_scale == "guidance_scale"
         takes = not index.get("is_distilled") if guided else source.meta.config.get("guidance_embeds", False)
+        takes = takes or source.name == EMBEDDED  # its recipe is that of FLUX Kontext
         for line in rules.without_effect(self.sampling, takes):
             if line not in self._noted:
                 log.warning(f"note: {line}")
