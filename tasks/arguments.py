@@ -154,7 +154,7 @@ def _checked(setting: str, known: Declared) -> str:
         ) from error
     key = override.key_or_group
     if key.startswith("hydra") or "@" in setting.partition("=")[0]:
-        return setting
+        return setting.lstrip("+") if key.startswith("hydra/") else setting
     value = setting.partition("=")[2]
     if override.value() is None and key in known.groups and not override.is_delete():
         if key not in known.may_be_null:
@@ -165,8 +165,10 @@ def _checked(setting: str, known: Declared) -> str:
     of_class = known.takes_arguments(dotted)
     if key not in known.groups and not known.knows(dotted) and not (is_new and of_class):
         known.refuse(key, "" if override.is_delete() else f"={value}", of_class)
-    # What is there already may be given with a +.
-    return f"+{setting}" if override.is_add() and known.knows(dotted) and key not in known.groups else setting
+    # What is there already may be given with a +: a group's as a choice, a setting's as one that may be there.
+    if key in known.groups:
+        return setting.lstrip("+")
+    return f"+{setting}" if override.is_add() and known.knows(dotted) else setting
 
 
 @contextmanager

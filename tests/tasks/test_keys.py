@@ -277,6 +277,7 @@ def test_options_and_settings_may_stand_in_any_order():
     ]
     # What is there may be given with a +, which changes nothing.
     assert read_arguments(["+seed=1"], "train") == ["++seed=1"]
+    assert read_arguments(["+experiment=quick", "++logger=csv"], "train") == ["experiment=quick", "logger=csv"]
 
 
 def test_the_command_refuses_what_only_an_own_yaml_says(run, tmp_path):
