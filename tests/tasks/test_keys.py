@@ -232,6 +232,12 @@ def test_a_setting_that_the_task_does_not_read_is_refused(task, override, words)
         check_read(task, [override])
 
 
+@pytest.mark.parametrize("data", declared("predict").groups["data"])
+def test_keys_of_every_data_are_known_to_both_commands(data):
+    for script in TASKS:
+        check_keys(compose(script, f"data={data}"), script)
+
+
 def test_what_a_task_reads_is_accepted():
     check_read(
         "edit", ["lora=x", "model.devices.vae=cpu", "data.cache_dir=x", "trainer.precision=32-true", "~captioner"]
