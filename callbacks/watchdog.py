@@ -60,5 +60,5 @@ class Watchdog(L.Callback):
         sys.stderr.flush()
         faulthandler.dump_traceback(file=2, all_threads=True)
         what = f"error: nothing was done for {self.minutes:g} minutes (watchdog_minutes): where it waits is above"
-        os.write(2, f"{what}; start again, with ckpt_path=last from the last saved step\n".encode())
+        os.write(2, f"{what}; start again; a run resumes from its last checkpoint by ckpt_path=last\n".encode())
         os._exit(1)

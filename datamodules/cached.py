@@ -159,7 +159,9 @@ class CachedDataModule(PairsDataModule):
         self.index, self._number_of, self._preserved = found.index, found.numbers, found.preserved
         if changed := self.sample_set.check(found.missing):
             absent = listing([one.sample.key for one in changed])
-            hint = "did files change just now? Start again" if cache.touch() else "fill it from where it can be written"
+            hint = "fill it from where it can be written"
+            if cache.touch():
+                hint = "did files change just now? Start again; machines need a disk in common, or data.shards=s3://..."
             raise UserError(f"{absent} not in the cache {cache}: {hint}")
         self.sample_set.require_some(found.usable)
         self.take(found.usable, hashes.get)

@@ -70,6 +70,7 @@ class EncodingDataModule(PromptData):
         num_workers: processes that decode images.
         cache: where they will be written.
         begin: called by one process before any other reads the cache; by one on each machine for a cache in a bucket.
+        join: called by each process before it reads the cache and writes to it.
         preserve_prompts: prompts whose conditioning is encoded with each sample.
     """
 
@@ -79,6 +80,7 @@ class EncodingDataModule(PromptData):
         num_workers: int,
         cache: Cache,
         begin: Callable[[], None],
+        join: Callable[[], None],
         preserve_prompts: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -86,15 +88,17 @@ class EncodingDataModule(PromptData):
         self.num_workers = num_workers
         self.cache = cache
         self.begin = begin
+        self.join = join
         self.prepare_data_per_node = not cache.on_disk
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.preserve_prompts = preserve_prompts
-        self.requests = _Requests([], cache.checksums.known(), sample_set.condition_images)
+        self.requests = _Requests([], FileHashes([]), sample_set.condition_images)
 
     def prepare_data(self) -> None:
         self.begin()
 
     def setup(self, stage: str) -> None:
+        self.join()
         rank = self.run.global_rank
         mine = self.sample_set.find()[rank :: self.run.world_size]
         hashes = hash_files(self.cache, rank, mine)

@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -69,13 +70,14 @@ def clean(cfg: DictConfig, _: Path) -> None:
     places = (module.base.source.kept(torch.device(kind)) for kind in DEVICES)
     kept = [place.folder for place in places if place is not None]
     found: list[tuple[Path, str, float]] = []
+    held = ExitStack()  # until they are deleted
     for note in used.parent.glob(f"{'?' * len(used.name)}/{USED}"):
         cache = Cache(note.parent, {})
         if cache.folder == used:
             continue
         try:
-            with in_use(cache.folder):
-                found.append((cache.folder, _described(cache), note.stat().st_mtime))
+            held.enter_context(in_use(cache.folder))
+            found.append((cache.folder, _described(cache), note.stat().st_mtime))
         except UserError:
             log.info(f"{cache.folder} is being filled: it stays")
     # The one that was used last, even after that of these settings, is likely to be used again.
@@ -94,6 +96,7 @@ def clean(cfg: DictConfig, _: Path) -> None:
         log.info(f"{folder}  {decimal(size)}, {what}, last used {when}")
         if cfg.delete:
             shutil.rmtree(folder)
+    held.close()
     if total == 0:
         log.info(f"nothing to free in {used.parent}; {used.name} is what these settings use")
     elif cfg.delete:

@@ -10,7 +10,7 @@ from callbacks.shares import of_all, of_first
 from callbacks.signals import Stopped
 from datamodules.errors import UserError, count_of, without_credentials
 from datamodules.shards.fingerprint import FINGERPRINT
-from tasks.folders import in_use
+from tasks.folders import in_use, one_at_a_time
 from tasks.placement import frozen_model, join_processes
 from tasks.terminal import is_first_process, log, silence_libraries
 
@@ -77,9 +77,13 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
 
         def begin() -> None:
             held.enter_context(in_use(cache.folder, wait=True))
-            cache.recover()
+            with one_at_a_time(cache.folder):  # a process of a killed build may still write
+                cache.recover()
 
-        missing = EncodingDataModule(data.sample_set, data.num_workers, cache, begin, data.preserve_prompts)
+        def join() -> None:
+            held.enter_context(one_at_a_time(cache.folder, shared=True))
+
+        missing = EncodingDataModule(data.sample_set, data.num_workers, cache, begin, join, data.preserve_prompts)
         writer = ShardWriter(cache, data.shard_size)
         watchdog = Watchdog(cfg.get("watchdog_minutes"))
         trainer = instantiate(

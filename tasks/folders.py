@@ -111,12 +111,20 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let the processes that come here wait for each other; on a file system without locks they do not."""
-    place = os.open(folder, os.O_RDONLY)
+def one_at_a_time(folder: Path, shared: bool = False) -> Iterator[None]:
+    """Let the processes that come here wait for each other; on a file system without locks they do not.
+
+    Args:
+        shared: wait only for those that do not share, and make them wait.
+    """
+    place, how = os.open(folder, os.O_RDONLY), fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         with suppress(OSError):
-            fcntl.flock(place, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(place, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info(f"waiting for another process, which uses {folder}")
+                fcntl.flock(place, how)
         yield
     finally:
         os.close(place)

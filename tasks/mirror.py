@@ -18,7 +18,8 @@ from tasks.terminal import is_first_process, log, started_by_lightning
 
 LOOK = 5.0  # seconds between two looks for a new checkpoint
 TRIES = 30  # of the last upload; while the bucket is away each takes 15 s
-WHEN_STOPPED = 100.0  # seconds for the last upload of a run that was told to stop
+WHEN_STOPPED = 100.0  # seconds for the last upload of a run that was told to stop, or has failed
+ELSEWHERE = "another machine has saved a checkpoint there"
 LAST = "checkpoints/last.ckpt"
 
 
@@ -36,7 +37,7 @@ def mirrored(url: str, folder: Path, resumes: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if lost := mirror.finish(WHEN_STOPPED if isinstance(error, Stopped) else None):
+        if lost := mirror.finish(WHEN_STOPPED):
             error.add_note(lost)
         raise
     if lost := mirror.finish():
@@ -63,7 +64,8 @@ class Mirror:
         """Download the bucket's state, unless this folder has seen it; raise a UserError if it has one of its own."""
         there, state = self.bucket.names(deep=True), self._state()
         is_copy, last, exists = self.note.is_file(), self.run.checkpoint, self.run.checkpoint.is_file()
-        if state is not None and not resumes:
+        is_taken = any(name.startswith(("lora/", "model/")) or name == self.run.finished.name for name in there)
+        if (state is not None or is_taken) and not resumes:
             raise UserError(f"output_dir={self.bucket} already contains a run. Resume it with resume=auto.")
         with suppress(FileNotFoundError, *DAMAGED):  # read after the state, which is noted before its upload
             note = json.loads(self.note.read_text())
@@ -92,7 +94,8 @@ class Mirror:
         with suppress(Stopped):
             self.thread.join(limit)
         why = self.failure or ("there was no time" if self.thread.is_alive() else "")
-        return why and f"output_dir={self.bucket}: not all of {self.run} is there: {why}. The same command uploads it."
+        hint = "" if why == ELSEWHERE else " The same command uploads it."
+        return why and f"output_dir={self.bucket}: not all of {self.run} is there: {why}.{hint}"
 
     def _state(self) -> str | None:
         with suppress(FileNotFoundError):
@@ -131,7 +134,7 @@ class Mirror:
         changed = [name for name, facts in here.items() if self.files.get(name) != facts]
         gone = [name for name in self.files.keys() - here.keys() if not (self.run.path / name).exists()]
         if (changed or gone) and self._state() not in (None, *self.seen):
-            return f"output_dir={self.bucket}: another machine has saved a checkpoint there"
+            return ELSEWHERE
         self.seen += [sha256(held)] if LAST in changed else []
         self.files.update(dict.fromkeys(changed))
         self._write()

@@ -47,7 +47,7 @@ OUT_OF_MEMORY = {
 SECONDS_TO_SAY_WHY = 3.0
 LOST_PEER = (
     "another process of this run has ended. Its own line says why; if it has none, it was killed, as by a system that "
-    "is out of memory, or its machine is gone. Start again, with ckpt_path=last from the last saved step."
+    "is out of memory, or its machine is gone. Start again; a run resumes from its last checkpoint by ckpt_path=last."
 )
 # Of prctl(2): the signal that a process gets when its parent ends.
 PARENT_DEATH_SIGNAL = 1

@@ -224,6 +224,19 @@ def test_tars_that_a_killed_build_left_on_this_machine_are_uploaded_by_the_next(
     assert not list(cache.folder.glob("latents-*"))
 
 
+def test_a_tar_whose_samples_another_machine_has_uploaded_is_not_uploaded(bucket, tmp_path, monkeypatch):
+    """They would be trained on twice."""
+    left = new_cache()
+    fill(left, 3)._file.close()
+    elsewhere(tmp_path, monkeypatch, "other")
+    build(new_cache(), 4)
+    monkeypatch.chdir(tmp_path)
+    left.recover()
+    left.merge()
+    assert len([row for row in left.rows() if "key" in row]) == 4
+    assert not list(left.folder.glob("latents-*"))
+
+
 def test_a_copy_of_a_bucket_is_a_local_cache(bucket, tmp_path):
     build(new_cache(), 6)
     copy = downloaded(bucket, tmp_path / "copy")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from datamodules.shards.tar import scan
+from tasks.folders import one_at_a_time
 from tests.datamodules.images.test_transforms import unreadable
 from tests.support.caches import cache_overrides, encoded, flip, only, short
 from tests.support.commands import kill_when, wait_until
@@ -194,6 +195,22 @@ def test_second_build_of_a_cache_waits_for_the_first(run, start, tiny, tmp_path)
     assert [first.returncode, second.returncode] == [0, 0], texts
     assert ["encoded 6 samples" in text for text in texts] == [True, False], texts
     assert len(only(tmp_path / "cache").sample_ids()) == 6
+
+
+def test_a_build_waits_for_a_process_that_a_killed_one_has_left(run, start, tiny, tmp_path):
+    """Which may still write to its tar, though the first process and its lock are gone."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
+    command = cache_overrides(tiny, root, tmp_path / "cache")
+    run("predict", *command)
+    make_pairs(root, [(32, 32)] * 4)
+    cache = only(tmp_path / "cache")
+    with one_at_a_time(cache.folder, shared=True):
+        second = start("predict", *command)
+        wait_until(lambda: "waiting for another process" in Path(second.stdout.name).read_text(), second)
+        assert len(cache.sample_ids()) == 3
+    text, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, text
+    assert len(cache.sample_ids()) == 4
 
 
 @pytest.mark.parametrize("damaged", ["rows", "tar"])

@@ -300,7 +300,7 @@ def test_a_machine_does_not_replace_what_another_has_saved_meanwhile(mirror, buc
     there._upload()
     save(mirror.run, 4)
     mirror.thread.start()
-    line = f"not all of {mirror.run} is there: output_dir={URL}: another machine has saved a checkpoint there."
+    line = f"not all of {mirror.run} is there: another machine has saved a checkpoint there."
     assert line in mirror.finish()
     assert bucket.get_object(Bucket="runs", Key="of/snow/checkpoints/last.ckpt")["Body"].read() == b"of step 6"
 

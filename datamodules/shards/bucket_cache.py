@@ -71,23 +71,31 @@ class BucketCache(Cache):
             path.unlink()
 
     def recover(self) -> None:
-        """Upload the tars that a killed build left on this machine."""
-        for tar in sorted(self.folder.glob("latents-*.tar")):
-            if (shard := OpenShard(tar)).rows:
-                self.seal(shard)
-            else:
-                tar.unlink()
+        """Upload the tars that a killed build left on this machine, unless others have uploaded their samples."""
+        if tars := sorted(self.folder.glob("latents-*.tar")):
+            uploaded = self.sample_ids()
+            for tar in tars:
+                shard = OpenShard(tar)
+                if shard.rows and uploaded.isdisjoint(shard.ids):
+                    self.seal(shard)
+                else:
+                    tar.unlink()
 
     def merge(self) -> None:
         self.checksums.merge()
-        shards = {
+        # Another command may upload tars meanwhile, and write an index and a manifest of its own.
+        while self.manifest()["shards"].keys() != (shards := self._shards()).keys():
+            rows = (row for row in self.rows() if row["shard"] in shards)
+            write_index_and_manifest(self.folder, self.parts, rows, shards)
+            for name in (INDEX, MANIFEST):
+                self.bucket.write(name, self.folder / name)
+
+    def _shards(self) -> dict[str, Any]:
+        """Return the facts of each tar that was uploaded, as the manifest has them."""
+        return {
             facts["shard"]: {"bytes": facts["bytes"], "sha256": facts["sha256"], "mtime_ns": 0}
             for facts, _ in self._uploaded()
         }
-        if self.manifest()["shards"].keys() != shards.keys():
-            write_index_and_manifest(self.folder, self.parts, self.rows(), shards)
-            for name in (INDEX, MANIFEST):
-                self.bucket.write(name, self.folder / name)
 
     def manifest(self) -> dict[str, Any]:
         with suppress(*DAMAGED):
