@@ -196,7 +196,7 @@ def check_keys(cfg: DictConfig, script: str) -> None:
         classes |= {f"{place}.{name}" for place in OPEN for name in OmegaConf.select(cfg, place) or {}}
     for key in sorted(classes):
         node = OmegaConf.select(cfg, key)
-        if isinstance(node, DictConfig) and "_target_" not in node and key not in OPEN:
+        if isinstance(node, DictConfig) and "_target_" not in node:
             group = key.replace(".", "/")
             options = ", ".join(known.groups.get(group, ()))
             choose = f"Choose {group}=NAME first: {options}." if options else f"{key}._target_ is missing."
