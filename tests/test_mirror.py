@@ -278,13 +278,19 @@ def test_a_folder_with_more_steps_is_uploaded(mirror, elsewhere):
     assert content(elsewhere) == content(mirror.run)
 
 
-def test_two_runs_that_have_both_saved_are_refused(mirror, elsewhere):
+def both_saved(mirror, elsewhere):
+    """Step 4 here and step 6 elsewhere, which is uploaded; return the mirror of elsewhere."""
     save(mirror.run, 2)
     mirror._upload()
     there = started(elsewhere)
     save(elsewhere, 6)
     there._upload()
     save(mirror.run, 4)
+    return there
+
+
+def test_two_runs_that_have_both_saved_are_refused(mirror, elsewhere):
+    there = both_saved(mirror, elsewhere)
     mine, theirs = content(mirror.run), content(elsewhere)
     with pytest.raises(UserError, match=r"both have saved steps that the other lacks\. Remove"):
         started(mirror.run)
@@ -293,12 +299,7 @@ def test_two_runs_that_have_both_saved_are_refused(mirror, elsewhere):
 
 
 def test_a_machine_does_not_replace_what_another_has_saved_meanwhile(mirror, bucket, elsewhere, capfd):
-    save(mirror.run, 2)
-    mirror._upload()
-    there = started(elsewhere)
-    save(elsewhere, 6)
-    there._upload()
-    save(mirror.run, 4)
+    both_saved(mirror, elsewhere)
     mirror.thread.start()
     line = f"not all of {mirror.run} is there: another machine has saved a checkpoint there."
     assert line in mirror.finish()
