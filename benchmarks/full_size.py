@@ -83,7 +83,7 @@ def build(
 
 
 def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: float, show: bool = False) -> Row:
-    """One row of results.
+    """Measure one row of results.
 
     Args:
         rounds: steps that the median is of.

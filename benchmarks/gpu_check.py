@@ -60,7 +60,7 @@ class Child:
         self.head = self._answer(START)
 
     def run(self, name: str, part: Part, seconds: float) -> dict[str, Any]:
-        """What came of a part, which has so many seconds."""
+        """Run a part, which has this many seconds, and return its result."""
         self._connection.send((name, part))
         return self._answer(seconds)
 

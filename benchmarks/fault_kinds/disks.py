@@ -61,7 +61,7 @@ def read_only_folder(folder: Path) -> Iterator[None]:
 
 
 def bytes_below(folder: Path) -> int:
-    """Of all files."""
+    """Return the size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

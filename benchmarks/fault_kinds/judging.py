@@ -24,7 +24,7 @@ class BadError(Exception):
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    """Of a table."""
+    """Read the rows of a table."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -38,7 +38,7 @@ def cache_folder(cache_dir: Path) -> Path:
 
 
 def cache_content(folder: Path) -> Content:
-    """By id the facts and the bytes of all that a cache's index names.
+    """Read the facts and the bytes of each sample and prompt in a cache's index, by id.
 
     Raises:
         BadError: the files do not fit together, or something is left of the building.

@@ -15,7 +15,7 @@ from benchmarks.fault_kinds.workshop import RUN_FILES
 
 
 def bad_weather(round: Round, kinds: tuple[str, ...]) -> Weather:
-    """One or two of these faults, in a tenth to a half of all requests."""
+    """Draw one or two of these faults, and the share of requests that have them: a tenth to a half."""
     chosen = tuple(round.random.sample(kinds, round.random.randint(1, 2)))
     share = round.random.uniform(0.1, 0.5)
     round.words.append(f"{' and '.join(chosen)} in {share:.2f} of requests")

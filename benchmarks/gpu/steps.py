@@ -56,7 +56,7 @@ def bases(bench: Bench, facts: Facts) -> list[str]:
 
 
 def attention(bench: Bench, facts: Facts) -> list[str]:
-    """What of queries, keys and values reaches attention, which kernels it runs, and how fast each backend is."""
+    """Measure the layout of queries, keys and values in attention, its kernels, and the speed of each backend."""
     module = bench.module("bf16", "model.gradient_checkpointing=none", depth=1)
     batch = bench.batch(module, 1024)
     with _Attended() as attended:
@@ -106,7 +106,7 @@ def estimate(bench: Bench, facts: Facts) -> list[str]:
 
 
 def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Of all tensors together, as a share of the second ones' size."""
+    """Return the relative distance of all tensors together, as a share of the norm of the second ones."""
     squares = [
         ((one[name].cpu() - tensor.cpu()).square().sum(), tensor.cpu().square().sum()) for name, tensor in other.items()
     ]
