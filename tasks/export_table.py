@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.checked import loader_of
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.readers import readers
 from lightning_modules.adapters.formats.written import format_of
@@ -58,10 +57,8 @@ def say_written(path: Path, lora: LoRA, model: KnownModel, format: str) -> None:
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
     family: type[Any] = get_class(model.settings._target_)
-    loader = loader_of(family.pipeline_name, lora.kind) is not None
-    for reader in readers(
-        format_of(format, model.names), model.names, lora.updates, lora.is_dora, loader=loader, kind=lora.kind
-    ):
+    how = format_of(format, model.names)
+    for reader in readers(how, model.names, lora.updates, family.pipeline_name, lora.is_dora, kind=lora.kind):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 

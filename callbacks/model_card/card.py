@@ -21,7 +21,6 @@ from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.base import TrainingData
 from datamodules.files import replacing
-from lightning_modules.adapters.formats.checked import loader_of
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.readers import Reader, readers
@@ -230,8 +229,7 @@ class Card(NamedTuple):
         file, names = LoRAFile(path), LayerNames.of(self.module.base)
         layers = [layer for one in file.check(names, self.module.base.name).values() for layer in one.layers]
         dora, kind = any("magnitude" in parts for parts in file.parts.values()), kind_of(file.empty.values())
-        loader = loader_of(self.module.pipeline_name, kind) is not None
-        found = readers(FORMATS["diffusers"], names, layers, dora, loader=loader, kind=kind)
+        found = readers(FORMATS["diffusers"], names, layers, self.module.pipeline_name, dora, kind=kind)
         return next(one for one in found if one.program == "ComfyUI")
 
 

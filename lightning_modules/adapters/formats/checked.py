@@ -12,7 +12,7 @@ from datamodules.errors import UserError, listing
 from datamodules.files import reason
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.readers import Reader, readers
+from lightning_modules.adapters.formats.readers import Reader, loader_of, readers
 from lightning_modules.adapters.formats.written import FORMATS
 from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.adapters.kronecker import PARTS, Kronecker
@@ -20,8 +20,8 @@ from lightning_modules.adapters.low_rank import LowRank, probe
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.update import Update
 
-# What it reads at all, and by which pipelines' load_lora_weights LoKr; a transformer of any reads it by itself.
-IN_DIFFUSERS, LOKR_LOADERS = ("LoRA", "LoKr"), ("Flux2", "ZImage")
+# Kinds that diffusers reads.
+IN_DIFFUSERS = ("LoRA", "LoKr")
 
 
 class NotLoaded(UserError):
@@ -53,9 +53,9 @@ def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: An
             if kind == "LoRA":
                 raise
             refused = error.why
-    loader, masked = loader_of(pipeline_name, kind) is not None, "rank_schedule" in file.adapter
     dora = any("magnitude" in update.tensors() for update in updates.values())
-    found = readers(FORMATS["diffusers"], names, updates, dora, masked, loader, kind)
+    masked = "rank_schedule" in file.adapter
+    found = readers(FORMATS["diffusers"], names, updates, pipeline_name, dora, masked, kind)
     if refused:  # of a LoKr whose layers have no factor in common; ComfyUI needs none
         found = [Reader("diffusers", False, refused) if one.program == "diffusers" else one for one in found]
     programs: dict[str, list[str]] = {}
@@ -87,24 +87,6 @@ def check_with_diffusers(path: Path, updates: Mapping[str, Update], pipeline_nam
     except Exception as error:  # whatever a loader of another library raises
         raise NotLoaded(path, pipeline_name, reason(error)) from error
     require_loaded(copy, "check", updates, path)
-
-
-def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
-    """The mixin by which a pipeline of diffusers loads LoRAs, known by its name; None for one that has none.
-
-    The pipeline's own module would import the classes of its encoders, without which training on cached latents does.
-
-    Args:
-        kind: of updates, as `Update.kind`: few read other kinds than LoRA.
-    """
-    from diffusers.loaders import lora_pipeline
-
-    end = "LoraLoaderMixin"
-    starts = [name.removesuffix(end) for name in vars(lora_pipeline) if name.endswith(end)]
-    longest = max((start for start in starts if start and pipeline_name.startswith(start)), key=len, default=None)
-    if longest is None or (kind != "LoRA" and longest not in LOKR_LOADERS):
-        return None
-    return getattr(lora_pipeline, longest + end)
 
 
 def loading_code(weights: str, pipeline_name: str, kind: str = "LoRA") -> list[str]:

@@ -1,7 +1,7 @@
 """Which programs read a LoRA's file: measured with diffusers 0.42, peft 0.21, ComfyUI 0.33 and InvokeAI of 2026-08."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from datamodules.errors import listing
 from lightning_modules.adapters.formats.names import LayerNames
@@ -93,6 +93,8 @@ INVOKEAI = {
 # Layers by which InvokeAI knows a file of FLUX.1 with diffusers' names.
 INVOKEAI_LAYERS = ("single_transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.add_q_proj")
 PEFT = "base_model.model."
+# Pipelines whose load_lora_weights reads LoKr; a transformer of any reads it by itself.
+LOKR_LOADERS = ("Flux2", "ZImage")
 COMFYUI_DORA = "nearly: it divides by the norms of the base's rows, not of the updated ones"
 OTHERWISE = "task=export fuse=true writes a transformer that has it in its weights"
 MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
@@ -102,9 +104,9 @@ def readers(
     how: Format,
     names: LayerNames,
     layers: Iterable[str],
+    pipeline_name: str,
     dora: bool = False,
     masked: bool = False,
-    loader: bool = True,
     kind: str = "LoRA",
 ) -> list[Reader]:
     """What programs do with a file.
@@ -113,14 +115,17 @@ def readers(
         how: its names; of a file from elsewhere, those that it has.
         names: of the model's layers.
         layers: that it adapts, by diffusers' names.
+        pipeline_name: of diffusers; the transformer loads files for one without load_lora_weights.
         dora: whether it is a DoRA.
         masked: whether it is a T-LoRA that has its rank schedule in its header, and all its components.
-        loader: whether the model's pipeline in diffusers has load_lora_weights; else its transformer loads files.
         kind: of its updates, as `Update.kind`.
     """
     named = Names(how.prefix, how.native and bool(names.native), how.flat)  # of Qwen-Image the same as diffusers'
     layers = list(layers)
-    by_diffusers = _diffusers(how, named, names.readers, layers, dora) if loader else _transformer(how, named)
+    if loader_of(pipeline_name, kind) is None:
+        by_diffusers = _transformer(how, named)
+    else:
+        by_diffusers = _diffusers(how, named, names.readers, layers, dora)
     by_comfyui = _comfyui(how, named, names.readers, layers, dora)
     if kind in ("LoHa", "OFT"):
         by_diffusers = Reader("diffusers", False, f"it has no {kind}; {OTHERWISE}")
@@ -132,6 +137,24 @@ def readers(
     if masked:
         found = [Reader(one.program, False, MASKED) if one.reads else one for one in found]
     return [*found, Reader("Retouch", True, "lora=, adapter.init_from=")]
+
+
+def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
+    """The mixin by which a pipeline of diffusers loads LoRAs, known by its name; None for one that has none.
+
+    The pipeline's own module would import the classes of its encoders, without which training on cached latents does.
+
+    Args:
+        kind: of updates, as `Update.kind`: few read other kinds than LoRA.
+    """
+    from diffusers.loaders import lora_pipeline
+
+    end = "LoraLoaderMixin"
+    starts = [name.removesuffix(end) for name in vars(lora_pipeline) if name.endswith(end)]
+    longest = max((start for start in starts if start and pipeline_name.startswith(start)), key=len, default=None)
+    if longest is None or (kind != "LoRA" and longest not in LOKR_LOADERS):
+        return None
+    return getattr(lora_pipeline, longest + end)
 
 
 def _comfyui(how: Format, named: Names, table: str, layers: list[str], dora: bool) -> Reader:

@@ -8,7 +8,8 @@ from diffusers.loaders import lora_pipeline
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.checked import check_with_diffusers, loader_of
+from lightning_modules.adapters.formats.checked import check_with_diffusers
+from lightning_modules.adapters.formats.readers import loader_of
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.low_rank import LowRank, probe
 from tests.support.commands import short

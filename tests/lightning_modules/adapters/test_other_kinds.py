@@ -165,7 +165,7 @@ def test_a_setting_of_peft_that_is_none_is_one_line(base, names, tmp_path):
 @pytest.mark.parametrize("kind", ["LoKr", "LoHa", "OFT"])
 def test_who_reads_what(names, kind):
     """ComfyUI's code has LoKr and LoHa under all names that it has LoRA under."""
-    found = {one.program: one for one in readers(FORMATS["diffusers"], names, LAYERS, loader=False, kind=kind)}
+    found = {one.program: one for one in readers(FORMATS["diffusers"], names, LAYERS, "FluxPipeline", kind=kind)}
     assert found["ComfyUI"].reads is (kind != "OFT")
     assert found["diffusers"].reads is (kind == "LoKr")
     assert found["Retouch"].reads is True

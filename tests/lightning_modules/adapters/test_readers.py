@@ -40,8 +40,12 @@ def pipeline(request, repositories):
     return made
 
 
-def row(program, *arguments, **more):
-    [found] = [reader for reader in readers(*arguments, **more) if reader.program == program]
+def class_name(pipeline):
+    return type(pipeline).__name__
+
+
+def row(program, *arguments):
+    [found] = [reader for reader in readers(*arguments) if reader.program == program]
     return found
 
 
@@ -76,7 +80,7 @@ def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, how, dora):
             and how.native
             and any(0 < len(updates.keys() & set(layers)) < len(layers) for layers in pipeline.names.native.values())
         )
-        says = row("diffusers", how, pipeline.names, updates, dora)
+        says = row("diffusers", how, pipeline.names, updates, class_name(pipeline), dora)
         if not updates or in_parts or "load_lora_adapter" in says.note or "widths" in says.note:
             continue
         found, is_dora = loaded(pipeline, how, updates, tmp_path)
@@ -99,7 +103,7 @@ def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(
     pipeline.unload_lora_weights = pipeline.transformer.unload_lora
     pipeline.names = names
     updates = random_updates(names, "all-linear", dora=dora)
-    says = row("diffusers", how, names, updates, dora, loader=False)
+    says = row("diffusers", how, names, updates, class_name(pipeline), dora)
     found, is_dora = loaded(pipeline, how, updates, tmp_path)
     assert says.reads is (bool(found) and relative(updates, found) < 1e-5 and is_dora == dora)
     assert says.reads is (f"prefix={how.prefix.removesuffix('.')!r}" in says.note)
@@ -112,9 +116,9 @@ def test_peft_folder_is_read_by_peft_and_by_diffusers(pipeline, tmp_path, dora, 
     path = tmp_path / "adapter_model.safetensors"
     save_lora(updates, path, {}, format="peft")
     how = FORMATS["peft"]
-    assert row("peft", how, pipeline.names, updates, dora).reads
-    assert row("diffusers", how, pipeline.names, updates, dora).reads
-    assert row("ComfyUI", how, pipeline.names, updates, dora).reads is False
+    assert row("peft", how, pipeline.names, updates, class_name(pipeline), dora).reads
+    assert row("diffusers", how, pipeline.names, updates, class_name(pipeline), dora).reads
+    assert row("ComfyUI", how, pipeline.names, updates, class_name(pipeline), dora).reads is False
     by_peft = PeftModel.from_pretrained(copy.deepcopy(pipeline.transformer), tmp_path)
     by_diffusers = copy.deepcopy(pipeline.transformer)
     by_diffusers.load_lora_adapter(tmp_path, prefix="base_model.model", weight_name=path.name)
@@ -142,7 +146,7 @@ def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
     updates = random_updates(names, targets, rank=2)
     path = tmp_path / "lora.safetensors"
     save_lora(updates, path, {}, format=format, names=names)
-    says = row("diffusers", FORMATS[format], names, updates)
+    says = row("diffusers", FORMATS[format], names, updates, "FluxKontextPipeline")
     state = FluxPipeline.lora_state_dict(path)
     found = {
         key.removesuffix(".lora_A.weight").removeprefix("transformer."): LowRank(
@@ -164,14 +168,17 @@ def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
 
 
 def test_a_t_lora_with_all_its_components_is_right_in_retouch_alone(pipeline):
-    rows = readers(FORMATS["diffusers"], pipeline.names, random_updates(pipeline.names), masked=True)
+    updates = random_updates(pipeline.names)
+    rows = readers(FORMATS["diffusers"], pipeline.names, updates, class_name(pipeline), masked=True)
     assert [one.program for one in rows if one.reads] == ["Retouch"]
     assert all("full rank at every timestep" in one.note for one in rows[:2])
 
 
 def test_dora_of_diffusers_is_not_right_in_comfyui(pipeline):
-    layers = pipeline.names.sides
-    assert row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, True).reads is False
-    assert "lora_magnitude_vector" in row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, True).note
-    assert row("ComfyUI", FORMATS["comfyui"], pipeline.names, layers, True).reads is True
-    assert row("ComfyUI", FORMATS["onetrainer"], pipeline.names, layers).reads is (pipeline.names.readers == "flux")
+    layers, name = pipeline.names.sides, class_name(pipeline)
+    assert row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, name, True).reads is False
+    assert "lora_magnitude_vector" in row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, name, True).note
+    assert row("ComfyUI", FORMATS["comfyui"], pipeline.names, layers, name, True).reads is True
+    assert row("ComfyUI", FORMATS["onetrainer"], pipeline.names, layers, name).reads is (
+        pipeline.names.readers == "flux"
+    )
