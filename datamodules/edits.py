@@ -184,7 +184,7 @@ class Requests(Dataset[EditRequest]):
         controls, prompt_images = data.condition_images.load(paths, windows)
         own = data.resolution, data.resolution
         if paths:
-            own = data.condition_images.target_size(*image_size(paths[0]), data.max_area)
+            own = windows[0].size  # on another grid the control would be seen with a zoom
         images = [printable(str(path)) for path in paths]
         return EditRequest(
             raw=RawBatch(

@@ -46,6 +46,7 @@ class EditModule(L.LightningModule, Family):
         timesteps, vae_encode_mode, seed: of `FlowMatching`.
         objective: what a step minimizes; None in prediction.
         optimizer, scheduler, max_nonfinite_steps, ema: of `Optimization`.
+        recipe: the model's defaults of other groups' settings, which conf/ reads from here.
         offload, gradient_checkpointing, compile, attention_backend, training_adapter: of `Execution`.
         sampling, loras: of `Sampler`, for prediction.
         pretrained_model_name_or_path and the others: of `FrozenBase`.
@@ -75,6 +76,7 @@ class EditModule(L.LightningModule, Family):
         vae_encode_mode: str,
         max_nonfinite_steps: int,
         seed: int,
+        recipe: Mapping[str, Any],
         sampling: Sampling | None = None,
         adapter: Adapter | None = None,
         objective: Objective | None = None,
@@ -209,7 +211,9 @@ class EditModule(L.LightningModule, Family):
         return TrainedParts(self.adapter, self.transformer, self.text_encoders)
 
     def configure_optimizers(self) -> Any:
-        return self.optimization.configure(self.trained, self.base.source.is_four_bit, self.device_mesh is not None)
+        return self.optimization.configure(
+            self.trained, self.base.source.precision == "fp4", self.device_mesh is not None
+        )
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -25,19 +25,25 @@ class NativeNames(NamedTuple):
 NO_NATIVE_NAMES = NativeNames()
 
 
+ATTENTION = ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0")
+TEXT_ATTENTION = ("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out")
+# The MLPs of FLUX.1's double blocks, of the image's tokens and of the text's.
+MLPS = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+
 class Layers(NamedTuple):
     """The linear layers of a transformer.
 
     Attributes:
         native: their names in other programs' LoRA files.
-        targets: what LoRA adapts unless it is told otherwise: names that they end with.
+        targets: name endings of the layers that are adapted by default.
         output: pattern of the projection to the picture, which `all-linear` leaves out.
         flattened: patterns of those that see the tokens of all samples as one row, where no rank mask can tell samples
             apart; `all-linear` leaves them out.
     """
 
     native: NativeNames = NO_NATIVE_NAMES
-    targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
+    targets: tuple[str, ...] = ATTENTION
     output: str = "proj_out"
     flattened: tuple[str, ...] = ()
 

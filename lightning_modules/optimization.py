@@ -76,12 +76,12 @@ class Optimization:
                 "weights already: leave ema.half_life out, or use optimizer=adamw"
             )
 
-    def configure(self, trained: TrainedParts, four_bit: bool, sharded: bool) -> Any:
+    def configure(self, trained: TrainedParts, fp4: bool, sharded: bool) -> Any:
         """What Lightning's `configure_optimizers` gives.
 
         Args:
             trained: what trains.
-            four_bit: whether the base is quantized to 4 bits.
+            fp4: whether the base is quantized to fp4.
             sharded: whether the weights are split over several GPUs.
 
         Raises:
@@ -103,8 +103,8 @@ class Optimization:
             self.ema.start(trained.parameters())
         lr = optimizer.param_groups[0]["lr"]
         finds_its_own = "d" in optimizer.param_groups[0]
-        if four_bit and lr > 5e-5 and not finds_its_own:
-            log.warning(f"note: optimizer.lr={lr:g} may diverge on a base of 4 bits; 2e-5 was stable")
+        if fp4 and lr > 5e-5 and not finds_its_own:
+            log.warning(f"note: optimizer.lr={lr:g} may diverge on a base in fp4; 2e-5 was stable")
         if self.scheduler is None:
             return optimizer
         return {

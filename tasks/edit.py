@@ -78,7 +78,7 @@ def make_pictures(
     partial = frozen_model(cfg, _partial_=True, transformer_name_or_path=transformer)
     module = partial(loras=loras, sampling=sampling)
     given = any(override.startswith("max_area=") for override in HydraConfig.get().overrides.task)
-    if given and (module.condition_images.sets_target or cfg.image is None):
+    if given and cfg.image is None:
         log.warning("note: max_area has no effect: no image is shrunk to it")
     warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
     silence_libraries()

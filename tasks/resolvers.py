@@ -9,8 +9,6 @@ from tasks.folders import prediction_folder, run_folder
 
 CONF = Path(__file__).parent.parent / "conf"
 PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
-# Of `quantization.formats.FORMATS`, whose import takes seconds.
-FOUR_BIT = ("fp4", "nf4")
 
 
 def local_folder(output_dir: str) -> str:
@@ -28,11 +26,11 @@ def precision_for(dtype: str) -> str:
     return PRECISION.get(dtype, "32-true")
 
 
-def unless_4_bit(usual: float, four_bit: float, *, _root_: DictConfig) -> float:
-    """The first value, or the second where the transformer is quantized to 4 bits."""
+def unless_fp4(usual: float, fp4: float, *, _root_: DictConfig) -> float:
+    """Return the first value, or the second where the transformer is quantized to fp4."""
     chosen = OmegaConf.select(_root_, "model.quantization") or {}
-    four = chosen.get("format") in FOUR_BIT and "transformer" in chosen.get("components_to_quantize", ())
-    return four_bit if four else usual
+    is_fp4 = chosen.get("format") == "fp4" and "transformer" in chosen.get("components_to_quantize", ())
+    return fp4 if is_fp4 else usual
 
 
 def warmup_steps(most: int, max_steps: int) -> int:
@@ -40,7 +38,7 @@ def warmup_steps(most: int, max_steps: int) -> int:
     return min(most, max_steps // 10)
 
 
-for _resolver in (local_folder, local_cache, precision_for, unless_4_bit, warmup_steps):
+for _resolver in (local_folder, local_cache, precision_for, unless_fp4, warmup_steps):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
 # Computed once in a command: a sweep's jobs share the folder.
 for _folder in (run_folder, prediction_folder):

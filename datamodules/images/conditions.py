@@ -13,7 +13,7 @@ from torch import Tensor
 
 from datamodules.base import Asking
 from datamodules.images.sample import Picture
-from datamodules.images.transforms import fit_area, floor_size, open_image, shrunk, size_of_area, to_tensor
+from datamodules.images.transforms import floor_size, open_image, shrunk, size_of_area, to_tensor
 from datamodules.images.window import Window
 
 
@@ -24,8 +24,8 @@ class ConditionImages:
     Attributes:
         most: how many a sample may have; None for any number, 0 for text-to-image models.
         least: how many prediction needs. Training needs at least one unless `most` is 0.
-        vae_image_size: area in pixels that each is resized to for the autoencoder, keeping its aspect ratio; None for
-            its own size, floored to 16.
+        vae_image_size: area in pixels that each is resized to for the autoencoder, keeping its aspect ratio, and a
+            target of its proportions with it; None for its own size, floored to 16.
         condition_image_size: the same for the text encoder; None if that sees no images.
         most_area: the autoencoder sees none of more pixels; larger ones are shrunk to it, their sides rounded down.
         crops: whether its own size is floored by cropping the edges, instead of resizing.
@@ -49,19 +49,23 @@ class ConditionImages:
         return f"{self.most} condition image{'' if self.most == 1 else 's'}"
 
     def size(self, width: int, height: int, max_area: int | None = None) -> tuple[int, int]:
-        """The (width, height) that the autoencoder sees; `max_area` bounds a picture that keeps its own size."""
+        """Return the (width, height) that the autoencoder sees, of at most about `max_area` pixels."""
         if self.vae_image_size is not None:
-            return size_of_area(width, height, self.vae_image_size)
+            return self._of_area(width, height, min(self.vae_image_size, max_area or self.vae_image_size))
         return floor_size(*self._bounded(width, height, max_area))
+
+    def _of_area(self, width: int, height: int, area: int) -> tuple[int, int]:
+        """Return the sides of about `area` pixels in the same proportions, rounded as the pipeline rounds them."""
+        return size_of_area(width, height, area)
 
     @property
     def sets_target(self) -> bool:
-        """Whether the pipeline makes a picture of the condition image's size, and no other."""
-        return False
+        """Whether the pipeline's result has the grid of the condition image.
 
-    def target_size(self, width: int, height: int, max_area: int) -> tuple[int, int]:
-        """The (width, height) of a picture that is made of one of these sides, where none is asked for."""
-        return self.size(width, height) if self.sets_target else fit_area(width, height, max_area)
+        Positions are centred or counted from the corner: on grids that differ, a target and its control of the same
+        view would teach a zoom.
+        """
+        return self.vae_image_size is not None
 
     def window(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
         """What the autoencoder sees of a picture; arguments as of `size`."""

@@ -115,14 +115,16 @@ class Framing:
         return [View(sample, one, root.weight, root.repeats * count) for one, count in windows.items()]
 
     def _windows(self, sizes: Sequence[Sides], side: int, crop: int, flipped: bool) -> tuple[Window, ...]:
-        """Of the target and the controls; a `side` of 0 is their own size."""
-        target = self._place(sizes[0], side, crop, flipped)
+        """Return the windows of the target and the controls; a `side` of 0 is their own size."""
+        same_view = (own for own in sizes[1:] if self._is_set_by(own, sizes[0]))
+        like = next(same_view, sizes[0]) if self.buckets == "exact" else sizes[0]
+        target = self._place(like, side, crop, flipped)
         return (target, *(self._control(own, sizes[0], target, side, flipped) for own in sizes[1:]))
 
     def _place(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
         bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
         if bucket is None and self.condition_images.sets_target:
-            return self.condition_images.window(*own, flipped=flipped)
+            return self.condition_images.window(*own, side**2, flipped)
         if bucket is None:
             frame = self._own_proportions(own, side)
             size = floor_size(*frame)
@@ -132,21 +134,19 @@ class Framing:
         offset = (0.5 + SPREAD * crop) % 1
         left, top = ((space - taken) * offset for space, taken in zip(frame, bucket, strict=True))
         box = round(left), round(top), round(left) + bucket[0], round(top) + bucket[1]
-        size = self.condition_images.size(*bucket) if self.condition_images.sets_target else bucket
+        size = self.condition_images.size(*bucket, side**2) if self.condition_images.sets_target else bucket
         return Window(frame, box, size, flipped)
 
     def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
         images = self.condition_images
-        same_view = abs(math.log(own[0] / own[1] * target_own[1] / target_own[0])) <= SAME_PROPORTIONS
-        if same_view and side and self.buckets != "exact":
-            if images.sets_target:
-                return target
-            window = target
-        elif images.vae_image_size is not None:
-            return images.window(*own, flipped=flipped)
-        else:
-            window = self._place(own, side, 0, flipped)
-        return images.narrowed(window)
+        if images.sets_target:
+            return target if self._is_set_by(own, target_own) else images.window(*own, side**2, flipped)
+        share_bucket = side and self.buckets != "exact" and _show_the_same(own, target_own)
+        return images.narrowed(target if share_bucket else self._place(own, side, 0, flipped))
+
+    def _is_set_by(self, own: Sides, target_own: Sides) -> bool:
+        """Return whether a control of these sides determines the grid of its target."""
+        return self.condition_images.sets_target and _show_the_same(own, target_own)
 
     def _own_proportions(self, own: Sides, side: int) -> Sides:
         """Shrunk to the area of `side`, and enlarged if that is wanted."""
@@ -206,6 +206,11 @@ def _nearest(proportion: float, area: float, multiple: int, controls: ConditionI
 
     shared = [one for one in candidates if controls.size(*one) == one]
     return min(shared or candidates, key=distance)
+
+
+def _show_the_same(control: Sides, target: Sides) -> bool:
+    """Return whether two images have the same proportions, and so the same view."""
+    return abs(math.log(control[0] / control[1] * target[1] / target[0])) <= SAME_PROPORTIONS
 
 
 def _covering(own: Sides, bucket: Sides) -> Sides:

@@ -27,7 +27,6 @@ from lightning_modules.pretrained.transformer_files import (
     transformer_weights,
 )
 from lightning_modules.pretrained.weights import check_names
-from lightning_modules.quantization.formats import FORMATS
 from lightning_modules.quantization.fp8 import log_kernels
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.quantization.stored import HINTS
@@ -187,12 +186,6 @@ class TransformerSource:
         if how.get("load_in_4bit"):
             return how.get("bnb_4bit_quant_type", "fp4")
         return self.precision if Path(self.repository).is_dir() else self._asked
-
-    @property
-    def is_four_bit(self) -> bool:
-        """Whether its linear layers have 4 bits."""
-        row = FORMATS.get(self.precision)
-        return row is not None and row.four_bit
 
     @property
     def _asked(self) -> str:

@@ -23,14 +23,9 @@ class HalvedForText(ConditionImages):
     def text_sees_them(self) -> bool:
         return True
 
-    @property
-    def sets_target(self) -> bool:
-        return True
-
-    def size(self, width: int, height: int, max_area: int | None = None) -> tuple[int, int]:
-        """Of `vae_image_size` pixels in the same proportions, both sides rounded up to 16."""
-        assert self.vae_image_size is not None
-        wide = math.sqrt(self.vae_image_size * (width / height))
+    def _of_area(self, width: int, height: int, area: int) -> tuple[int, int]:
+        """Return sides that are rounded up to 16."""
+        wide = math.sqrt(area * (width / height))
         high = wide / (width / height)  # in the pipeline's order, to round as it does
         return math.ceil(wide / SIDE_MULTIPLE) * SIDE_MULTIPLE, math.ceil(high / SIDE_MULTIPLE) * SIDE_MULTIPLE
 

@@ -12,6 +12,7 @@ from datamodules.images.transforms import size_of_area
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.qwen_image import denoise, text
 from lightning_modules.family import Geometry, Parts
+from lightning_modules.layers import ATTENTION, TEXT_ATTENTION, Layers
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -29,6 +30,14 @@ class QwenImage(EditModule):
     transformer_class = "QwenImageTransformer2DModel"
     text_components: ClassVar[tuple[str, ...]] = ("tokenizer", "text_encoder")
     condition_images = ConditionImages(most=0)
+    # As musubi-tuner: both streams' attention and MLPs, 67 % of the weights; not the modulation.
+    layers = Layers(
+        targets=(
+            *ATTENTION,
+            *TEXT_ATTENTION,
+            *(f"{stream}_mlp.net.{end}" for stream in ("img", "txt") for end in ("0.proj", "2")),
+        )
+    )
     most_text_tokens: ClassVar[int | None] = 512  # as its pipeline does unless told otherwise
 
     def __init__(self, **settings: Any) -> None:

@@ -31,7 +31,13 @@ class ZImage(KLAutoencoder):
     text_components = ("tokenizer", "text_encoder")
     condition_images = ConditionImages(most=0)
     geometry = Geometry(packed=False)
-    layers = Layers(NATIVE_NAMES, output="all_final_layer.*.linear", flattened=("all_x_embedder.*", "cap_embedder.*"))
+    # As DiffSynth-Studio: attention and MLPs.
+    layers = Layers(
+        NATIVE_NAMES,
+        ("to_k", "to_q", "to_v", "to_out.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+        output="all_final_layer.*.linear",
+        flattened=("all_x_embedder.*", "cap_embedder.*"),
+    )
     sampling_rules = SamplingRules("guidance_scale", 0.0)
 
     def __init__(self, max_sequence_length: int, **settings: Any) -> None:

@@ -17,6 +17,8 @@ from datamodules.images.transforms import fit_area, floor_size, size_of_area
 from datamodules.images.window import load_image, load_mask
 from lightning_modules.families.flux.module import PREFERRED_SIZES
 from lightning_modules.families.longcat_image.conditions import HalvedForText
+from tasks.models import without_network
+from tests.support.commands import compose
 
 MEGAPIXEL = 1024**2
 SIDES = st.integers(16, 6000)
@@ -174,7 +176,33 @@ def test_a_target_has_the_grid_of_the_image_that_sets_it(own, buckets):
     target, control = view.windows
     assert target == control
     if buckets == "exact":
-        assert target.size == images.target_size(*own, MEGAPIXEL) == images.size(*own)
+        assert target.size == images.size(*own)
+
+
+EDITING = ("flux_kontext", "flux2_klein_4b", "qwen_image_edit", "qwen_image_edit_plus", "longcat_image_edit")
+
+
+@pytest.mark.parametrize("model", EDITING)
+@pytest.mark.parametrize(
+    "own", [(4000, 3000), (3000, 2000), (1920, 1080), (800, 600), (600, 800), (1231, 917), (333, 500)]
+)
+def test_no_family_learns_or_sees_a_zoom(model, own):
+    """The target and the control show the same view, on the same grid of latent pixels, in training and prediction."""
+    with without_network(compose("train", f"model={model}").model) as module:
+        images, multiple = module.condition_images, module.geometry.side_multiple
+    sizes = own, own, (own[0] + 2, own[1] + 1)  # a second control, whose proportions are those of the target almost
+    for buckets, side in itertools.product(("exact", "aspect"), (512, 1024)):
+        frame = framing(buckets, multiple=multiple, condition_images=images)
+        [view] = views(frame, *sizes[: (images.most or 2) + 1], root=Root("", resolution=(side,)))
+        target, *controls = view.windows
+        for control in controls:
+            assert control.size == target.size
+            for edge in range(4):
+                seen = [
+                    window.box[edge] / window.frame[edge % 2] * target.size[edge % 2] for window in (target, control)
+                ]
+                assert abs(seen[0] - seen[1]) < 8
+    assert images.window(*own, MEGAPIXEL).size == images.size(*own, MEGAPIXEL)
 
 
 @pytest.mark.parametrize(
