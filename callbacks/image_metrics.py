@@ -1,14 +1,18 @@
-"""Metrics of edited pictures that torchmetrics does not have."""
+"""Metrics of edited images that torchmetrics does not have."""
 
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryJaccardIndex
 
 from datamodules.errors import UserError
 from datamodules.files import reason
+from datamodules.images.alignment import BELIEVED, edges, shift
 
 
 class MaskIoU(BinaryJaccardIndex):
@@ -58,3 +62,161 @@ class FeatureSimilarity(MeanMetric):
             features = self._model.get_image_features(pixel_values=seen)
             return getattr(features, "pooler_output", features)
         return self._model(pixel_values=seen).pooler_output
+
+
+# Control and target agree where no channel differs by more: below are the traces of JPEG and of autoencoders.
+AGREEING = 16 / 255
+# The share of an image that must be outside of the edit: of less, no statistics.
+LEAST_OUTSIDE = 0.1
+# Rounds of measuring a shift and undoing it: the last one measures what is left.
+ROUNDS = 3
+
+
+class Outside(NamedTuple):
+    """A result compared with its source where the edit changes nothing, that is where source and target agree.
+
+    All images are (3, H, W) in [0, 1].
+
+    Attributes:
+        where: (H, W) bool; None if the edit leaves too little of the image alone.
+        shift: (x, y) in pixels of the result against the source; None where it cannot be told.
+        aligned: the result with its shift undone.
+        corrected: aligned, with its colours mapped to those of the source by the affine map that fits best outside.
+    """
+
+    where: Tensor | None
+    shift: tuple[float, float] | None
+    aligned: Tensor
+    corrected: Tensor
+
+
+def compare_outside(result: Tensor, target: Tensor, source: Tensor) -> Outside:
+    """Return what distinguishes a result from its source outside of the edit."""
+    changed = ((target - source).abs().amax(0) > AGREEING).float()
+    margin = max(1, min(changed.shape) // 64)
+    grown = F.max_pool2d(changed[None], 2 * margin + 1, stride=1, padding=margin)[0]
+    where = grown == 0
+    if where.float().mean() < LEAST_OUTSIDE:
+        return Outside(None, None, result, result)
+    # Feathered from the edit outwards: a hard border would correlate with itself.
+    weight = (1 - F.max_pool2d(grown[None], 2 * margin + 1, stride=1, padding=margin))[None]
+    weight = F.avg_pool2d(weight, 2 * margin + 1, stride=1, padding=margin)[0, 0].numpy()
+    x = y = 0.0
+    aligned, believed = result, False
+    for _ in range(ROUNDS if weight.any() else 0):
+        right, down, correlation = shift(edges(source.mean(0).numpy()), edges(aligned.mean(0).numpy()), weight)
+        believed = correlation >= BELIEVED
+        if not believed:
+            x, y, aligned = 0.0, 0.0, result
+            break
+        x, y = x + right, y + down
+        aligned = _moved(result, -x, -y)
+    # Ridge regression towards the identity: colours that are missing outside keep their values.
+    seen, wanted = aligned[:, where].T, source[:, where].T
+    inputs = torch.cat([seen, torch.ones(len(seen), 1)], dim=1).double()
+    identity = torch.eye(4, 3, dtype=torch.float64)
+    normal = inputs.T @ inputs + 1e-4 * len(seen) * torch.eye(4, dtype=torch.float64)
+    change = torch.linalg.solve(normal, inputs.T @ (wanted.double() - inputs @ identity))
+    mapping = (identity + change).float()
+    corrected = torch.einsum("chw,cd->dhw", aligned, mapping[:3]) + mapping[3][:, None, None]
+    return Outside(where, (x, y) if believed else None, aligned, corrected)
+
+
+def _moved(image: Tensor, x: float, y: float) -> Tensor:
+    """Return an image moved right by x and down by y pixels by the phases of its spectrum, its borders mirrored."""
+    margin = min(16, *(side - 1 for side in image.shape[-2:]))
+    padded = F.pad(image[None], [margin] * 4, mode="reflect")[0]
+    rows, columns = (torch.fft.fftfreq(side) for side in padded.shape[-2:])
+    phases = torch.exp(-2j * torch.pi * (rows[:, None] * y + columns * x))
+    moved = torch.fft.ifft2(torch.fft.fft2(padded) * phases).real
+    return moved[:, margin:-margin, margin:-margin]
+
+
+def to_lab(image: Tensor) -> Tensor:
+    """Convert sRGB (3, ...) in [0, 1] to CIE L*a*b* (3, ...) under D65."""
+    linear = torch.where(image <= 0.04045, image / 12.92, ((image.clamp_min(0) + 0.055) / 1.055) ** 2.4)
+    xyz = torch.einsum("dc,c...->d...", torch.tensor(SRGB_TO_XYZ, dtype=image.dtype), linear)
+    xyz = xyz / torch.tensor(SRGB_TO_XYZ, dtype=image.dtype).sum(1).view(3, *[1] * (image.ndim - 1))
+    f = torch.where(xyz > (6 / 29) ** 3, xyz.clamp_min(1e-9) ** (1 / 3), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+    return torch.stack([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+SRGB_TO_XYZ = ((0.4124564, 0.3575761, 0.1804375), (0.2126729, 0.7151522, 0.0721750), (0.0193339, 0.1191920, 0.9503041))
+
+
+class EditMetric(MeanMetric, ABC):
+    """The mean over edits of a figure of (result, target, source), each (1, 3, H, W) in [0, 1].
+
+    An edit for which the figure is not defined is left out: one that changes the whole image leaves no outside.
+    """
+
+    needs_source: ClassVar[bool] = True
+    higher_is_better: bool | None = False  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(nan_strategy="ignore")
+
+    def update(self, preds: Tensor, target: Tensor, source: Tensor) -> None:  # type: ignore[override]
+        super().update(self.figure(*(image[0].float().cpu() for image in (preds, target, source))))
+
+    @abstractmethod
+    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
+        """Return the figure of one edit, NaN where it is not defined."""
+
+    def compute(self) -> Tensor:
+        return super().compute() if self.weight > 0 else torch.tensor(torch.nan)
+
+
+class Shift(EditMetric):
+    """Pixels by which the result is shifted against the source outside of the edit."""
+
+    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
+        found = compare_outside(result, target, source).shift
+        return np.nan if found is None else float(np.hypot(*found))
+
+
+class Drift(EditMetric):
+    """Root mean square change outside of the edit, in levels of 255, beside a shift and a change of all colours."""
+
+    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
+        found = compare_outside(result, target, source)
+        if found.where is None:
+            return np.nan
+        return 255 * float((found.corrected - source)[:, found.where].square().mean().sqrt())
+
+
+class ColourShift(EditMetric):
+    """Distance of the colours outside of the edit from those of the source, in units of CIE L*a*b*.
+
+    It is the Wasserstein distance of two Gaussians: the means' squared distance, and that of the covariances.
+    """
+
+    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
+        found = compare_outside(result, target, source)
+        if found.where is None:
+            return np.nan
+        colours = [to_lab(image[:, found.where].double().clamp(0, 1)) for image in (found.aligned, source)]
+        means, (one, other) = [lab.mean(1) for lab in colours], [torch.cov(lab) for lab in colours]
+        root = _root(one)
+        spread = one.trace() + other.trace() - 2 * _root(root @ other @ root).trace()
+        return float(((means[0] - means[1]).square().sum() + spread.clamp_min(0)).sqrt())
+
+
+class Strength(EditMetric):
+    """The share of the edit's change that is reached: 0 for the source, 1 for the target, above 1 for too much."""
+
+    higher_is_better = None
+
+    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
+        found = compare_outside(result, target, source)
+        wanted = target - source
+        if found.where is not None:
+            wanted = wanted * ~found.where
+        size = wanted.square().sum()
+        return float(((found.corrected - source) * wanted).sum() / size) if size else np.nan
+
+
+def _root(matrix: Tensor) -> Tensor:
+    """Return the square root of a symmetric matrix without negative eigenvalues."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.T

@@ -54,10 +54,15 @@ def edges(gray: Gray) -> Gray:
     return np.hypot(*np.gradient(gray)).astype(np.float32)
 
 
-def shift(one: Gray, other: Gray) -> tuple[float, float, float]:
-    """(x, y) in pixels by which `other` lies right and below of `one`, and the correlation there, 1 for the same."""
+def shift(one: Gray, other: Gray, weight: Gray | None = None) -> tuple[float, float, float]:
+    """Return (x, y) in pixels by which `other` lies right and below of `one`, and the correlation there, at most 1.
+
+    Args:
+        weight: (height, width) of the pixels, smooth; None for all alike.
+    """
     height, width = one.shape
     window = (np.hanning(height)[:, None] * np.hanning(width)).astype(np.float32)
+    window = window if weight is None else window * weight
     spectra = [np.fft.rfft2((image - np.average(image, weights=window)) * window) for image in (one, other)]
     cross = spectra[1] * spectra[0].conj()
     strength = np.abs(cross)

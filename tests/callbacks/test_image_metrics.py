@@ -1,0 +1,145 @@
+"""Metrics of edits on constructed images: each moves with its own fault, and with no other."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from callbacks.image_metrics import ColourShift, Drift, Shift, Strength, to_lab
+
+METRICS = {"shift": Shift, "drift": Drift, "colour_shift": ColourShift, "strength": Strength}
+PERFECT = {"shift": 0.0, "drift": 0.0, "colour_shift": 0.0, "strength": 1.0}
+# How far a figure may move with the fault of another: pixels, levels, units of Lab, share.
+STILL = {"shift": 0.03, "drift": 1.5, "colour_shift": 0.5, "strength": 0.03}
+SIDE = 192
+
+
+def smooth(seed: int) -> torch.Tensor:
+    """A photograph's stand-in (3, SIDE + 32, SIDE + 32) in [0.15, 0.85], with detail of many sizes."""
+    generator, image = torch.Generator().manual_seed(seed), 0
+    for cells in (4, 12, 36):
+        noise = torch.rand(1, 3, cells, cells, generator=generator)
+        image = image + F.interpolate(noise, SIDE + 32, mode="bicubic")[0] / cells**0.5
+    image = (image - image.amin()) / (image.amax() - image.amin())
+    return 0.15 + 0.7 * image
+
+
+def moved_window(image, x, y):
+    """The middle of an image, moved right by x and down by y pixels by its spectrum: exact for band-limited ones."""
+    rows, columns = (torch.fft.fftfreq(side) for side in image.shape[-2:])
+    phase = torch.exp(-2j * torch.pi * (rows[:, None] * y + columns * x))
+    return torch.fft.ifft2(torch.fft.fft2(image) * phase).real[:, 16:-16, 16:-16]
+
+
+@pytest.fixture(scope="module")
+def edit():
+    """Source and target: a square of other colours in the lower left; and the scene that the window shows."""
+    scene = smooth(0)
+    source = moved_window(scene, 0, 0)
+    target = source.clone()
+    target[:, 100:160, 24:84] += torch.tensor([0.12, -0.1, 0.08])[:, None, None]
+    return scene, source, target
+
+
+def faults(scene, source, target):
+    """By the metric that should tell of it: the result, and the figure expected."""
+    change = target - source
+    cast = torch.tensor([0.04, 0.0, -0.05])[:, None, None]
+    drifted = target.clone()
+    drifted[:, 20:60, 110:170] = target[:, 20:60, 110:170].flip(2)  # the same colours elsewhere
+    away = (drifted - target)[:, 20:60, 110:170].square().mean() * (40 * 60)
+    return {
+        "0.3 pixels right": ("shift", moved_window(scene, 0.3, 0) + change, 0.3),
+        "0.5 up, 1.2 left": ("shift", moved_window(scene, -1.2, -0.5) + change, 1.3),
+        "a colour cast": ("colour_shift", target + cast, None),
+        "more contrast": ("colour_shift", (target - 0.5) * 1.15 + 0.5, None),
+        "a drift": ("drift", drifted, away),
+        "half of it": ("strength", source + 0.5 * change, 0.5),
+        "twice as much": ("strength", source + 2 * change, 2.0),
+        "nothing": ("strength", source, 0.0),
+    }
+
+
+def measured(name, result, target, source):
+    metric = METRICS[name]()
+    metric.update(result[None], target[None], source[None])
+    return float(metric.compute())
+
+
+def test_a_perfect_result_is_perfect(edit):
+    _, source, target = edit
+    assert {name: measured(name, target, target, source) for name in METRICS} == pytest.approx(PERFECT, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "0.3 pixels right",
+        "0.5 up, 1.2 left",
+        "a colour cast",
+        "more contrast",
+        "a drift",
+        "half of it",
+        "twice as much",
+        "nothing",
+    ],
+)
+def test_each_fault_moves_its_metric_and_no_other(edit, fault):
+    scene, source, target = edit
+    blamed, result, expected = faults(scene, source, target)[fault]
+    found = {name: measured(name, result, target, source) for name in METRICS}
+    for name in METRICS.keys() - {blamed}:
+        assert found[name] == pytest.approx(PERFECT[name], abs=STILL[name]), (name, found)
+    if fault == "a drift":  # spread over all that is outside, which has no margin round the edit
+        outside = SIDE**2 - 66 * 66
+        expected = 255 * float(expected / outside) ** 0.5
+        assert found["drift"] == pytest.approx(expected, rel=0.1)
+    elif expected is not None:
+        assert found[blamed] == pytest.approx(expected, abs=0.03)
+    else:
+        assert found[blamed] > 4 * STILL[blamed]
+
+
+def test_colour_shift_is_the_distance_of_two_gaussians(edit):
+    """A change of lightness alone, L* -> L* + 5, is 5 in the mean; one of its spread is that of the deviations."""
+    _, source, _ = edit
+    grey = source.mean(0, keepdim=True).expand(3, -1, -1)
+    target = grey.clone()
+    target[:, :40] += 0.1
+    lab = to_lab(grey.double())[0]
+
+    def of_lightness(lightness):
+        y = ((lightness + 16) / 116) ** 3
+        return (1.055 * y ** (1 / 2.4) - 0.055).float().expand(3, -1, -1)
+
+    outside = slice(43, None)  # below the margin
+    assert measured("colour_shift", of_lightness(lab + 5), target, grey) == pytest.approx(5, rel=0.02)
+    middle, spread = lab[outside].mean(), lab[outside].std()
+    wider = of_lightness(middle + 1.2 * (lab - middle))
+    assert measured("colour_shift", wider, target, grey) == pytest.approx(0.2 * float(spread), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("colour", "lab"),
+    [
+        ((1, 1, 1), (100, 0, 0)),
+        ((1, 0, 0), (53.24, 80.09, 67.20)),
+        ((0, 0, 1), (32.30, 79.19, -107.86)),
+        ((0, 0, 0), (0, 0, 0)),
+    ],
+)
+def test_lab_of_known_colours(colour, lab):
+    assert to_lab(torch.tensor(colour, dtype=torch.float64)).tolist() == pytest.approx(lab, abs=0.05)
+
+
+def test_an_edit_of_the_whole_image_has_a_strength_and_no_outside(edit):
+    _, source, _ = edit
+    target = 1 - source
+    found = {name: measured(name, source + 0.5 * (target - source), target, source) for name in METRICS}
+    assert found.pop("strength") == pytest.approx(0.5)
+    assert all(math.isnan(value) for value in found.values())
+    metric = Shift()
+    metric.update(target[None], target[None], source[None])
+    metric.update(*(image[None] for image in (edit[2], edit[2], source)))
+    assert float(metric.compute()) == pytest.approx(0, abs=1e-3), "the mean is over the edits that have one"
