@@ -1,13 +1,11 @@
 """Metrics of edited images that torchmetrics does not have."""
 
-from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryJaccardIndex
 
 from datamodules.errors import UserError
@@ -100,11 +98,11 @@ def compare_outside(result: Tensor, target: Tensor, source: Tensor) -> Outside:
         return Outside(None, None, result, result)
     # Feathered from the edit outwards: a hard border would correlate with itself.
     weight = (1 - F.max_pool2d(grown[None], 2 * margin + 1, stride=1, padding=margin))[None]
-    weight = F.avg_pool2d(weight, 2 * margin + 1, stride=1, padding=margin)[0, 0].numpy()
+    feathered = F.avg_pool2d(weight, 2 * margin + 1, stride=1, padding=margin)[0, 0].numpy()
     x = y = 0.0
     aligned, believed = result, False
-    for _ in range(ROUNDS if weight.any() else 0):
-        right, down, correlation = shift(edges(source.mean(0).numpy()), edges(aligned.mean(0).numpy()), weight)
+    for _ in range(ROUNDS if feathered.any() else 0):
+        right, down, correlation = shift(edges(source.mean(0).numpy()), edges(aligned.mean(0).numpy()), feathered)
         believed = correlation >= BELIEVED
         if not believed:
             x, y, aligned = 0.0, 0.0, result
@@ -144,76 +142,66 @@ def to_lab(image: Tensor) -> Tensor:
 SRGB_TO_XYZ = ((0.4124564, 0.3575761, 0.1804375), (0.2126729, 0.7151522, 0.0721750), (0.0193339, 0.1191920, 0.9503041))
 
 
-class EditMetric(MeanMetric, ABC):
-    """The mean over edits of a figure of (result, target, source), each (1, 3, H, W) in [0, 1].
+class EditMetrics(Metric):
+    """What an edit does outside of where it should, and how much of it is done: means over the edits.
 
-    An edit for which the figure is not defined is left out: one that changes the whole image leaves no outside.
+    - shift: pixels by which the result is shifted against the source outside of the edit;
+    - drift: root mean square change there, in levels of 255, apart from the shift and a change of all colours;
+    - colour_shift: distance of the colours there from those of the source, in units of CIE L*a*b*: the Wasserstein
+      distance of two Gaussians, by their means and covariances;
+    - strength: share of the edit's change that is reached: 0 for the source, 1 for the target, above 1 for too much.
+
+    An edit is left out of a mean for which it has no figure: one of the whole image leaves nothing outside.
     """
 
-    needs_source: ClassVar[bool] = True
-    higher_is_better: bool | None = False  # type: ignore[assignment]
+    # Whether more is better, by figure; None for strength, of which 1 is best.
+    directions: ClassVar[dict[str, bool | None]] = {
+        "shift": False,
+        "drift": False,
+        "colour_shift": False,
+        "strength": None,
+    }
+
+    shift: list[Tensor]
+    drift: list[Tensor]
+    colour_shift: list[Tensor]
+    strength: list[Tensor]
 
     def __init__(self) -> None:
-        super().__init__(nan_strategy="ignore")
+        super().__init__()
+        for name in self.directions:
+            self.add_state(name, default=[], dist_reduce_fx="cat")
 
-    def update(self, preds: Tensor, target: Tensor, source: Tensor) -> None:  # type: ignore[override]
-        super().update(self.figure(*(image[0].float().cpu() for image in (preds, target, source))))
-
-    @abstractmethod
-    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
-        """Return the figure of one edit, NaN where it is not defined."""
-
-    def compute(self) -> Tensor:
-        return super().compute() if self.weight > 0 else torch.tensor(torch.nan)
-
-
-class Shift(EditMetric):
-    """Pixels by which the result is shifted against the source outside of the edit."""
-
-    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
-        found = compare_outside(result, target, source).shift
-        return np.nan if found is None else float(np.hypot(*found))
-
-
-class Drift(EditMetric):
-    """Root mean square change outside of the edit, in levels of 255, beside a shift and a change of all colours."""
-
-    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
-        found = compare_outside(result, target, source)
-        if found.where is None:
-            return np.nan
-        return 255 * float((found.corrected - source)[:, found.where].square().mean().sqrt())
-
-
-class ColourShift(EditMetric):
-    """Distance of the colours outside of the edit from those of the source, in units of CIE L*a*b*.
-
-    It is the Wasserstein distance of two Gaussians: the means' squared distance, and that of the covariances.
-    """
-
-    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
-        found = compare_outside(result, target, source)
-        if found.where is None:
-            return np.nan
-        colours = [to_lab(image[:, found.where].double().clamp(0, 1)) for image in (found.aligned, source)]
-        means, (one, other) = [lab.mean(1) for lab in colours], [torch.cov(lab) for lab in colours]
-        root = _root(one)
-        spread = one.trace() + other.trace() - 2 * _root(root @ other @ root).trace()
-        return float(((means[0] - means[1]).square().sum() + spread.clamp_min(0)).sqrt())
-
-
-class Strength(EditMetric):
-    """The share of the edit's change that is reached: 0 for the source, 1 for the target, above 1 for too much."""
-
-    higher_is_better = None
-
-    def figure(self, result: Tensor, target: Tensor, source: Tensor) -> float:
+    def update(self, preds: Tensor, target: Tensor, source: Tensor) -> None:
+        """Add an edit; the images are (1, 3, H, W) in [0, 1]."""
+        result, target, source = (image[0].float().cpu() for image in (preds, target, source))
         found = compare_outside(result, target, source)
         wanted = target - source
-        if found.where is not None:
-            wanted = wanted * ~found.where
-        size = wanted.square().sum()
-        return float(((found.corrected - source) * wanted).sum() / size) if size else np.nan
+        if (where := found.where) is not None:
+            wanted = wanted * ~where
+            self.drift.append(255 * (found.corrected - source)[:, where].square().mean().sqrt())
+            self.colour_shift.append(_colour_distance(found.aligned[:, where], source[:, where]))
+        if found.shift is not None:
+            self.shift.append(torch.tensor(found.shift).norm())
+        if size := wanted.square().sum():
+            self.strength.append(((found.corrected - source) * wanted).sum() / size)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return each figure's mean, NaN where no edit has one."""
+        figures = {name: getattr(self, name) for name in self.directions}
+        return {
+            name: torch.stack(list(values)).mean() if len(values) else torch.tensor(torch.nan)
+            for name, values in figures.items()
+        }
+
+
+def _colour_distance(one: Tensor, other: Tensor) -> Tensor:
+    """Return the distance in Lab of two sets of sRGB colours, each (3, N)."""
+    first, second = (to_lab(colours.double().clamp(0, 1)) for colours in (one, other))
+    covariance, expected = torch.cov(first), torch.cov(second)
+    root = _root(covariance)
+    spread = covariance.trace() + expected.trace() - 2 * _root(root @ expected @ root).trace()
+    return ((first.mean(1) - second.mean(1)).square().sum() + spread.clamp_min(0)).sqrt().float()
 
 
 def _root(matrix: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from callbacks.best_effort import best_effort
 from callbacks.plots import plain, write_figure
-from callbacks.report.figures import read_metrics, read_rows
+from callbacks.report.figures import metric_names, monitored, read_metrics, read_rows
 from callbacks.run_folder import RunFolder, shorten
 from datamodules.files import replacing
 
@@ -81,13 +81,14 @@ class SweepSummary(Callback):
             return
         run = RunFolder(config.hydra.runtime.output_dir)
         curve = read_metrics(run.metrics)
-        weights = run.saved_weights()
+        weights, measured = run.saved_weights(), read_rows(run.validation)
         failed = job_return.status is not JobStatus.COMPLETED
         row = {
             "job": run.path.name,
             "overrides": "",
             "final_loss": curve[-1]["loss_avg"] if curve else "",
             "best_loss": _best_loss(run, curve, config),
+            **({name: measured[-1][name] for name in metric_names(measured[-1])} if measured else {}),
             "value": "" if failed or job_return._return_value is None else job_return._return_value,
             "seconds": curve[-1]["seconds"] if curve else "",
             "lora": "" if weights is None else str(weights),
@@ -118,7 +119,7 @@ class SweepSummary(Callback):
 
     def _table(self, folder: Path, config: DictConfig) -> None:
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(self.rows[0]))
+        writer = csv.DictWriter(text, max(map(list, self.rows), key=len), restval="")
         writer.writeheader()
         writer.writerows(self.rows)
         with replacing(folder / "sweep.csv") as temporary:
@@ -132,8 +133,10 @@ class SweepSummary(Callback):
         from callbacks.report.page import data_url, render
 
         held_out = any(RunFolder(folder / row["job"]).validation.is_file() for row in self.rows)
-        monitor = config.monitor or ("val_loss" if held_out else "loss_avg")
-        metric = OmegaConf.select(config, f"callbacks.validation.metrics.{monitor.removesuffix('_source')}")
+        metrics = OmegaConf.select(config, "callbacks.validation.metrics") or {}
+        usual = monitored(None, config.model.recipe.monitor, [name for name, one in metrics.items() if one is not None])
+        monitor = config.monitor or (usual if held_out else "loss_avg")
+        metric = metrics.get(monitor.removesuffix("_source"))
         kind: Any = None if metric is None else get_class(metric._target_)
         higher = kind is not None and bool(kind.higher_is_better)
         self.monitor, self.sign = monitor, -1.0 if higher else 1.0

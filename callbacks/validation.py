@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from callbacks.image_metrics import EditMetrics
 from callbacks.lookup import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
-from callbacks.report.figures import ENDS, read_rows
+from callbacks.report.figures import ENDS, monitored, read_rows
 from callbacks.run_folder import RunFolder
 from callbacks.sample_images import Made, SampleImages
 from callbacks.shares import of_all, of_first, share
 from datamodules.base import TrainingData
+from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules import flow
@@ -26,33 +29,50 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
 
+log = logging.getLogger("retouch")
+
 # Equal parts of t, from little noise to much.
 BANDS = 4
+# Measurements after step 0 from which on the report says whether to train longer.
+FEWEST_TO_JUDGE = 3
 
 
 class Validation(L.Callback):
-    """Whenever sample pictures are made: the loss at fixed noise, and metrics of the pictures.
+    """Measure the loss at fixed noise, and metrics of the sample images, whenever there are new ones.
 
-    `val_loss` is the mean over the held-out samples and four bands of t, `val_loss_t0` ... `val_loss_t3`; a sample's
-    noise and timesteps are always the same, spread evenly over each band, so that only the weights change it.
-    A metric NAME is given against the target as NAME, against the source as NAME_source, and NAME_nothing is what
-    doing nothing would score: an edit that copies its input is close to the source.
+    `val_loss_t0` ... `val_loss_t3` are the losses in four bands of t, means over the held-out samples; `val_loss` is
+    their mean, weighted as sampling visits the bands. A sample's noise and timesteps are always the same, spread evenly
+    over each band, so that only the weights change them. A metric NAME is measured against the target as NAME, against
+    the source as NAME_source, and NAME_nothing is the figure of doing nothing: an edit that copies its input is close
+    to the source. `EditMetrics` compares all three at once.
 
     Nothing happens where no samples are held out (data.val_root, data.val_count).
 
     Args:
         output_dir: the run's folder.
         metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1]; or their factories.
-        monitor: what decides which weights are the best, kept as `best` beside `last`; None for val_loss.
+        monitor: the figure that determines which weights are kept as `best`, next to `last`; None for
+        default_monitor: where it is measured; else val_loss.
+        early_stopping: end training after
+        patience: measurements in a row without a better one.
     """
 
     def __init__(
-        self, output_dir: str, metrics: Mapping[str, Metric | Callable[[], Metric]], monitor: str | None
+        self,
+        output_dir: str,
+        metrics: Mapping[str, Metric | Callable[[], Metric]],
+        monitor: str | None,
+        default_monitor: str,
+        early_stopping: bool,
+        patience: int,
     ) -> None:
         self.path = RunFolder(output_dir).validation
         self._makers = {name: metric for name, metric in metrics.items() if metric is not None}
         self.metrics: dict[str, Metric] = {}
-        self.monitor = "val_loss" if monitor in (None, "loss_avg") else monitor
+        self.is_specified = monitor not in (None, "loss_avg", "val_loss")
+        self.monitor = monitored(monitor, default_monitor, self._makers)
+        self._directions = _directions(self._makers)
+        self.patience = patience if early_stopping else math.inf
         self.rows: list[dict[str, float]] = []
 
     @property
@@ -63,12 +83,14 @@ class Validation(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Raise a UserError where what is monitored will not be measured, before weights are loaded."""
         data = TrainingData.of(trainer)
-        figures = ["val_loss", *(f"val_loss_t{band}" for band in range(BANDS))]
-        figures += [name + end for name in self._makers for end in ("", *ENDS)]
+        figures = [name for name, direction in self._directions.items() if direction is not None]
         if self.monitor not in figures:
-            raise UserError(f"monitor={self.monitor} is none of {', '.join(figures)}, and not loss_avg")
-        if data.validation is None and self.monitor != "val_loss":
-            raise UserError(f"monitor={self.monitor} needs samples that are held out: data.val_count or data.val_root")
+            raise UserError(
+                f"monitor={self.monitor}: no such figure is measured. Choose {', '.join(figures)} or loss_avg."
+            )
+        needed = {f"monitor={self.monitor}": self.is_specified, "early_stopping=true": math.isfinite(self.patience)}
+        for setting in [name for name, used in needed.items() if used and data.validation is None]:
+            raise UserError(f"{setting} needs samples that are held out. Set data.val_count or data.val_root.")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         sampler = find_callback(trainer, SampleImages)
@@ -123,15 +145,19 @@ class Validation(L.Callback):
                     t = torch.tensor([(band + place) / BANDS])
                     drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
                     losses.append(module.flow.losses_at(batch, drawn, module.normalize, module.denoise))
-                made.append(torch.cat(losses).cpu())
-        means = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()
-        return {"val_loss": sum(means) / BANDS, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
+                bands = torch.cat(losses).cpu()
+                made.append(torch.cat([bands, (bands * _visits(module, batch)).sum()[None]]))
+        *means, weighted = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()
+        return {"val_loss": weighted, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
 
     def _measure(self, sampler: SampleImages, module: EditModule) -> dict[str, float]:
         """Each metric over all pictures: against the target, the source, and of doing nothing."""
         scores: dict[str, float] = {}
         compared = [_in_unit_range(one) for one in sampler.results if one.target is not None]
         for name, metric in self.metrics.items():
+            if isinstance(metric, EditMetrics):
+                scores |= self._compare(metric, compared, module)
+                continue
             for end, (one, other) in {"": (1, 2), **ENDS}.items():
                 known = [pictures for pictures in compared if pictures[one] is not None and pictures[other] is not None]
                 if not known:
@@ -144,6 +170,17 @@ class Validation(L.Callback):
                 scores[name + end] = float(metric.compute()) if metric.update_count else math.nan
         return scores
 
+    @staticmethod
+    def _compare(metric: EditMetrics, compared: list[Any], module: EditModule) -> dict[str, float]:
+        """Return the figures of results, targets and sources; none where there are no sources."""
+        metric.reset()
+        for number, (source, result, target) in enumerate(compared, start=1):
+            module.base.timer.note_progress(f"measuring shift and drift {number}/{len(compared)}")
+            if source is not None and result.isfinite().all():
+                metric.update(result, target, source)
+        measured = metric.compute() if metric.update_count else {}
+        return {name: float(value) for name, value in measured.items() if value.isfinite()}
+
     def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
         """Called in every process: to export the weights of a base that is split takes all of them."""
         best = self.best()
@@ -154,6 +191,11 @@ class Validation(L.Callback):
         reached, former = self._score(row), -math.inf if best is None else self._score(best)
         if of_first(trainer, reached > former) and keeper is not None and trainer.global_step:
             keeper.write(trainer, module, "best")
+        best = self.best()
+        if best is not None and sum(row["step"] > best["step"] for row in self.rows) >= self.patience:
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                log.info(f"early stopping after step {trainer.global_step}: {self._has_stopped_improving(best)}")
 
     def _write(self, trainer: L.Trainer) -> None:
         columns = dict.fromkeys(name for row in self.rows for name in row)  # a run may be resumed with other metrics
@@ -194,17 +236,47 @@ class Validation(L.Callback):
 
         measured = [row for row in self.rows if row["step"]]
         lines = [f"best: {folder}/best, {at(best, self.monitor)}; {folder}/last: {at(last, self.monitor)}"]
-        peaks = {name: max(measured, key=partial(self._score, figure=name)) for name in ("val_loss", *self.metrics)}
+        if len(measured) >= FEWEST_TO_JUDGE:
+            lines.append(
+                self._has_stopped_improving(best)
+                if best is not last
+                else f"{self.monitor} still improves at step {last['step']:.0f}: train longer, with ckpt_path=last and "
+                f"trainer.max_steps={2 * last['step']:.0f}"
+            )
+        names = [name for name in (*self.metrics, "val_loss") if self._directions.get(name) is not None]
+        peaks = {name: max(measured, key=partial(self._score, figure=name)) for name in names}
         peaks = {name: row for name, row in peaks.items() if math.isfinite(self._score(row, name))}
         others = [at(row, name) for name, row in peaks.items() if row["step"] != best["step"]]
         return [*lines, *([f"best at another step: {', '.join(others)}"] if others else [])]
 
+    def _has_stopped_improving(self, best: Mapping[str, float]) -> str:
+        return f"{self.monitor} has not improved since step {best['step']:.0f}: use `best`, which is from there"
+
     def _score(self, row: Mapping[str, float], figure: str | None = None) -> float:
-        """The monitored figure or another, more is better; what is not finite is worst."""
+        """Return the monitored figure or another such that more is better; -inf for one that is not finite."""
         figure = figure or self.monitor
-        value, name = row.get(figure, math.nan), figure.removesuffix("_source")
-        higher = name in self.metrics and bool(self.metrics[name].higher_is_better)
-        return -math.inf if not math.isfinite(value) else value if higher else -value
+        value = row.get(figure, math.nan)
+        return -math.inf if not math.isfinite(value) else value if self._directions[figure] else -value
+
+
+def _directions(metrics: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return for each figure whether more of it is better; None where neither is."""
+    found: dict[str, bool | None] = {"val_loss": False, **{f"val_loss_t{band}": False for band in range(BANDS)}}
+    for name, metric in metrics.items():
+        kind = getattr(metric, "func", metric)
+        if isinstance(metric, EditMetrics):
+            found |= metric.directions
+        else:
+            found |= dict.fromkeys([name + end for end in ("", *ENDS)], bool(kind.higher_is_better))
+    return found
+
+
+def _visits(module: EditModule, batch: LatentBatch) -> Tensor:
+    """Return the share (BANDS,) of the steps of sampling that are in each band of t, for a batch of this size."""
+    assert module.sampler.sampling is not None
+    tokens = module.geometry.tokens(batch).target
+    t = module.base.sampling_timesteps(tokens, module.sampler.sampling) / 1000
+    return torch.bincount((t * BANDS).long().clamp_max(BANDS - 1), minlength=BANDS) / len(t)
 
 
 def _in_unit_range(made: Made) -> tuple[Any, Tensor, Tensor]:

@@ -96,7 +96,7 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
                 )
             check_upload(repository)
         max_steps = cfg.trainer.max_steps
-        if cfg.resume and (end := read_end(run, max_steps)) is not None:
+        if cfg.resume and (end := read_end(run, max_steps, cfg.early_stopping)) is not None:
             check_resumable(run_settings(cfg), run)
             log.info(f"nothing to do: {run} is finished, at step {end[0]} of trainer.max_steps={max_steps}")
             return end[1]
@@ -106,7 +106,7 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
             upload(run, module.adapter.folder, repository, cfg.hub.private)
         value = report(trainer, run, cfg)
         if trainer.is_global_zero:
-            write_end(run, trainer.global_step, value)
+            write_end(run, trainer.global_step, value, stopped_early=trainer.global_step < max_steps)
         return value
 
 
@@ -194,7 +194,7 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> float:
         log.info(validation.summary())
     if run.report.is_file():
         log.info(f"look at it: {run.report}")
-    for line in [] if validation is None else validation.best_lines(str(run.path / kind))[:1]:
+    for line in [] if validation is None else validation.best_lines(str(run.path / kind))[:2]:
         log.info(line)
     log.info(f"done: {run.weights(kind, 'last')}")
     photo, prompt = example(run, TrainingData.of(trainer))
@@ -204,7 +204,7 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> float:
     if not trainer.is_global_zero:  # only the first process measures
         return float("nan")
     if monitor is None:
-        monitor = "val_loss" if "val_loss" in measured else "loss_avg"
+        monitor = validation.monitor if validation is not None and validation.rows else "loss_avg"
     if monitor not in measured and metrics is not None and metrics.latest:
         raise UserError(f"monitor={monitor} was not measured: choose {', '.join(measured)}")
     return measured.get(monitor, float("nan"))

@@ -83,19 +83,24 @@ def check_resume(cfg: DictConfig) -> None:
         raise UserError(f"resume={cfg.resume} needs output_dir=FOLDER, the same each time")
 
 
-def write_end(run: RunFolder, step: int, value: float) -> None:
-    """Note that the run has ended, with what a sweep compares."""
+def write_end(run: RunFolder, step: int, value: float, stopped_early: bool) -> None:
+    """Note that the run has ended, with the value that a sweep compares."""
     with replacing(run.finished) as temporary:
-        temporary.write_text(json.dumps({"step": step, "value": value}) + "\n")
+        temporary.write_text(json.dumps({"step": step, "value": value, "stopped_early": stopped_early}) + "\n")
 
 
-def read_end(run: RunFolder, max_steps: int) -> tuple[int, float] | None:
-    """Return the last step, and the value that a sweep compares, of a run that has ended there or later; else None."""
+def read_end(run: RunFolder, max_steps: int, early_stopping: bool) -> tuple[int, float] | None:
+    """Return the last step, and the value that a sweep compares, of a run that has ended there or later; else None.
+
+    Args:
+        early_stopping: whether a run that was stopped early is finished too.
+    """
     if not run.finished.is_file():
         return None
     with reading(run.finished, "delete it"):
         end = json.loads(run.finished.read_text())
-        return (end["step"], float(end["value"])) if end["step"] >= max_steps else None
+        finished = end["step"] >= max_steps or (early_stopping and end["stopped_early"])
+        return (end["step"], float(end["value"])) if finished else None
 
 
 def check_unused(run: RunFolder) -> None:

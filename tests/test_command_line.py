@@ -16,7 +16,7 @@ def test_prodigy_and_schedule_free_bring_a_constant_schedule():
 
 
 def test_overrides_of_a_repeated_run_count(run, tiny, pairs, tmp_path):
-    run("train", *short(tiny, pairs, tmp_path / "run", 2))
+    run("train", *short(tiny, pairs, tmp_path / "run", 2), "scheduler=cosine")
     again = [f"output_dir={tmp_path / 'again'}", "adapter.rank=2", "optimizer.lr=0.5", "trainer.max_steps=3"]
     run("train", "-cp", tmp_path / "run", "-cn", "config", *again)
     assert weights(tmp_path / "again")["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"].shape[0] == 2

@@ -150,10 +150,10 @@ def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path,
     assert "may diverge" not in outcome.text
 
 
-def test_fast_learning_on_four_bits_is_noted(run, tiny, pairs, tmp_path):
+def test_fast_learning_on_fp4_is_noted(run, tiny, pairs, tmp_path):
     lr = "optimizer.lr=1e-4"
-    outcome = run("train", *quantized(tiny, pairs, tmp_path / "run", 1, "nf4", "bitsandbytes", lr))
-    assert "note: optimizer.lr=0.0001 may diverge on a base of 4 bits; 2e-5 was stable" in outcome.text
+    outcome = run("train", *quantized(tiny, pairs, tmp_path / "run", 1, "fp4", "bitsandbytes", lr))
+    assert "note: optimizer.lr=0.0001 may diverge on a base in fp4; 2e-5 was stable" in outcome.text
 
 
 def test_files_of_another_format_than_the_settings_are_noted(run, repositories, pairs, tmp_path):

@@ -91,12 +91,12 @@ def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path):
             assert f"validating {n}/2" in work
             assert f"measuring psnr {n}/2" in work
     assert "step 2/2  saving" in lines
-    for name, value in {"objective": "slider", "learns by": "AdamW, lr 0.0001, schedule cosine"}.items():
+    for name, value in {"objective": "slider", "learns by": "AdamW, lr 0.0001, schedule constant"}.items():
         assert re.search(rf"{name} +{value} ", text)
-    assert "slider, AdamW, lr 0.0001, schedule cosine, step 2 of 2" in (tmp_path / "run/report.html").read_text()
+    assert "slider, AdamW, lr 0.0001, schedule constant, step 2 of 2" in (tmp_path / "run/report.html").read_text()
     card = (tmp_path / "run/lora/last/README.md").read_text()
     assert "| objective | slider |" in card
-    assert "| schedule | cosine |" in card
+    assert "| schedule | constant |" in card
 
 
 def test_every_objective_but_the_default_is_named():

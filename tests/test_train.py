@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
+from lightning_modules.families.flux.module import FluxKontext
 from tests.support.commands import assert_same_weights, compose, lora_bytes, metrics, short, weights
 from tests.support.losses import losses
 
@@ -125,7 +126,7 @@ def test_lora_header_tells_what_the_weights_are(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 1), "adapter.alpha=3")
     with safetensors.safe_open(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors", "pt") as file:
         header = json.loads(file.metadata()["retouch"])
-    assert header["adapter"] == {"rank": 4, "alpha": 3, "target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}
+    assert header["adapter"] == {"rank": 4, "alpha": 3, "target_modules": list(FluxKontext.layers.targets)}
     assert header["base"] == tiny.name
     assert header["base_precision"] == "float32"
     assert header["step"] == 1

@@ -3,7 +3,7 @@
 import csv
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,19 @@ class Line(NamedTuple):
     color: str
     faint: bool = False
     dashed: bool = False
+
+
+def monitored(monitor: str | None, usual: str, metrics: Collection[str]) -> str:
+    """Return the figure by which steps and runs with held-out samples are compared.
+
+    Args:
+        monitor: the setting; None or loss_avg for
+        usual: the model's, if it is among
+        metrics: the names of what is measured; else val_loss.
+    """
+    if monitor not in (None, "loss_avg"):
+        return str(monitor)
+    return usual if usual in metrics else "val_loss"
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:

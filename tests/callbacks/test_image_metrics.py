@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from callbacks.image_metrics import ColourShift, Drift, Shift, Strength, to_lab
+from callbacks.image_metrics import EditMetrics, to_lab
 
-METRICS = {"shift": Shift, "drift": Drift, "colour_shift": ColourShift, "strength": Strength}
 PERFECT = {"shift": 0.0, "drift": 0.0, "colour_shift": 0.0, "strength": 1.0}
 # How far a figure may move with the fault of another: pixels, levels, units of Lab, share.
 STILL = {"shift": 0.03, "drift": 1.5, "colour_shift": 0.5, "strength": 0.03}
@@ -61,15 +60,15 @@ def faults(scene, source, target):
     }
 
 
-def measured(name, result, target, source):
-    metric = METRICS[name]()
+def measured(result, target, source):
+    metric = EditMetrics()
     metric.update(result[None], target[None], source[None])
-    return float(metric.compute())
+    return {name: float(value) for name, value in metric.compute().items()}
 
 
 def test_a_perfect_result_is_perfect(edit):
     _, source, target = edit
-    assert {name: measured(name, target, target, source) for name in METRICS} == pytest.approx(PERFECT, abs=1e-3)
+    assert measured(target, target, source) == pytest.approx(PERFECT, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +87,8 @@ def test_a_perfect_result_is_perfect(edit):
 def test_each_fault_moves_its_metric_and_no_other(edit, fault):
     scene, source, target = edit
     blamed, result, expected = faults(scene, source, target)[fault]
-    found = {name: measured(name, result, target, source) for name in METRICS}
-    for name in METRICS.keys() - {blamed}:
+    found = measured(result, target, source)
+    for name in PERFECT.keys() - {blamed}:
         assert found[name] == pytest.approx(PERFECT[name], abs=STILL[name]), (name, found)
     if fault == "a drift":  # spread over all that is outside, which has no margin round the edit
         outside = SIDE**2 - 66 * 66
@@ -114,10 +113,10 @@ def test_colour_shift_is_the_distance_of_two_gaussians(edit):
         return (1.055 * y ** (1 / 2.4) - 0.055).float().expand(3, -1, -1)
 
     outside = slice(43, None)  # below the margin
-    assert measured("colour_shift", of_lightness(lab + 5), target, grey) == pytest.approx(5, rel=0.02)
+    assert measured(of_lightness(lab + 5), target, grey)["colour_shift"] == pytest.approx(5, rel=0.02)
     middle, spread = lab[outside].mean(), lab[outside].std()
     wider = of_lightness(middle + 1.2 * (lab - middle))
-    assert measured("colour_shift", wider, target, grey) == pytest.approx(0.2 * float(spread), rel=0.05)
+    assert measured(wider, target, grey)["colour_shift"] == pytest.approx(0.2 * float(spread), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,10 @@ def test_lab_of_known_colours(colour, lab):
 def test_an_edit_of_the_whole_image_has_a_strength_and_no_outside(edit):
     _, source, _ = edit
     target = 1 - source
-    found = {name: measured(name, source + 0.5 * (target - source), target, source) for name in METRICS}
+    found = measured(source + 0.5 * (target - source), target, source)
     assert found.pop("strength") == pytest.approx(0.5)
     assert all(math.isnan(value) for value in found.values())
-    metric = Shift()
+    metric = EditMetrics()
     metric.update(target[None], target[None], source[None])
     metric.update(*(image[None] for image in (edit[2], edit[2], source)))
-    assert float(metric.compute()) == pytest.approx(0, abs=1e-3), "the mean is over the edits that have one"
+    assert float(metric.compute()["shift"]) == pytest.approx(0, abs=1e-3), "the mean is over the edits that have one"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from hydra.utils import instantiate
 from PIL import Image
 from torchmetrics.image import PeakSignalNoiseRatio
@@ -23,6 +24,7 @@ from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
 from tests.support.pictures import make_pairs
+from tests.support.same_adapters import stock_shift
 from tests.support.tiny_pipelines import MODELS, every_model
 from tests.test_shown import pasted
 
@@ -36,8 +38,9 @@ def settings(tiny, pairs, tmp_path):
 
 
 def test_the_best_weights_are_named_and_metrics_that_are_best_elsewhere(tmp_path):
-    validation = Validation(str(tmp_path), {}, None)
-    validation.metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0), "iou": MaskIoU()}
+    metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0), "iou": MaskIoU()}
+    validation = Validation(str(tmp_path), metrics, "val_loss", "psnr", early_stopping=False, patience=3)
+    validation.metrics = metrics
     assert validation.best_lines("lora") == []
     row = {"val_loss": 0.3, "psnr": 10.0, "psnr_nothing": 30.0, "iou": math.nan}
     validation.rows = [
@@ -48,21 +51,29 @@ def test_the_best_weights_are_named_and_metrics_that_are_best_elsewhere(tmp_path
     ]
     assert validation.best_lines("lora") == [
         "best: lora/best, val_loss 0.1815 at step 100; lora/last: val_loss 0.1965 at step 300",
+        "val_loss has not improved since step 100: use `best`, which is from there",
         "best at another step: psnr 12.5 at step 200",
     ]
     validation.monitor = "psnr"
-    best, others = validation.best_lines("run/model")
+    best, verdict, others = validation.best_lines("run/model")
+    assert verdict == "psnr has not improved since step 200: use `best`, which is from there"
     assert best == "best: run/model/best, psnr 12.5 at step 200; run/model/last: psnr 11 at step 300"
     assert others == "best at another step: val_loss 0.1815 at step 100"
+    validation.rows[-1]["psnr"] = 13.0
+    assert "psnr still improves at step 300: train longer, with ckpt_path=last and trainer.max_steps=600" in (
+        validation.best_lines("lora")
+    )
+    del validation.rows[1]
+    assert len(validation.best_lines("lora")) == 1, "two measurements show no trend"
 
 
 def test_the_end_names_the_best_weights_and_a_command_that_works(run, pairs, tmp_path, settings):
     """In the terminal, the report and the cards; with a held-out picture and its instruction."""
     text = run("train", *settings).text
     folder = tmp_path / "run"
-    best = min(rows(folder)[1:], key=lambda row: row["val_loss"])
+    best = max(rows(folder)[1:], key=lambda row: row["psnr"])
     last = rows(folder)[-1]
-    words = f"val_loss {best['val_loss']:.4g} at step {best['step']:.0f}; LORA/last: val_loss {last['val_loss']:.4g}"
+    words = f"psnr {best['psnr']:.4g} at step {best['step']:.0f}; LORA/last: psnr {last['psnr']:.4g}"
     assert f"best: {folder}/lora/best, {words.replace('LORA', f'{folder}/lora')} at step 4\n" in text
     assert f"best: lora/best, {words.replace('LORA', 'lora')} at step 4" in (folder / "report.html").read_text()
     for name in ("last", "best"):
@@ -157,7 +168,10 @@ def test_run_goes_on_with_other_metrics(run, tmp_path, settings):
 
 @pytest.mark.parametrize("data", first(1, ["cached", "pairs"]))
 def test_validation_loss_is_that_of_an_independent_computation(run, tiny, pairs, tmp_path, settings, data):
-    """The mean over samples and t of |velocity - (eps - x0)|^2, without LoRA: the base's; the same at any seed."""
+    """The mean over samples of |velocity - (eps - x0)|^2, without LoRA: the base's; the same at any seed.
+
+    Over t it is weighted as the stock scheduler visits the bands.
+    """
     where = [f"data={data}"]
     settings = [one for one in settings if not one.startswith(("data=", "data.cache_dir=" if data == "pairs" else "-"))]
     run("train", *settings, *where)
@@ -185,7 +199,31 @@ def test_validation_loss_is_that_of_an_independent_computation(run, tiny, pairs,
                 losses.append((velocity - (eps - x0)).square().mean())
     losses = torch.stack(losses).view(2, 4).mean(0)
     torch.testing.assert_close(torch.tensor([first[f"val_loss_t{n}"] for n in range(4)]), losses, rtol=1e-4, atol=0)
-    assert first["val_loss"] == pytest.approx(float(losses.mean()), rel=1e-4)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tiny, subfolder="scheduler")
+    scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=math.log(stock_shift(SimpleNamespace(scheduler=scheduler), x0)))
+    visited = [min(3, int(4 * sigma)) for sigma in scheduler.sigmas[:-1].tolist()]
+    weights = torch.tensor([visited.count(band) / 2 for band in range(4)])
+    assert set(visited) == {2, 3}
+    assert first["val_loss"] == pytest.approx(float((losses * weights).sum()), rel=1e-4)
+
+
+def test_early_stopping_waits_for_a_better_figure_in_vain(run, tmp_path, settings):
+    """It never looks at the training loss; the run is finished, unless it is resumed without early stopping."""
+    still = ["optimizer.lr=0", "sample_every=1", "trainer.max_steps=9", "callbacks.validation.patience=2"]
+    command = [*settings, *still, "resume=auto"]
+    text = run("train", *command, "early_stopping=true").text
+    assert "early stopping after step 3: psnr has not improved since step 1: use `best`" in text
+    folder = tmp_path / "run"
+    assert [row["step"] for row in rows(folder)] == [0, 1, 2, 3]
+    assert (folder / "lora/last").is_dir()
+    assert "nothing to do" in run("train", *command, "early_stopping=true").text
+    run("train", *command)
+    assert rows(folder)[-1]["step"] == 9
+
+
+def test_early_stopping_needs_held_out_samples(run, settings):
+    line = run("train", *settings, "data.val_count=0", "early_stopping=true", ok=False).error
+    assert "early_stopping=true needs samples that are held out. Set data.val_count or data.val_root." in line
 
 
 def _noise(key, shape):
@@ -240,7 +278,7 @@ def test_training_is_the_same_with_and_without_validation(run, tiny, tmp_path, s
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["monitor=beauty"], "monitor=beauty is none of val_loss, "),
+        (["monitor=beauty"], "monitor=beauty: no such figure is measured. Choose val_loss, "),
         (["data.val_count=8"], "data.val_count=8 of 8 pairs leaves none to train on: at most data.val_count=7"),
         (["data.val_count=-1"], "data.val_count=-1: must be a whole number from 0 on"),
         (["data.val_root=nowhere"], "choose one"),
@@ -299,7 +337,7 @@ def test_feature_similarity_is_that_of_the_models_own_features(tmp_path, kind):
 
 def test_perceptual_metrics_are_a_choice(tmp_path):
     cfg = compose("train", "callbacks/metrics=perceptual", "data=shapes", f"output_dir={tmp_path}")
-    assert set(cfg.callbacks.validation.metrics) == {"psnr", "ssim", "mask_iou", "lpips", "dino", "clip"}
+    assert set(cfg.callbacks.validation.metrics) == {"psnr", "ssim", "edit", "mask_iou", "lpips", "dino", "clip"}
     assert isinstance(instantiate(cfg.callbacks.validation), Validation)
 
 

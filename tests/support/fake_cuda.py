@@ -31,6 +31,7 @@ FOREIGN = torch.device("cuda", 1)
 ON_HOST = {
     ("flow.py", "sample_noise"): "drawn by generators of the host, the same on any device",
     ("flow.py", "draw"): "drawn by generators of the host, the same on any device",
+    ("flow.py", "shift_time"): "of what was drawn there",
     ("flow_matching.py", "noised_by"): "which captions are dropped is known on the host",
     (
         "flow_matching.py",

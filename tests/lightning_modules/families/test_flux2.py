@@ -25,7 +25,7 @@ from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.losses import losses
 from tests.support.pictures import photograph
-from tests.support.same_adapters import adapt_like, assert_same_gradients, randomize
+from tests.support.same_adapters import adapt_like, assert_same_gradients, randomize, stock_shift
 
 PROMPTS = ["make it snow", "Turn the [IMG] cat into a dog, please"]
 KLEIN, DEV = "flux2_klein_4b", "flux2_dev"
@@ -213,8 +213,10 @@ def independent_losses(stock, module, samples):
     losses = []
     for raw, images in samples:
         latent = vae.encode(raw.target).latent_dist
-        drawn = flow.sample_noise(module.flow.seed, raw.draws, latent.mean.shape[1:], module.flow.timesteps, 1.0)
-        x0 = (stock._patchify_latents(latent.mean + latent.std * drawn.latent_eps) - mean) / std
+        drawn = flow.sample_noise(
+            module.flow.seed, raw.draws, latent.mean.shape[1:], module.flow.timesteps, stock_shift(stock, latent.mean)
+        )
+        x0 = (stock._patchify_latents(latent.mean) - mean) / std
         eps = stock._patchify_latents(drawn.eps)
         x_t = (1 - drawn.t) * x0 + drawn.t * eps
         tokens, ids = [stock._pack_latents(x_t)], [stock._prepare_latent_ids(x_t)]

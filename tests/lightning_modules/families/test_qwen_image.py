@@ -18,7 +18,7 @@ from lightning_modules.family import Sampling
 from tests.support.commands import compose
 from tests.support.losses import losses
 from tests.support.pictures import photograph
-from tests.support.same_adapters import adapt_like, assert_same_gradients, randomize
+from tests.support.same_adapters import adapt_like, assert_same_gradients, randomize, stock_shift
 from tests.support.stock_pictures import shrink_condition_images
 
 PROMPTS = ["make it snow", "Turn the cat into a dog, please, and the dog into a cat"]
@@ -180,7 +180,9 @@ def independent_losses(stock, module, name, samples):
     for raw, images in samples:
         latent = vae.encode(raw.target.unsqueeze(2)).latent_dist
         shape = latent.mean[0, :, 0].shape
-        drawn = flow.sample_noise(module.flow.seed, raw.draws, shape, module.flow.timesteps, 1.0)
+        drawn = flow.sample_noise(
+            module.flow.seed, raw.draws, shape, module.flow.timesteps, stock_shift(stock, latent.mean)
+        )
         x0 = (latent.mean + latent.std * drawn.latent_eps.unsqueeze(2) - mean) / std
         eps = drawn.eps.unsqueeze(2)
         controls = []

@@ -13,7 +13,7 @@ from lightning_modules.family import Sampling
 from tests.support.commands import compose
 from tests.support.losses import losses
 from tests.support.pictures import photograph
-from tests.support.same_adapters import adapt_like, assert_same_gradients, randomize
+from tests.support.same_adapters import adapt_like, assert_same_gradients, randomize, stock_shift
 
 PROMPTS = ["a cup of coffee, please", "A cat, and a dog that looks at it"]
 
@@ -91,7 +91,9 @@ def independent_losses(stock, module, batch):
     for pixels, draw, prompt in zip(batch.target.split(1), batch.draws, batch.prompts, strict=True):
         latent = stock.vae.encode(pixels.unsqueeze(2)).latent_dist
         shape = latent.mean[0, :, 0].shape
-        drawn = flow.sample_noise(module.flow.seed, [draw], shape, module.flow.timesteps, 1.0)
+        drawn = flow.sample_noise(
+            module.flow.seed, [draw], shape, module.flow.timesteps, stock_shift(stock, latent.mean)
+        )
         x0 = (latent.mean + latent.std * drawn.latent_eps.unsqueeze(2) - mean) / std
         eps = drawn.eps.unsqueeze(2)
         x_t, target = (stock._pack_latents(x, 1, *shape) for x in ((1 - drawn.t) * x0 + drawn.t * eps, eps - x0))

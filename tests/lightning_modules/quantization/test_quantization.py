@@ -98,11 +98,13 @@ def test_each_family_has_both(name, format):
     assert variant == base
 
 
-def test_four_bits_start_slower():
+def test_fp4_starts_slower():
     for model, more, expected in (
         ("flux_kontext_fp8", [], (1e-4, 0)),
         ("flux_kontext_fp4", [], (2e-5, 100)),
-        ("flux_kontext_fp8", ["model.quantization.format=nf4", "optimizer=adamw_8bit"], (2e-5, 100)),
+        ("flux_kontext_fp8", ["model.quantization.format=fp4", "optimizer=adamw_8bit"], (2e-5, 100)),
+        ("flux_kontext", ["model/quantization=nf4"], (1e-4, 0)),
+        ("qwen_image", ["model/quantization=nf4"], (5e-5, 0)),
         ("flux_kontext_fp4", ["optimizer.lr=3e-5"], (3e-5, 100)),
         ("flux_kontext_fp4", ["optimizer=prodigy"], (1.0, 100)),
         ("flux_kontext_fp4", ["model.quantization.components_to_quantize=[text_encoder_2]"], (1e-4, 0)),
