@@ -84,18 +84,18 @@ class Metrics(L.Callback):
         self._interval = _Interval(0.0, 0.0, 0.0)
         self._lr = 0.0
         self._seconds_before = 0.0  # in earlier starts of the run
-        self._peak: float | None = None
+        self.peak: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         self._step = self._first_step = trainer.global_step
         if pl_module.device.type == "cuda":
-            self._peak = matrix_peak(pl_module.device, dtype=pl_module.base.dtype)
+            self.peak = matrix_peak(pl_module.device, dtype=pl_module.base.dtype)
         if trainer.is_global_zero:
             earlier = self._rows_until(trainer.global_step)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", newline="", buffering=1)
-            optional = {"active_rank": bool(pl_module.rank_gates), "peak_share": self._peak is not None}
+            optional = {"active_rank": bool(pl_module.rank_gates), "peak_share": self.peak is not None}
             columns = (*COLUMNS, *(name for name, measured in optional.items() if measured))
             self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", restval="")
             self._writer.writeheader()
@@ -183,7 +183,7 @@ class Metrics(L.Callback):
             "tokens_per_second": tokens * trainer.world_size / seconds,
             "data_wait": waited / seconds,
             "tflops": flops / seconds / 1e12,
-            **({} if self._peak is None else {"peak_share": flops / seconds / self._peak}),
+            **({} if self.peak is None else {"peak_share": flops / seconds / self.peak}),
             "peak_memory_gb": self.peak_memory / 1e9,
         }
         for step, (grad_norm, loss, *rank) in zip(steps, rows, strict=True):

@@ -21,6 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from torch import nn
 
 from callbacks.lookup import find_callback
 from callbacks.metrics import Metrics
@@ -29,8 +30,12 @@ from callbacks.run_folder import RunFolder
 from callbacks.sweep_summary import sweep_job
 from datamodules.base import TrainingData
 from datamodules.encoding import EncodeRequest
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
+from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.peft_layers import layer_of
+from lightning_modules.adapters.targets import ending
 from lightning_modules.edit_module import EditModule
+from lightning_modules.estimation.duration import duration, sample_flops
 from lightning_modules.quantization.quantization import nbytes
 
 log = logging.getLogger("retouch")
@@ -46,13 +51,29 @@ def panel(title: str, rows: Mapping[str, str], notes: Iterable[str]) -> Panel:
     return Panel(table, title=title, title_align="left", expand=False)
 
 
-def learning(module: EditModule) -> dict[str, str]:
-    """Rows about the objective, the optimizer and the work of a step."""
+def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[int, int]]) -> dict[str, str]:
+    """Return rows about the objective, the optimizer, the adapted layers, the timesteps and the work of a step.
+
+    Args:
+        transformer: with its adapter.
+        sizes: (width, height) of targets, the most frequent first.
+    """
     assert module.objective is not None
+    assert module.adapter is not None
     costs, objective = module.objective.describe(), module.objective.chosen
+    adapted = dict.fromkeys(layer_of(name) for name in trainable(transformer))
+    endings = listing(list(dict.fromkeys(map(ending, adapted))), 14)
+    law = module.flow.timesteps
+    timesteps = law.law if law.shift is None else f"{law.law}, shift {law.shift}"
+    if law.shift == "dynamic":
+        for width, height in list(sizes)[:1]:
+            tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
+            timesteps += f", {module.base.dynamic_shift(tokens):.2f} at {width}x{height}"
     return {
         **({"objective": objective} if objective else {}),
         "learns by": module.optimization.describe(),
+        **({} if module.adapter.trains_base else {"layers": f"{len(adapted)}: {endings}"}),
+        "timesteps": timesteps,
         **({"a step has": f"a forward and backward; {costs}"} if costs else {}),
     }
 
@@ -209,8 +230,13 @@ class TrainingProgress(TerminalProgress):
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
             "memory": self._memory(module, count),
             "results": str(self.output_dir),
-            **learning(module),
+            **learning(module, module.transformer, [size for size, _ in data.size_counts().most_common(1)]),
         }
+        if self._metrics is not None and self._metrics.peak is not None and len(data.sizes):
+            each = len(data.sizes) / data.batches_per_epoch() / trainer.world_size
+            samples = trainer.max_steps * trainer.accumulate_grad_batches * each
+            took = duration(samples * sample_flops(module, data.sizes), self._metrics.peak)
+            rows["time"] = f"about {took} by arithmetic, without samples"
         if find_callback(trainer, Report) is not None:
             rows["report"] = f"{RunFolder(self.output_dir).report}, kept up to date"
         assistant = module.execution.training_adapter

@@ -19,6 +19,8 @@ from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.activations import Heaviest
+from lightning_modules.estimation.duration import CARDS, duration
+from lightning_modules.estimation.flops import matrix_peak
 from tasks.footprint import Footprint, measure
 from tasks.models import without_network
 from tasks.terminal import log, silence_libraries
@@ -45,16 +47,24 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         plan = measure(module, data)
         sampler = cfg.callbacks.get("sample_images")
         another = sampler is not None and cfg.model.sampling.transformer_name_or_path is not None
-        shown = rows(plan, module, data, caches, sampler is not None, plan.weights - plan.waiting if another else 0)
+        beside = plan.weights - plan.waiting if another else 0
+        shown = rows(plan, module, data, cfg.trainer, caches, sampler is not None, beside)
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 
 def rows(
-    plan: Footprint, module: EditModule, data: PairsDataModule, caches: bool, samples: bool, another: int
+    plan: Footprint,
+    module: EditModule,
+    data: PairsDataModule,
+    trainer: DictConfig,
+    caches: bool,
+    samples: bool,
+    another: int,
 ) -> dict[str, str]:
     """The plan by its parts. Parts that settings place on the CPU count with the host's memory.
 
     Args:
+        trainer: its settings.
         caches: whether the data is encoded once, before the training.
         samples: whether sample pictures are made, for which the autoencoder stays loaded.
         another: bytes of the transformer that makes them beside the one that trains.
@@ -110,7 +120,8 @@ def rows(
         "trains": f"{adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": data.describe(),
         "an epoch": _epoch(data, plan.batch),
-        **learning(module),
+        **learning(module, module.base.source.meta, [images[0]]),
+        "time": _time(plan, data, trainer.max_steps, trainer.accumulate_grad_batches),
         "heaviest batch": f"{plan.batch.samples} of {pictures}, {plan.batch.tokens:,} tokens",
         "GPU, training": _sum(training),
         "": "activations by gradient checkpointing: "
@@ -123,6 +134,18 @@ def rows(
         "disk": ", ".join(f"{part} {decimal(size)}" for part, size in disk.items()) or "no cache",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{more}{_against_this_machine(peak)}",
     }
+
+
+def _time(plan: Footprint, data: PairsDataModule, steps: int, windows: int) -> str:
+    """Return how long training takes by arithmetic, on known cards or on this machine's."""
+    batches = SizeBatchSampler(data.sizes, plan.batch.limits, data.seed, repeats=data.repeats).batches_per_epoch()
+    each = windows * sum(data.repeats) / batches
+    cards = dict(CARDS)
+    if torch.cuda.is_available():
+        cards = {f"this {torch.cuda.get_device_name(0)}": matrix_peak(torch.device("cuda"))}
+    flops = steps * each * plan.flops
+    took = [f"{duration(flops, peak)} on {card}" for card, peak in cards.items()]
+    return f"{steps:,} steps of {each:.3g} sample{'' if each == 1 else 's'}: by arithmetic about {', '.join(took)}"
 
 
 def _epoch(data: PairsDataModule, heaviest: Heaviest) -> str:

@@ -20,6 +20,7 @@ from lightning_modules.estimation.activations import (
     empty_latents,
     heaviest_batch,
 )
+from lightning_modules.estimation.duration import sample_flops
 from lightning_modules.estimation.fake_tensors import PeakMemory, fake_model
 from lightning_modules.estimation.weights import loading_bytes, waiting_bytes, weight_bytes
 from lightning_modules.execution.checkpointing import POLICIES
@@ -30,9 +31,10 @@ log = logging.getLogger("retouch")
 
 @dataclass
 class Footprint:
-    """Bytes, but for the first four.
+    """Bytes, but for the first five.
 
     Attributes:
+        flops: of a training step with one sample, the mean.
         precision: of the transformer's linear layers.
         parameters, trainable: how many the transformer has, and how many the adapter.
         batch: the heaviest.
@@ -51,6 +53,7 @@ class Footprint:
         process: what this process has in memory now.
     """
 
+    flops: float
     precision: str
     parameters: int
     trainable: int
@@ -77,6 +80,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert adapter is not None
     assert optimizer is not None
     assert module.objective is not None
+    flops = sample_flops(module, data.sizes)  # of a transformer without its adapter yet
     source, transformer = base.source, base.source.meta
     parameters = sum(p.numel() for p in transformer.parameters())
     weights, waiting = weight_bytes(source), waiting_bytes(source)
@@ -116,6 +120,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     prompts = each if alone else prompt[heaviest.size] * shared
     encode, decode = autoencoder_peaks(module, vae, data.sizes)
     return Footprint(
+        flops=flops,
         precision=source.expected_precision,
         parameters=parameters,
         trainable=count,

@@ -110,7 +110,7 @@ def _named(linear: Sequence[str], modules: Sequence[str] | str, transformer: str
         except re.error as error:
             raise UserError(f"adapter.target_modules={modules} is no regular expression: {error}") from error
         if not found:
-            endings = sorted({_ending(name) for name in linear})
+            endings = sorted({ending(name) for name in linear})
             raise UserError(
                 f"adapter.target_modules: {one if isinstance(one, str) else one[0]} matches no linear layer of "
                 f"{transformer}; it has layers that end with {', '.join(endings)}"
@@ -119,8 +119,8 @@ def _named(linear: Sequence[str], modules: Sequence[str] | str, transformer: str
     return [name for name in linear if name in targets]
 
 
-def _ending(name: str) -> str:
-    """The part of a layer's name that repeats from block to block: `transformer_blocks.0.attn.to_q` -> `attn.to_q`."""
+def ending(name: str) -> str:
+    """Return the part of a layer's name that repeats from block to block, `attn.to_q` of `blocks.0.attn.to_q`."""
     parts = name.split(".")
     blocks = [i for i, part in enumerate(parts) if part.isdigit() and i < 2]
     return ".".join(parts[blocks[0] + 1 :] if blocks else parts)
