@@ -1,0 +1,209 @@
+"""docs/models.md: every model with its licence, memory, defaults, and where its LoRA loads.
+
+    python -m benchmarks.models             # writes docs/models.md; memory comes from benchmarks/results/models.json
+    python -m benchmarks.models --measure   # task=dry_run of every model and precision first, which takes a while
+
+Licences are those of the models' pages. Everything else is read from conf/, from the models' configurations and from
+the tables by which Retouch writes LoRA files.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+from omegaconf import DictConfig
+from PIL import Image
+from torch import nn
+
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.formats.readers import readers
+from lightning_modules.adapters.formats.written import FORMATS
+from lightning_modules.adapters.targets import resolve_targets
+from lightning_modules.family import Family
+from lightning_modules.pretrained.frozen_base import FrozenBase
+from tasks.models import without_network
+from tasks.resolvers import CONF
+
+ROOT = Path(__file__).parent.parent
+MEMORY = ROOT / "benchmarks" / "results" / "models.json"
+PAGE = ROOT / "docs" / "models.md"
+PRECISIONS = {"bf16": "null", "fp8": "fp8", "fp4 or nf4": "nf4"}
+FLUX_LICENCE = "[FLUX non-commercial](https://huggingface.co/{}/blob/main/LICENSE.md), gated"
+
+
+class Facts(NamedTuple):
+    """What no file of the repository tells.
+
+    Attributes:
+        licence: of the weights.
+        distilled: from what, in words.
+    """
+
+    licence: str
+    distilled: str
+
+
+MODELS = {
+    "flux_kontext": Facts(FLUX_LICENCE, "guidance"),
+    "flux2_klein_4b": Facts("Apache 2.0", "no"),
+    "flux2_klein_9b": Facts(FLUX_LICENCE, "no"),
+    "flux2_dev": Facts(FLUX_LICENCE, "guidance"),
+    "qwen_image_edit": Facts("Apache 2.0", "no"),
+    "qwen_image_edit_plus": Facts("Apache 2.0", "no"),
+    "longcat_image_edit": Facts("Apache 2.0", "no"),
+    "flux_dev": Facts(FLUX_LICENCE, "guidance"),
+    "qwen_image": Facts("Apache 2.0", "no"),
+    "z_image": Facts("Apache 2.0", "no"),
+}
+TOP = """# Models
+
+<!-- Written by python -m benchmarks.models; change that, not this page. -->
+
+```
+python train.py model=NAME data.root=my_pairs task=dry_run    # memory, time, settings; reads no weights
+```
+
+[Your first edit](first-edit.md) helps to choose.
+
+Memory is an estimate by `task=dry_run` for one pair of a megapixel, batch 1, in GB of the GPU, with the transformer in
+bf16, fp8 (`model/quantization=fp8`) or 4 bits (`=fp4` or `=nf4`), and about 1 GB for CUDA included. The encoders come
+before the training and are then released. Nothing here was measured on a GPU by us.
+
+| `model=` | base | licence | learns from | memory {precisions}; encoding | distilled |
+|---|---|---|---|---|---|
+"""
+MIDDLE = """
+## Defaults
+
+Each is in `conf/model/NAME.yaml` with its source, and every other trainer's choice can be set instead: `optimizer.lr`,
+`adapter.rank`, `adapter.alpha`, `adapter.target_modules`, `model.timesteps.shift`, `trainer.max_steps`,
+`trainer.accumulate_grad_batches`, `data.caption_dropout_rate`, `model.vae_encode_mode`. The learning rate is 2e-5 after
+100 steps of warm-up where the base is quantized to fp4. The schedule is constant.
+
+| `model=` | learning rate | rank, alpha | layers, share of weights | timestep shift | steps x samples | captions dropped | latents |
+|---|---|---|---|---|---|---|---|
+"""
+LAST = """
+## Where its LoRA loads
+
+As it is written to `lora/last`; `python predict.py task=export lora=RUN format=NAME` writes it for other programs
+([prediction](prediction.md#files-for-other-programs)). Retouch reads all of them again.
+
+| `model=` | ComfyUI | diffusers | InvokeAI |
+|---|---|---|---|
+"""
+
+
+def compose(model: str) -> DictConfig:
+    """Compose the settings of train.py for a model."""
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        return hydra.compose("train", overrides=[f"model={model}", "output_dir=unused", "model_name=x"])
+
+
+def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
+    """Return the GB of the GPU that training and encoding take, as task=dry_run prints them."""
+    command = [
+        sys.executable,
+        "train.py",
+        "task=dry_run",
+        f"model={model}",
+        f"model/quantization={PRECISIONS[precision]}",
+    ]
+    done = subprocess.run(
+        [*command, f"data.root={folder}", f"output_dir={folder}/out"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1", "PATH": ""},
+    )
+    [training] = re.findall(r"GPU in all +([\d.]+) (GB|MB)", done.stderr)
+    encoding = re.findall(r"GPU, encoding .*?([\d.]+) (GB|MB)(?: at once)? *│", done.stderr)[-1]
+    as_gb = [float(number) / (1 if unit == "GB" else 1000) for number, unit in (training, encoding)]
+    return {"training": as_gb[0] + 1, "encoding": as_gb[1]}
+
+
+def measure() -> dict[str, Any]:
+    """Return the memory of every model, by precision."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for model in MODELS:
+            data = Path(temporary) / model
+            edits = family(compose(model)).condition_images.most != 0
+            for name in ("training_images", "control_images") if edits else ("",):
+                (data / name).mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (1024, 1024)).save(data / name / "a.png")
+            (data / ("training_images" if edits else "") / "a.txt").write_text("make it snow")
+            found[model] = {precision: dry_run(model, precision, data) for precision in PRECISIONS}
+            print(model, found[model], file=sys.stderr)
+    return found
+
+
+def family(cfg: DictConfig) -> Family:
+    """Return the module of a model, without weights."""
+    with without_network(cfg.model) as module:
+        return module
+
+
+def page(memory: dict[str, Any]) -> str:
+    """Return docs/models.md."""
+    bases, defaults, loads = "", "", ""
+    for name, facts in MODELS.items():
+        cfg = compose(name)
+        with without_network(cfg.model) as module:
+            base: FrozenBase = module.base
+            names, transformer = LayerNames.of(base), base.source.meta
+            layers = resolve_targets(transformer, module.layers, None)
+        condition_images, repository = module.condition_images, cfg.model.pretrained_model_name_or_path
+        learns = "images with captions"
+        if condition_images.most != 0:
+            learns = f"pairs, {condition_images.limit if condition_images.most else 'any number of condition images'}"
+            learns = learns.replace("pairs, 3", "pairs, 1 to 3")
+        gigabytes = "; ".join(
+            [
+                ", ".join(f"{memory[name][precision]['training']:.0f}" for precision in PRECISIONS),
+                f"{memory[name]['bf16']['encoding']:.0f}",
+            ]
+        )
+        link = f"[{repository}](https://huggingface.co/{repository})"
+        licence = facts.licence.format(repository)
+        bases += f"| `{name}` | {link} | {licence} | {learns} | {gigabytes} | {facts.distilled} |\n"
+        adapter, trainer = cfg.adapter, cfg.trainer
+        samples = trainer.accumulate_grad_batches * cfg.data.batch_size
+        shift = cfg.model.timesteps.shift
+        defaults += (
+            f"| `{name}` | {cfg.optimizer.lr:g} | {adapter.rank}, {adapter.alpha} | {_layers(layers, transformer)} | "
+            f"{'none' if shift is None else shift} | {trainer.max_steps:,} x {samples} | "
+            f"{cfg.data.caption_dropout_rate:.0%} | {cfg.model.vae_encode_mode} |\n"
+        )
+        told = {one.program: one.verdict for one in readers(FORMATS["diffusers"], names, layers, module.pipeline_name)}
+        loads += f"| `{name}` | {' | '.join(told[program] for program in ('ComfyUI', 'diffusers', 'InvokeAI'))} |\n"
+    return TOP.format(precisions=", ".join(PRECISIONS)) + bases + MIDDLE + defaults + LAST + loads
+
+
+def _layers(layers: list[str], transformer: nn.Module) -> str:
+    """Return what is adapted in words, and its share of the weights of all linear layers."""
+    linear = {name: one.weight.numel() for name, one in transformer.named_modules() if isinstance(one, nn.Linear)}
+    share = sum(linear[name] for name in layers) / sum(linear.values())
+    text = any(".add_q_proj" in name for name in layers)
+    mlps = any(re.search(r"ff\.net|mlp|feed_forward", name) for name in layers)
+    return f"attention{' of image and text' if text else ''}{', MLPs' if mlps else ''}: {share:.0%}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true")
+    if parser.parse_args().measure:
+        MEMORY.write_text(json.dumps(measure(), indent=1) + "\n")
+    PAGE.write_text(page(json.loads(MEMORY.read_text())))
+
+
+if __name__ == "__main__":
+    main()
