@@ -86,7 +86,7 @@ Each is in `conf/model/NAME.yaml` with its source, and every other trainer's cho
 `trainer.accumulate_grad_batches`, `data.caption_dropout_rate`, `model.vae_encode_mode`. The learning rate is 2e-5 after
 100 steps of warm-up where the base is quantized to fp4. The schedule is constant.
 
-| `model=` | learning rate | rank, alpha | layers, share of weights | timestep shift | steps x samples | captions dropped | latents |
+| `model=` | lr | rank, alpha | layers, share of weights | timestep shift | steps x samples | dropout | latents |
 |---|---|---|---|---|---|---|---|
 """
 LAST = """

@@ -2,6 +2,7 @@
 
 import glob
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from datamodules.images.folders import (
 from datamodules.images.prompts import read_prompts, text_prompts
 from datamodules.images.transforms import image_size, verify_image
 
+log = logging.getLogger("retouch")
+
 
 @dataclass
 class EditRequest:
@@ -45,6 +48,9 @@ class EditRequest:
     seeds: list[int]
     lora_scales: list[float]
     batch_size: int
+
+
+log = logging.getLogger("retouch")
 
 
 class EditsDataModule(PromptData):
@@ -128,6 +134,13 @@ class EditsDataModule(PromptData):
                 raise UserError(f"no {self.setting}= to edit, which {name} needs{alone}")
             if count and most == 0:
                 raise UserError(f"{name} makes pictures from the prompt alone: leave {self.setting}= out")
+            if count and self.condition_images.sets_target and (self.width or self.height):
+                own = self.condition_images.size(*image_size(paths[0]), self.max_area)
+                if (self.width or own[0], self.height or own[1]) != own:
+                    log.warning(
+                        f"note: {name} sees {paths[0].name} at {own[0]}x{own[1]}: a result of another size may be "
+                        "zoomed. Leave width and height out"
+                    )
             if most and count > most:
                 listed = listing([str(path) for path in paths])
                 raise UserError(f"{name} takes at most {self.condition_images.limit}, but {listed} are {count}")

@@ -9,6 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from datamodules.edits import EditsDataModule, Requests
 from datamodules.errors import UserError
 from datamodules.images.conditions import ConditionImages
 from datamodules.images.framing import MOST_CROPPED, Framing, bucket_table
@@ -186,7 +187,7 @@ EDITING = ("flux_kontext", "flux2_klein_4b", "qwen_image_edit", "qwen_image_edit
 @pytest.mark.parametrize(
     "own", [(4000, 3000), (3000, 2000), (1920, 1080), (800, 600), (600, 800), (1231, 917), (333, 500)]
 )
-def test_no_family_learns_or_sees_a_zoom(model, own):
+def test_no_family_learns_or_sees_a_zoom(model, own, tmp_path):
     """The target and the control show the same view, on the same grid of latent pixels, in training and prediction."""
     with without_network(compose("train", f"model={model}").model) as module:
         images, multiple = module.condition_images, module.geometry.side_multiple
@@ -202,7 +203,11 @@ def test_no_family_learns_or_sees_a_zoom(model, own):
                     window.box[edge] / window.frame[edge % 2] * target.size[edge % 2] for window in (target, control)
                 ]
                 assert abs(seen[0] - seen[1]) < 8
-    assert images.window(*own, MEGAPIXEL).size == images.size(*own, MEGAPIXEL)
+    Image.new("RGB", own).save(tmp_path / "photo.png")
+    edits = EditsDataModule(str(tmp_path / "photo.png"), "x", None, None, [0], [1.0], None, None, MEGAPIXEL, 1)
+    edits.configure_for(module)
+    request = Requests(edits)[0]
+    assert request.size == tuple(request.raw.controls[0].shape[:1:-1]), "prediction"
 
 
 @pytest.mark.parametrize(
