@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.adapters import adapters, averages
 from benchmarks.preservation import preservation, small_edit
+from benchmarks.recipes import recipes
 from benchmarks.shapes_runs import run, table
 from benchmarks.sliders import slider
 from callbacks.report.figures import read_metrics, read_rows
@@ -55,7 +56,7 @@ SETS: dict[str, dict[str, list[list[str]]]] = {
 }
 
 # The sets of `objectives`: each draws what it needs, and prints its table.
-OBJECTIVES = {one.__name__: one for one in (preservation, small_edit, averages, adapters, slider)}
+OBJECTIVES = {one.__name__: one for one in (preservation, small_edit, averages, adapters, slider, recipes)}
 
 
 def draw_pairs(folder: Path) -> None:

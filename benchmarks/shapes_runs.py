@@ -30,6 +30,7 @@ COMMON = [
     "model.gradient_checkpointing=none",
     "adapter.target_modules=all-linear",
     "optimizer.lr=5e-3",
+    "scheduler=cosine",
     "sample_every=0",
     "logger=none",
     "callbacks.sample_images.count=16",

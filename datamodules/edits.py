@@ -50,9 +50,6 @@ class EditRequest:
     batch_size: int
 
 
-log = logging.getLogger("retouch")
-
-
 class EditsDataModule(PromptData):
     """Every image with every prompt.
 
