@@ -234,7 +234,7 @@ class TrainingProgress(TerminalProgress):
         }
         if self._metrics is not None and self._metrics.peak is not None and len(data.sizes):
             each = len(data.sizes) / data.batches_per_epoch() / trainer.world_size
-            samples = trainer.max_steps * trainer.accumulate_grad_batches * each
+            samples = (trainer.max_steps - self._step) * trainer.accumulate_grad_batches * each
             took = duration(samples * sample_flops(module, data.sizes), self._metrics.peak)
             rows["time"] = f"about {took} by arithmetic, without samples"
         if find_callback(trainer, Report) is not None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,12 +15,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks.best_effort import best_effort
 from callbacks.plots import plain, write_figure
-from callbacks.report.figures import metric_names, monitored, read_metrics, read_rows
+from callbacks.report.figures import metric_names, read_metrics, read_rows
 from callbacks.run_folder import RunFolder, shorten
 from datamodules.files import replacing
 
@@ -83,12 +83,15 @@ class SweepSummary(Callback):
         curve = read_metrics(run.metrics)
         weights, measured = run.saved_weights(), read_rows(run.validation)
         failed = job_return.status is not JobStatus.COMPLETED
+        end = json.loads(run.finished.read_text()) if run.finished.is_file() else {}
         row = {
             "job": run.path.name,
             "overrides": "",
             "final_loss": curve[-1]["loss_avg"] if curve else "",
             "best_loss": _best_loss(run, curve, config),
             **({name: measured[-1][name] for name in metric_names(measured[-1])} if measured else {}),
+            "monitor": end.get("monitor", ""),
+            "more_is_better": end.get("more_is_better", ""),
             "value": "" if failed or job_return._return_value is None else job_return._return_value,
             "seconds": curve[-1]["seconds"] if curve else "",
             "lora": "" if weights is None else str(weights),
@@ -114,12 +117,13 @@ class SweepSummary(Callback):
         log.info(f"{what}; all of them: {here / 'report.html'}")
 
     def _order(self, row: Mapping[str, Any]) -> tuple[bool, float]:
-        """The best first, then those that have no value."""
-        return (False, self.sign * row["value"]) if _known(row) else (True, 0.0)
+        """Order the best first, then those that have no value, or one of another figure."""
+        comparable = _known(row) and row["monitor"] == self.monitor
+        return (False, self.sign * row["value"]) if comparable else (True, 0.0)
 
     def _table(self, folder: Path, config: DictConfig) -> None:
         text = io.StringIO()
-        writer = csv.DictWriter(text, max(map(list, self.rows), key=len), restval="")
+        writer = csv.DictWriter(text, dict.fromkeys(name for row in self.rows for name in row), restval="")
         writer.writeheader()
         writer.writerows(self.rows)
         with replacing(folder / "sweep.csv") as temporary:
@@ -132,13 +136,8 @@ class SweepSummary(Callback):
 
         from callbacks.report.page import data_url, render
 
-        held_out = any(RunFolder(folder / row["job"]).validation.is_file() for row in self.rows)
-        metrics = OmegaConf.select(config, "callbacks.validation.metrics") or {}
-        usual = monitored(None, config.model.recipe.monitor, [name for name, one in metrics.items() if one is not None])
-        monitor = config.monitor or (usual if held_out else "loss_avg")
-        metric = metrics.get(monitor.removesuffix("_source"))
-        kind: Any = None if metric is None else get_class(metric._target_)
-        higher = kind is not None and bool(kind.higher_is_better)
+        compared = Counter((row["monitor"], row["more_is_better"]) for row in self.rows if row["monitor"])
+        monitor, higher = next((one for one, _ in compared.most_common(1)), ("the monitored figure", False))
         self.monitor, self.sign = monitor, -1.0 if higher else 1.0
         render(
             folder / "report.html",

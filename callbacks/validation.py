@@ -46,15 +46,16 @@ class Validation(L.Callback):
     the source as NAME_source, and NAME_nothing is the figure of doing nothing: an edit that copies its input is close
     to the source. `EditMetrics` compares all three at once.
 
-    Nothing happens where no samples are held out (data.val_root, data.val_count).
+    Nothing happens where no samples are held out (data.val_root, data.val_count). Metrics are of the first of them, as
+    many as `SampleImages` samples; losses are of all.
 
     Args:
         output_dir: the run's folder.
         metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1]; or their factories.
-        monitor: the figure that determines which weights are kept as `best`, next to `last`; None for
-        default_monitor: where it is measured; else val_loss.
-        early_stopping: end training after
-        patience: measurements in a row without a better one.
+        monitor: the figure that determines which weights are kept as `best`, next to `last`; None for the default.
+        default_monitor: the model's; val_loss is used where it is not measured.
+        early_stopping: whether training ends when the figure no longer improves.
+        patience: the measurements in a row without a better figure after which it ends.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Validation(L.Callback):
         self._makers = {name: metric for name, metric in metrics.items() if metric is not None}
         self.metrics: dict[str, Metric] = {}
         self.is_specified = monitor not in (None, "loss_avg", "val_loss")
-        self.monitor = monitored(monitor, default_monitor, self._makers)
-        self._directions = _directions(self._makers)
+        self.directions = _directions(self._makers)
+        self.monitor = monitored(monitor, default_monitor, self.directions)
         self.patience = patience if early_stopping else math.inf
+        self.stopped_early = False
         self.rows: list[dict[str, float]] = []
 
     @property
@@ -83,7 +85,10 @@ class Validation(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Raise a UserError where what is monitored will not be measured, before weights are loaded."""
         data = TrainingData.of(trainer)
-        figures = [name for name, direction in self._directions.items() if direction is not None]
+        sampler = find_callback(trainer, SampleImages)
+        if not self.is_specified and (sampler is None or sampler.count == 0):
+            self.monitor = "val_loss"
+        figures = [name for name, direction in self.directions.items() if direction is not None]
         if self.monitor not in figures:
             raise UserError(
                 f"monitor={self.monitor}: no such figure is measured. Choose {', '.join(figures)} or loss_avg."
@@ -91,6 +96,8 @@ class Validation(L.Callback):
         needed = {f"monitor={self.monitor}": self.is_specified, "early_stopping=true": math.isfinite(self.patience)}
         for setting in [name for name, used in needed.items() if used and data.validation is None]:
             raise UserError(f"{setting} needs samples that are held out. Set data.val_count or data.val_root.")
+        if math.isfinite(self.patience) and (sampler is None or not sampler.sample_every):
+            raise UserError("early_stopping=true needs measurements during the run. Set sample_every, as 200.")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         sampler = find_callback(trainer, SampleImages)
@@ -192,8 +199,8 @@ class Validation(L.Callback):
         if of_first(trainer, reached > former) and keeper is not None and trainer.global_step:
             keeper.write(trainer, module, "best")
         best = self.best()
-        if best is not None and sum(row["step"] > best["step"] for row in self.rows) >= self.patience:
-            trainer.should_stop = True
+        if best is not None and len([row for row in self._judged() if row["step"] > best["step"]]) >= self.patience:
+            trainer.should_stop = self.stopped_early = True
             if trainer.is_global_zero:
                 log.info(f"early stopping after step {trainer.global_step}: {self._has_stopped_improving(best)}")
 
@@ -217,9 +224,17 @@ class Validation(L.Callback):
             parts.append(f"{name} {first[name]:.4g} -> {last[name]:.4g}{nothing}")
         return "  ".join(parts)
 
+    def _judged(self) -> list[dict[str, float]]:
+        """Return the rows after step 0 in which the monitored figure has a value."""
+        return [row for row in self.rows if row["step"] and math.isfinite(self._score(row))]
+
     def best(self) -> dict[str, float] | None:
-        """The best row so far after step 0."""
-        return max((row for row in self.rows if row["step"]), key=self._score, default=None)
+        """Return the best row so far after step 0."""
+        return max(self._judged(), key=self._score, default=None)
+
+    def measured(self) -> dict[str, float]:
+        """Return the last value of each figure."""
+        return {name: value for row in self.rows for name, value in row.items() if math.isfinite(value)}
 
     def best_lines(self, folder: str) -> list[str]:
         """Return a line that names the best weights, and one that names metrics that are best at another step.
@@ -228,22 +243,23 @@ class Validation(L.Callback):
             folder: that contains `best` and `last`.
         """
         best, last = self.best(), self.latest
-        if best is None or not math.isfinite(self._score(best)):
+        if best is None:
             return []
 
         def at(row: Mapping[str, float], name: str) -> str:
-            return f"{name} {row[name]:.4g} at step {row['step']:.0f}"
+            return f"{name} {row.get(name, math.nan):.4g} at step {row['step']:.0f}"
 
-        measured = [row for row in self.rows if row["step"]]
+        measured, judged = [row for row in self.rows if row["step"]], self._judged()
         lines = [f"best: {folder}/best, {at(best, self.monitor)}; {folder}/last: {at(last, self.monitor)}"]
-        if len(measured) >= FEWEST_TO_JUDGE:
-            lines.append(
-                self._has_stopped_improving(best)
-                if best is not last
-                else f"{self.monitor} still improves at step {last['step']:.0f}: train longer, with ckpt_path=last and "
-                f"trainer.max_steps={2 * last['step']:.0f}"
-            )
-        names = [name for name in (*self.metrics, "val_loss") if self._directions.get(name) is not None]
+        if len(judged) >= FEWEST_TO_JUDGE:
+            more = f"train longer, trainer.max_steps={2 * last['step']:.0f}"
+            longer = f"{self.monitor} still improves at step {last['step']:.0f}: {more}"
+            lines.append(longer if best is judged[-1] else self._has_stopped_improving(best))
+        names = [
+            name
+            for name, direction in self.directions.items()
+            if direction is not None and not name.startswith("val_loss_") and not name.endswith(tuple(ENDS))
+        ]
         peaks = {name: max(measured, key=partial(self._score, figure=name)) for name in names}
         peaks = {name: row for name, row in peaks.items() if math.isfinite(self._score(row, name))}
         others = [at(row, name) for name, row in peaks.items() if row["step"] != best["step"]]
@@ -256,7 +272,7 @@ class Validation(L.Callback):
         """Return the monitored figure or another such that more is better; -inf for one that is not finite."""
         figure = figure or self.monitor
         value = row.get(figure, math.nan)
-        return -math.inf if not math.isfinite(value) else value if self._directions[figure] else -value
+        return -math.inf if not math.isfinite(value) else value if self.directions[figure] else -value
 
 
 def _directions(metrics: Mapping[str, Any]) -> dict[str, bool | None]:

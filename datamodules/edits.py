@@ -13,7 +13,7 @@ from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import read_text
-from datamodules.images.conditions import ConditionImages, Model, model_of
+from datamodules.images.conditions import SAME_PROPORTIONS, ConditionImages, Model, model_of
 from datamodules.images.folders import (
     FORMATS,
     IMAGE_SUFFIXES,
@@ -61,7 +61,8 @@ class EditsDataModule(PromptData):
             its own, in X.txt alongside it.
         negative_prompt: encoded too, unless None.
         seeds, lora_scales: each prompt gives a picture for each pair of them.
-        height, width: of the result; None for the image's own size floored to 16, or the model's without an image.
+        height, width: of the result; None for the size at which the model sees the image, or without an image for the
+            model's resolution.
         max_area: larger images are shrunk to this many pixels before the edit.
         batch_size: pictures of one image that are made at once.
         setting: the name of `image` in messages.
@@ -133,11 +134,13 @@ class EditsDataModule(PromptData):
                 raise UserError(f"{name} makes pictures from the prompt alone: leave {self.setting}= out")
             if count and self.condition_images.sets_target and (self.width or self.height):
                 own = self.condition_images.size(*image_size(paths[0]), self.max_area)
-                if (self.width or own[0], self.height or own[1]) != own:
+                width, height = self.width or own[0], self.height or own[1]
+                if (width, height) != own and abs(width / height * own[1] / own[0] - 1) < SAME_PROPORTIONS:
                     log.warning(
                         f"note: {name} sees {paths[0].name} at {own[0]}x{own[1]}: a result of another size may be "
                         "zoomed. Leave width and height out"
                     )
+                    break
             if most and count > most:
                 listed = listing([str(path) for path in paths])
                 raise UserError(f"{name} takes at most {self.condition_images.limit}, but {listed} are {count}")

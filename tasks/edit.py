@@ -1,5 +1,6 @@
 """task=edit: make pictures."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,11 @@ def make_pictures(
     partial = frozen_model(cfg, _partial_=True, transformer_name_or_path=transformer)
     module = partial(loras=loras, sampling=sampling)
     given = any(override.startswith("max_area=") for override in HydraConfig.get().overrides.task)
-    if given and cfg.image is None:
-        log.warning("note: max_area has no effect: no image is shrunk to it")
+    images = module.condition_images
+    most = images.vae_image_size or images.most_area or math.inf
+    if given and (cfg.image is None or cfg.max_area > most):
+        limit = "no image is shrunk to it" if cfg.image is None else f"{module.base.name} sees at most {most} pixels"
+        log.warning(f"note: max_area={cfg.max_area} has no effect: {limit}")
     warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
     silence_libraries()
     callbacks = [ImageWriter(str(folder), strips), GracefulStop()]

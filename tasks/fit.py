@@ -1,6 +1,7 @@
 """task=fit: build everything from the composed config, train, and say what came of it."""
 
 import contextlib
+import math
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from tasks.encode import build_cache
 from tasks.folders import NOT_OF_A_RUN
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
-from tasks.resuming import check_resumable, find_checkpoint, read_end, start_anew, write_end
+from tasks.resuming import End, check_resumable, find_checkpoint, read_end, start_anew, write_end
 from tasks.terminal import is_first_process, log, silence_libraries
 
 
@@ -98,16 +99,17 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
         max_steps = cfg.trainer.max_steps
         if cfg.resume and (end := read_end(run, max_steps, cfg.early_stopping)) is not None:
             check_resumable(run_settings(cfg), run)
-            log.info(f"nothing to do: {run} is finished, at step {end[0]} of trainer.max_steps={max_steps}")
-            return end[1]
+            how = "was stopped early; early_stopping=false resumes it" if end.stopped_early else "is finished"
+            log.info(f"nothing to do: {run} {how}, at step {end.step} of trainer.max_steps={max_steps}")
+            return end.value
         trainer = train(cfg, run)
         if repository is not None and trainer.is_global_zero:  # after the run, for which other processes would wait
             module: Any = trainer.lightning_module
             upload(run, module.adapter.folder, repository, cfg.hub.private)
-        value = report(trainer, run, cfg)
+        end = report(trainer, run, cfg)
         if trainer.is_global_zero:
-            write_end(run, trainer.global_step, value, stopped_early=trainer.global_step < max_steps)
-        return value
+            write_end(run, end)
+        return end.value
 
 
 def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
@@ -133,6 +135,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
+    if cfg.early_stopping and not any(isinstance(one, Validation) for one in configured):
+        raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
     if cfg.sample_root is not None and not any(isinstance(one, SampleImages) for one in configured):
         raise UserError(
             f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
@@ -176,8 +180,8 @@ def run_settings(cfg: DictConfig) -> dict[str, Any]:
     return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": hydra_settings}
 
 
-def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> float:
-    """Say how good the model is and where things are; returns the monitored figure, which a sweep compares."""
+def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
+    """Say how good the model is and where things are; return how the run ended."""
     monitor = cfg.monitor
     if run.checkpoint.is_file():
         more = "" if cfg.resume else f" and output_dir={shlex.quote(str(run))} ckpt_path=last"
@@ -200,14 +204,18 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> float:
     photo, prompt = example(run, TrainingData.of(trainer))
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
     log.info(f"try it: {predict_command(module, weights, {'prompt': prompt}, photo)}")
-    measured = {**(metrics.latest if metrics else {}), **(validation.latest if validation else {})}
-    if not trainer.is_global_zero:  # only the first process measures
-        return float("nan")
     if monitor is None:
         monitor = validation.monitor if validation is not None and validation.rows else "loss_avg"
-    if monitor not in measured and metrics is not None and metrics.latest:
-        raise UserError(f"monitor={monitor} was not measured: choose {', '.join(measured)}")
-    return measured.get(monitor, float("nan"))
+    measured = {**(metrics.latest if metrics else {}), **(validation.measured() if validation else {})}
+    if trainer.is_global_zero and monitor not in measured and metrics is not None and metrics.latest:
+        log.warning(f"note: monitor={monitor} has no value for these samples; there are {', '.join(measured)}")
+    return End(
+        trainer.global_step,
+        measured.get(monitor, math.nan),  # only the first process measures
+        monitor,
+        more_is_better=validation is not None and bool(validation.directions.get(monitor)),
+        stopped_early=validation is not None and validation.stopped_early,
+    )
 
 
 @contextlib.contextmanager

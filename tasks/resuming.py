@@ -7,7 +7,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -83,14 +83,32 @@ def check_resume(cfg: DictConfig) -> None:
         raise UserError(f"resume={cfg.resume} needs output_dir=FOLDER, the same each time")
 
 
-def write_end(run: RunFolder, step: int, value: float, stopped_early: bool) -> None:
-    """Note that the run has ended, with the value that a sweep compares."""
+class End(NamedTuple):
+    """The end of a run, as finished.json has it.
+
+    Attributes:
+        step: the last one.
+        value: of the monitored figure, which a sweep compares.
+        monitor: its name.
+        more_is_better: of it.
+        stopped_early: whether early stopping ended the run.
+    """
+
+    step: int
+    value: float
+    monitor: str
+    more_is_better: bool
+    stopped_early: bool
+
+
+def write_end(run: RunFolder, end: End) -> None:
+    """Note that the run has ended."""
     with replacing(run.finished) as temporary:
-        temporary.write_text(json.dumps({"step": step, "value": value, "stopped_early": stopped_early}) + "\n")
+        temporary.write_text(json.dumps(end._asdict()) + "\n")
 
 
-def read_end(run: RunFolder, max_steps: int, early_stopping: bool) -> tuple[int, float] | None:
-    """Return the last step, and the value that a sweep compares, of a run that has ended there or later; else None.
+def read_end(run: RunFolder, max_steps: int, early_stopping: bool) -> End | None:
+    """Return the end of a run that has made so many steps; None if it has more to do.
 
     Args:
         early_stopping: whether a run that was stopped early is finished too.
@@ -98,9 +116,8 @@ def read_end(run: RunFolder, max_steps: int, early_stopping: bool) -> tuple[int,
     if not run.finished.is_file():
         return None
     with reading(run.finished, "delete it"):
-        end = json.loads(run.finished.read_text())
-        finished = end["step"] >= max_steps or (early_stopping and end["stopped_early"])
-        return (end["step"], float(end["value"])) if finished else None
+        end = End(**json.loads(run.finished.read_text()))
+        return end if end.step >= max_steps or (early_stopping and end.stopped_early) else None
 
 
 def check_unused(run: RunFolder) -> None:

@@ -16,6 +16,9 @@ from datamodules.images.sample import Picture
 from datamodules.images.transforms import floor_size, open_image, shrunk, size_of_area, to_tensor
 from datamodules.images.window import Window
 
+# A control whose proportions differ by no more shows the same view as its target.
+SAME_PROPORTIONS = 0.02
+
 
 @dataclass(frozen=True)
 class ConditionImages:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from datamodules.batch import Size
 from datamodules.errors import UserError
-from datamodules.images.conditions import ConditionImages
+from datamodules.images.conditions import SAME_PROPORTIONS, ConditionImages
 from datamodules.images.sample import Root, Sample
 from datamodules.images.transforms import floor_size, shrunk
 from datamodules.images.window import Window
@@ -25,8 +25,6 @@ MOST_CROPPED = 0.06
 COARSE, FINE = 2 ** (-1 / 8), 2 ** (-1 / 32)
 # Where each further crop lies, as a share of the space around it: spread evenly, however many there are (golden ratio).
 SPREAD = (5**0.5 - 1) / 2
-# A control whose proportions differ by no more shows the same view as its target: it gets the same window.
-SAME_PROPORTIONS = 0.02
 
 Sides = tuple[int, int]
 OWN_SIZE = ConditionImages()
@@ -124,7 +122,7 @@ class Framing:
     def _place(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
         bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
         if bucket is None and self.condition_images.sets_target:
-            return self.condition_images.window(*own, side**2, flipped)
+            return self.condition_images.window(*own, side**2 or None, flipped)
         if bucket is None:
             frame = self._own_proportions(own, side)
             size = floor_size(*frame)
@@ -134,15 +132,19 @@ class Framing:
         offset = (0.5 + SPREAD * crop) % 1
         left, top = ((space - taken) * offset for space, taken in zip(frame, bucket, strict=True))
         box = round(left), round(top), round(left) + bucket[0], round(top) + bucket[1]
-        size = self.condition_images.size(*bucket, side**2) if self.condition_images.sets_target else bucket
+        size = self.condition_images.size(*bucket, side**2 or None) if self.condition_images.sets_target else bucket
         return Window(frame, box, size, flipped)
 
     def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
         images = self.condition_images
         if images.sets_target:
-            return target if self._is_set_by(own, target_own) else images.window(*own, side**2, flipped)
-        share_bucket = side and self.buckets != "exact" and _show_the_same(own, target_own)
-        return images.narrowed(target if share_bucket else self._place(own, side, 0, flipped))
+            return target if self._is_set_by(own, target_own) else images.window(*own, side**2 or None, flipped)
+        if side and self.buckets != "exact":
+            shares = _show_the_same(own, target_own)
+        else:  # a smaller one keeps its size, as in prediction; sides that differ by a few pixels would differ by 16
+            frames = self._own_proportions(own, side), self._own_proportions(target_own, side)
+            shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
+        return images.narrowed(target if shares else self._place(own, side, 0, flipped))
 
     def _is_set_by(self, own: Sides, target_own: Sides) -> bool:
         """Return whether a control of these sides determines the grid of its target."""

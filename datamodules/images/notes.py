@@ -42,7 +42,7 @@ def framing_notes(usable: Sequence[Usable], views: Sequence[View], roots: Sequen
         pictures = zip(one.sizes, view.windows, strict=True)
         rounded += any(own != window.size == floor_size(*own) and not window.cropped for own, window in pictures)
     more, fewer = (f"{noun} have {how} than" for how in ("more", "fewer"))
-    notes = [count_of(n, f"{more} {side}x{side} pixels and are shrunk to as many") for side, n in shrunk.items()]
+    notes = [count_of(n, f"{more} {side}x{side} pixels and are shrunk") for side, n in shrunk.items()]
     notes += [count_of(n, f"{fewer} {side}x{side} pixels and are enlarged") for side, n in enlarged.items()]
     notes += [
         count_of(n, f"{fewer} {side}x{side} pixels, kept as small (data.upscale=true enlarges them)")

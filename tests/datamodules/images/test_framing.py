@@ -191,7 +191,7 @@ def test_no_family_learns_or_sees_a_zoom(model, own, tmp_path):
     """The target and the control show the same view, on the same grid of latent pixels, in training and prediction."""
     with without_network(compose("train", f"model={model}").model) as module:
         images, multiple = module.condition_images, module.geometry.side_multiple
-    sizes = own, own, (own[0] + 2, own[1] + 1)  # a second control, whose proportions are those of the target almost
+    sizes = own, (own[0] + 3, own[1] - 2), (own[0] - 2, own[1] + 1)  # controls that are cropped by hand
     for buckets, side in itertools.product(("exact", "aspect"), (512, 1024)):
         frame = framing(buckets, multiple=multiple, condition_images=images)
         [view] = views(frame, *sizes[: (images.most or 2) + 1], root=Root("", resolution=(side,)))
