@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from PIL import Image
 from torchmetrics.image import PeakSignalNoiseRatio
 
-from callbacks.image_metrics import FeatureSimilarity, MaskIoU
+from callbacks.image_metrics import EditMetrics, FeatureSimilarity, MaskIoU
 from callbacks.report.commands import example
 from callbacks.report.page import read_strip
 from callbacks.run_folder import RunFolder
@@ -60,11 +60,49 @@ def test_the_best_weights_are_named_and_metrics_that_are_best_elsewhere(tmp_path
     assert best == "best: run/model/best, psnr 12.5 at step 200; run/model/last: psnr 11 at step 300"
     assert others == "best at another step: val_loss 0.1815 at step 100"
     validation.rows[-1]["psnr"] = 13.0
-    assert "psnr still improves at step 300: train longer, with ckpt_path=last and trainer.max_steps=600" in (
-        validation.best_lines("lora")
-    )
+    assert "psnr still improves at step 300: train longer, trainer.max_steps=600" in validation.best_lines("lora")
     del validation.rows[1]
     assert len(validation.best_lines("lora")) == 1, "two measurements show no trend"
+    validation.monitor = "iou"
+    assert validation.best_lines("lora") == [], "it has no value in any row"
+    assert "iou" not in validation.measured()
+    assert validation.measured()["psnr"] == 13.0
+
+
+def test_early_stopping_counts_measurements_that_have_a_value(tmp_path):
+    metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0)}
+    validation = Validation(str(tmp_path), metrics, None, "psnr", early_stopping=True, patience=2)
+    module = SimpleNamespace()
+
+    def stops_after(*psnrs):
+        validation.rows = []
+        trainer = SimpleNamespace(
+            is_global_zero=False, world_size=1, should_stop=False, global_step=0, callbacks=[], loggers=[]
+        )
+        for step, psnr in enumerate(psnrs):
+            trainer.global_step = step
+            validation._record(trainer, module, {"step": step, "val_loss": 1.0, "psnr": psnr})
+            if trainer.should_stop:
+                return step
+        return None
+
+    assert stops_after(9.0, 8.0, 7.0, 6.0) == 3, "step 0 is the base"
+    assert stops_after(9.0, 7.0, 8.0, 7.0, 9.0, 8.0) is None
+    assert stops_after(9.0, math.nan, math.nan, math.nan, math.nan) is None
+    assert stops_after(9.0, 8.0, math.nan, 7.0, 6.0) == 4
+
+
+def test_the_default_monitor_is_the_models_where_it_is_measured(tmp_path):
+    def chosen(metrics, monitor=None, usual="psnr"):
+        return Validation(str(tmp_path), metrics, monitor, usual, early_stopping=False, patience=3).monitor
+
+    psnr = {"psnr": PeakSignalNoiseRatio(data_range=1.0)}
+    assert (chosen(psnr), chosen({}), chosen({"edit": EditMetrics()}, usual="drift")) == ("psnr", "val_loss", "drift")
+    assert (chosen(psnr, "val_loss"), chosen(psnr, "loss_avg")) == ("val_loss", "psnr")
+    monitors = {
+        model: compose("train", f"model={model}").model.recipe.monitor for model in ("qwen_image_edit", "z_image")
+    }
+    assert monitors == {"qwen_image_edit": "psnr", "z_image": "val_loss"}
 
 
 def test_the_end_names_the_best_weights_and_a_command_that_works(run, pairs, tmp_path, settings):
