@@ -123,10 +123,11 @@ def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
         check=True,
         env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1", "PATH": ""},
     )
-    [training] = re.findall(r"GPU in all +([\d.]+) (GB|MB)", done.stderr)
-    encoding = re.findall(r"GPU, encoding .*?([\d.]+) (GB|MB)(?: at once)? *│", done.stderr)[-1]
-    as_gb = [float(number) / (1 if unit == "GB" else 1000) for number, unit in (training, encoding)]
-    return {"training": as_gb[0] + 1, "encoding": as_gb[1]}
+    rows = {name: rest for name, rest in re.findall(r"(GPU, \w+) +(.*?) *│", done.stderr)}
+    amounts = {name: float(re.findall(r"([\d.]+) GB", rest)[-1]) for name, rest in rows.items()}
+    # About one more for CUDA itself.
+    training = max(amounts["GPU, training"], amounts["GPU, sampling"]) + 1
+    return {"training": round(training, 1), "encoding": amounts["GPU, encoding"]}
 
 
 def measure() -> dict[str, Any]:
