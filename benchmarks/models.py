@@ -123,7 +123,7 @@ def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
         check=True,
         env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1", "PATH": ""},
     )
-    rows = {name: rest for name, rest in re.findall(r"(GPU, \w+) +(.*?) *│", done.stderr)}
+    rows = dict(re.findall(r"(GPU, \w+) +(.*?) *│", done.stderr))
     amounts = {name: float(re.findall(r"([\d.]+) GB", rest)[-1]) for name, rest in rows.items()}
     # About one more for CUDA itself.
     training = max(amounts["GPU, training"], amounts["GPU, sampling"]) + 1
