@@ -235,8 +235,10 @@ class TrainingProgress(TerminalProgress):
         if self._metrics is not None and self._metrics.peak is not None and len(data.sizes):
             each = len(data.sizes) / data.batches_per_epoch() / trainer.world_size
             samples = (trainer.max_steps - self._step) * trainer.accumulate_grad_batches * each
-            took = duration(samples * sample_flops(module, data.sizes), self._metrics.peak)
-            rows["time"] = f"about {took} by arithmetic, without samples"
+            assert module.objective is not None
+            passes, checkpointing = module.objective.passes(0), module.execution.checkpointing
+            flops = sample_flops(module, module.base, module.step_flops, passes, checkpointing, data.sizes)
+            rows["time"] = f"about {duration(samples * flops, self._metrics.peak)} by arithmetic, without samples"
         if find_callback(trainer, Report) is not None:
             rows["report"] = f"{RunFolder(self.output_dir).report}, kept up to date"
         assistant = module.execution.training_adapter

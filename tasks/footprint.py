@@ -80,7 +80,9 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert adapter is not None
     assert optimizer is not None
     assert module.objective is not None
-    flops = sample_flops(module, data.sizes)  # of a transformer without its adapter yet
+    passes = module.objective.passes(0)
+    # Of a transformer without its adapter yet.
+    flops = sample_flops(module, module.base, module.step_flops, passes, module.execution.checkpointing, data.sizes)
     source, transformer = base.source, base.source.meta
     parameters = sum(p.numel() for p in transformer.parameters())
     weights, waiting = weight_bytes(source), waiting_bytes(source)
@@ -103,7 +105,6 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     policies = [policy for policy in dict.fromkeys([*POLICIES, current]) if policy != "auto"]
     one = {size: empty_latents(module, base, size, 1, heaviest.caption) for size in set(data.sizes)}
     batch = empty_latents(module, base, heaviest.size, heaviest.samples, heaviest.caption)
-    passes = module.objective.passes(0)
     step = FakeStep(module, adapter, base.dtype, module.execution.compile_blocks, transformer, batch, passes)
     activations = {}
     for policy in policies:

@@ -63,15 +63,18 @@ SHARED: dict[str, Rule] = {
     "data.caption_dropout_rate": Number(0, 1),
     "data.max_tokens_per_batch": Number(1, whole=True, null=True),
     "data.shard_size": COUNT,
+    "data.source.count": COUNT,
+    "data.source.seed": SEED,
+    "data.source.change_weight": POSITIVE,
+}
+# After the settings that take these, whose names the user knows.
+RECIPE: dict[str, Rule] = {
     "model.recipe.lr": Number(0),
     "model.recipe.rank": COUNT,
     "model.recipe.alpha": Number(0, above=True, null=True),
     "model.recipe.max_steps": COUNT,
     "model.recipe.accumulate_grad_batches": COUNT,
     "model.recipe.caption_dropout_rate": Number(0, 1),
-    "data.source.count": COUNT,
-    "data.source.seed": SEED,
-    "data.source.change_weight": POSITIVE,
 }
 # By pattern or by role: mappings whose keys are part of the value.
 OPEN_MAPPINGS = ("data.columns", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.lr_pattern", "lora_scale")
@@ -142,6 +145,7 @@ TRAINING: dict[str, Rule] = {
     "callbacks.sample_images.count": COUNT_OR_NONE,
     "callbacks.sample_images.max_area": Number(256, whole=True),
     "callbacks.sample_images.seed": SEED,
+    **RECIPE,
 }
 PREDICTION: dict[str, Rule] = {
     **SHARED,
@@ -171,6 +175,7 @@ PREDICTION: dict[str, Rule] = {
     "captioner.batch_size": COUNT,
     "captioner.quantization.bnb_4bit_use_double_quant": Switch(),
     "captioner.quantization.cache": Switch(),
+    **RECIPE,
 }
 
 

@@ -144,7 +144,7 @@ def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, t
     assert rows(raw) == rows(plain) != rows(ema)
     pictures = [(run_folder / "samples/step-000003").glob("*.png") for run_folder in (plain, raw, ema)]
     assert len({path.read_bytes() for paths in pictures for path in paths}) == 2
-    best = f"step-{max(rows(ema)[1:], key=lambda row: -row['val_loss'])['step']:06.0f}"
+    best = f"step-{max(rows(ema)[1:], key=lambda row: row['psnr'])['step']:06.0f}"
     assert "ema" in header(ema, "best")
     assert best not in saved(ema) or lora_bytes(ema, "best") == lora_bytes(ema, best)
     assert saved(raw) == ["best", "last", "last-ema", *(f"step-00000{n}{end}" for n in (2, 3) for end in ("", "-ema"))]

@@ -18,11 +18,13 @@ from PIL import Image
 from callbacks import progress
 from callbacks.best_effort import best_effort
 from callbacks.image_writer import LONGEST, in_a_row, save_png, to_image
+from callbacks.metrics import Metrics
 from callbacks.report.commands import override, portable_path
 from callbacks.report.figures import POINTS, curves
 from callbacks.sample_images import file_names
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
+from lightning_modules.estimation.duration import duration
 from tasks.arguments import quote_values
 from tasks.contact_sheet import contact_sheet
 from tests.support.commands import compose, short
@@ -97,6 +99,31 @@ def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path):
     card = (tmp_path / "run/lora/last/README.md").read_text()
     assert "| objective | slider |" in card
     assert "| schedule | constant |" in card
+
+
+def test_the_summary_names_layers_timesteps_and_minutes(run, tiny, pairs, tmp_path, monkeypatch):
+    """The minutes follow from the work of a sample and the speed of matrix products, which only a GPU tells."""
+    begin = Metrics.__init__
+
+    def with_peak(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.peak = 1e9
+
+    monkeypatch.setattr(Metrics, "__init__", with_peak)
+    monkeypatch.setenv("COLUMNS", "300")
+    more = ["trainer.accumulate_grad_batches=2", "model.timesteps.shift=dynamic"]
+    text = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more).text
+    assert re.search(r"layers +\d+: attn\.to_q, attn\.to_k, attn\.to_v, attn\.to_out\.0, attn\.add_", text)
+    assert re.search(r"timesteps +logit_normal, shift dynamic, 1\.\d\d at 32x32", text)
+    assert re.search(r"time +about 1 min by arithmetic, without samples", text)
+
+
+@pytest.mark.parametrize(
+    ("flops", "words"),
+    [(0.4 * 60 * 30, "30 min"), (1, "1 min"), (0.4 * 60 * 90, "90 min"), (0.4 * 3600 * 4.5, "4.5 h")],
+)
+def test_durations_are_minutes_or_hours(minutes, words):
+    assert duration(0.4 * 60 * minutes, peak=1.0) == words
 
 
 def test_every_objective_but_the_default_is_named():

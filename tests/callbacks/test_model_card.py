@@ -105,7 +105,7 @@ def test_card_belongs_to_its_weights(run, tmp_path, settings, late):
             card.unlink()
         run("train", *settings, "save_every=1", "optimizer.lr=1e-2", "ckpt_path=last")
     measured = {int(row["step"]): row for row in rows(tmp_path / "run")}
-    best = min((row["val_loss"], step) for step, row in measured.items() if step)[1]
+    best = max((row["psnr"], -step) for step, row in measured.items() if step)[1] * -1
     folders = {f"step-00000{step}": step for step in range(1, 5)} | {"last": 4, "best": best}
     for name, step in folders.items():
         folder = tmp_path / "run/lora" / name
