@@ -16,7 +16,7 @@ from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, metrics, short
 from tests.support.losses import losses
 from tests.support.pictures import make_pairs, photograph, pixels
-from tests.support.same_runs import assert_close, assert_close_losses
+from tests.support.same_runs import SMOOTH_ADAM, assert_close, assert_close_losses
 from tests.support.several_runs import DDP
 from tests.support.watch import Watch
 
@@ -57,7 +57,7 @@ def test_two_processes_that_accumulate_are_one_with_the_batch_of_all(run, in_two
         ImageOps.invert(Image.open(path)).save(root / "rejected_images" / path.name)
 
     def overrides(objective, name, *more):
-        settings = ["optimizer.lr=1e-3", "data.caption_dropout_rate=0", *more]
+        settings = ["optimizer.lr=1e-3", SMOOTH_ADAM, "data.caption_dropout_rate=0", *more]
         return [*short(tiny, root, tmp_path / objective / name, 2), *OBJECTIVES[objective], *settings]
 
     for objective in OBJECTIVES:
