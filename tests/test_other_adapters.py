@@ -96,7 +96,7 @@ def test_picture_of_the_file_is_the_stock_pipeline_s_and_that_of_merged_weights(
     """diffusers reads LoKr itself; the others are put into its transformer by `load_adapter`."""
     folder, text = trained_other(adapter)
     state = safetensors.torch.load_file(folder / FILE)
-    ends = {re.sub(r".*\.(to_\w+|add_\w+|0|2|proj|proj_mlp)\.(?=[lo])", "", key) for key in state}
+    ends = {re.sub(r".*\.(to_\w+|add_\w+|0|2|proj|proj_mlp)\.(?=[hlo])", "", key) for key in state}
     assert ends == KEYS[adapter]
     assert all(key.startswith("transformer.") for key in state)
     reads = "ComfyUI: reads it" if adapter != "oft" else "ComfyUI: does not read it"
