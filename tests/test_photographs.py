@@ -85,7 +85,7 @@ def test_photographs_train_without_a_setting(run, tiny, tmp_path):
 @pytest.mark.slow
 def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_processes, tiny, two_roots, tmp_path):
     """With resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions, all at once."""
-    common = short(tiny, "unused", tmp_path, 1)
+    common = [*short(tiny, "unused", tmp_path, 1), "scheduler=cosine"]
     here = lambda name, *more, **settings: of(two_roots, tmp_path / name, common, *more, **settings)  # noqa: E731
     text = run("train", *here("cached")).text
     assert re.search(r"10 pairs in \d\d views", text)
