@@ -38,7 +38,7 @@ FLUX_LICENCE = "[FLUX non-commercial](https://huggingface.co/{}/blob/main/LICENS
 
 
 class Facts(NamedTuple):
-    """What no file of the repository tells.
+    """Facts about a model that no file of the repository contains.
 
     Attributes:
         licence: of the weights.

@@ -99,10 +99,11 @@ def compare_outside(result: Tensor, target: Tensor, source: Tensor) -> Outside:
     # Feathered from the edit outwards: a hard border would correlate with itself.
     weight = (1 - F.max_pool2d(grown[None], 2 * margin + 1, stride=1, padding=margin))[None]
     feathered = F.avg_pool2d(weight, 2 * margin + 1, stride=1, padding=margin)[0, 0].numpy()
+    expected = edges(source.mean(0).numpy())
     x = y = 0.0
     aligned, believed = result, False
     for _ in range(ROUNDS if feathered.any() else 0):
-        right, down, correlation = shift(edges(source.mean(0).numpy()), edges(aligned.mean(0).numpy()), feathered)
+        right, down, correlation = shift(expected, edges(aligned.mean(0).numpy()), feathered)
         believed = correlation >= BELIEVED
         if not believed:
             x, y, aligned = 0.0, 0.0, result
@@ -143,7 +144,7 @@ SRGB_TO_XYZ = ((0.4124564, 0.3575761, 0.1804375), (0.2126729, 0.7151522, 0.07217
 
 
 class EditMetrics(Metric):
-    """What an edit does outside of where it should, and how much of it is done: means over the edits.
+    """Changes outside of an edit, and the share of the edit that is made: means over the edits.
 
     - shift: pixels by which the result is shifted against the source outside of the edit;
     - drift: root mean square change there, in levels of 255, apart from the shift and a change of all colours;
