@@ -1,7 +1,7 @@
 """What docs/quality.md says: runs on Shapes that differ in one thing, three seeds each.
 
     python benchmarks/quality.py rank [--seeds 3] [--steps 100]
-    python benchmarks/quality.py objectives --pictures docs
+    python benchmarks/quality.py objectives --images docs
 
 Every run is `python train.py` with the overrides that stand here. Figures are of 16 held-out pictures, mean and
 standard deviation over the seeds. Where a row names two bases, the LoRA is trained on the first and measured on the
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("sets", nargs="+", choices=[*SETS, *OBJECTIVES, "objectives"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--pictures", type=Path, help="a folder for the pictures of docs/quality.md")
+    parser.add_argument("--images", type=Path, help="folder for the images of docs/quality.md")
     options = parser.parse_args()
     names = [one for name in options.sets for one in (OBJECTIVES if name == "objectives" else [name])]
     seeds = range(1, options.seeds + 1)
@@ -105,7 +105,7 @@ def main() -> None:
             if name in SETS:
                 table(name, rows(pairs, options.steps, seeds, name))
             else:
-                OBJECTIVES[name](pairs, options.steps, seeds, options.pictures)
+                OBJECTIVES[name](pairs, options.steps, seeds, options.images)
 
 
 if __name__ == "__main__":
