@@ -19,9 +19,8 @@ from timm.optim import Muon
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
-from datamodules.images.scenes import COLORS, KINDS, draw, random_scene
-from datamodules.images.shapes import DIRECTIONS
-from datamodules.images.transforms import to_tensor
+from datamodules.images.decoding import to_tensor
+from datamodules.images.shapes import COLORS, DIRECTIONS, KINDS, draw, random_scene
 
 TOKENS = 16
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,;:!?'\"()-+/&%#"

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from datamodules.images.framing import Framing, View
-from datamodules.images.sample import Root, Sample
+from datamodules.images.samples import Root, Sample
 from datamodules.sampler import SizeBatchSampler, samples_per_batch
 from lightning_modules.families.flux.module import PREFERRED_SIZES
 

@@ -11,8 +11,7 @@ from PIL import Image
 
 from benchmarks.shapes_runs import Made, Rows, distance, run, samples, save_grid, table, write_table
 from callbacks.report.figures import read_rows
-from datamodules.images.scenes import draw, random_scene
-from datamodules.images.shapes import EDITS, KNOWN, write_pairs
+from datamodules.images.shapes import EDITS, KNOWN, draw, random_scene, write_pairs
 
 # How many held-out pictures of each old edit, and of none.
 OLD = 4

@@ -20,7 +20,7 @@ from benchmarks.shapes_runs import run, table
 from benchmarks.sliders import slider
 from callbacks.report.figures import read_metrics, read_rows
 from datamodules.images.shapes import write_pairs
-from datamodules.images.sources import TABLES
+from datamodules.images.tables import TABLES
 
 COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "seconds")
 PAIRS, HELD_OUT = (24, 4, 1), 16

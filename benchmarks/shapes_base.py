@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from datamodules.images.scenes import SIDE, draw, random_scene
-from datamodules.images.shapes import EDITS
+from datamodules.images.shapes import EDITS, SIDE, draw, random_scene
 
 SHAPES = Path(__file__).parent.parent / "assets" / "shapes"
 CHANGED, WITHIN = 24, 48

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.shapes_runs import Rows, command, run, save_grid, table, write_table
-from datamodules.images.scenes import COLORS, Scene, draw, random_scene
+from datamodules.images.shapes import COLORS, Scene, draw, random_scene
 
 SCALES = (-2, -1, 0, 1, 2)
 # How many held-out pictures of each are in the picture.

@@ -29,8 +29,7 @@ KINDS = {"pairs": ("pairs", []), "cached": ("cached", []), "compiled": ("cached"
 
 def make_data(folder: Path, size: int) -> Path:
     """Eight drawn pairs at size x size."""
-    from datamodules.images.scenes import draw, random_scene
-    from datamodules.images.shapes import segment
+    from datamodules.images.shapes import draw, random_scene, segment
 
     for name in ("control_images", "training_images"):
         (folder / name).mkdir(parents=True)

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import lightning.pytorch as L
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, PromptRequest, RawBatch
+from datamodules.images.windows import ConditionImages
 from datamodules.prefetch import Prefetcher
 from datamodules.sizes import Sizes
 
@@ -37,6 +38,75 @@ class Asking(Protocol):
 
     needs_empty_prompt: bool
     preserve_prompts: tuple[str, ...]
+
+
+class Model(Protocol):
+    """What the data needs to know of the model."""
+
+    @property
+    def base(self) -> "NamedBase":
+        """The frozen pipeline."""
+
+    @property
+    def encoder(self) -> "Fingerprinted":
+        """What makes latents of pictures and prompts."""
+
+    @property
+    def objective(self) -> Asking | None:
+        """What it is trained for; None where it is not."""
+
+    @property
+    def condition_images(self) -> ConditionImages:
+        """How many it takes, and at what sizes."""
+
+    @property
+    def geometry(self) -> "ImageGeometry":
+        """Of which numbers the sides of its pictures are multiples."""
+
+
+class NamedBase(Protocol):
+    """A pipeline that messages name."""
+
+    name: str
+
+
+class ImageGeometry(Protocol):
+    """What a model's pipeline makes pictures of.
+
+    Attributes:
+        side_multiple: of which both sides are multiples.
+        preferred_sizes: the (width, height) that it resizes a picture to; empty if it takes any.
+        resolution: side of a square picture.
+        text: the prompt tensor (L, ...) that has as many rows as there are text tokens.
+    """
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def side_multiple(self) -> int: ...
+
+    @property
+    def preferred_sizes(self) -> tuple[tuple[int, int], ...]: ...
+
+    @property
+    def resolution(self) -> int: ...
+
+
+class Fingerprinted(Protocol):
+    """Encoders that know what their outputs depend on."""
+
+    def fingerprint_parts(self, memo: Path) -> Mapping[str, Any]:
+        """All of it, beside their inputs.
+
+        Args:
+            memo: a file that remembers the checksums of a local model's files.
+        """
+
+
+def model_of(trainer: L.Trainer) -> Model:
+    """The trainer's model."""
+    return cast(Model, trainer.lightning_module)
 
 
 class DataModule(L.LightningDataModule):

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-# (width, height) of the target, then of each control; and what of `mask` and `rejected` is there, in the target's size
-Size = tuple[tuple[tuple[int, int], ...], tuple[str, ...]]
 # A prompt, and the condition images that its text encoder sees with it.
 PromptRequest = tuple[str, tuple[Path, ...]]
 # Tensors with this ending are read on the host and never moved to a device.
@@ -84,6 +82,11 @@ class RawBatch(Batch):
 
     def __post_init__(self) -> None:
         self.prompt_images = self.prompt_images or [[] for _ in self.prompts]
+
+    @property
+    def images(self) -> list[Tensor]:
+        """The controls, then the target if there is one."""
+        return [image for image in (*self.controls, self.target) if image is not None]
 
 
 @dataclass

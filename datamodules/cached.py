@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from datamodules.base import Example, PromptShapes
-from datamodules.batch import LatentBatch, Size
+from datamodules.base import Example, Model, PromptShapes, model_of
+from datamodules.batch import LatentBatch
 from datamodules.contents import look_up
 from datamodules.errors import UserError, count_of, listing
-from datamodules.images.conditions import Model, model_of
-from datamodules.images.dataset import pictures
-from datamodules.images.framing import View
-from datamodules.images.window import Window
+from datamodules.images.framing import Size, View
+from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.bucket_cache import cache_of
@@ -234,7 +232,7 @@ class CachedDataModule(PairsDataModule):
         batches = self.one_by_one(which, negative_prompt is not None)
         if not self.samples:
             return [Example([], batch) for batch in batches]
-        return [Example(pictures(raw), batch) for raw, batch in zip(self.raw_one_by_one(which), batches, strict=True)]
+        return [Example(raw.images, batch) for raw, batch in zip(self.raw_one_by_one(which), batches, strict=True)]
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         reader = self.reader(empty_prompt)

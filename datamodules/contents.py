@@ -8,11 +8,11 @@ from typing import NamedTuple
 from datamodules.errors import UserError
 from datamodules.files import DAMAGED
 from datamodules.hashes import FileHashes
+from datamodules.images.decoding import Facts
 from datamodules.images.framing import View
-from datamodules.images.sample import Alpha, Picture, Sample
 from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.transforms import SIDE_MULTIPLE, Facts
-from datamodules.images.window import Window
+from datamodules.images.samples import SIDE_MULTIPLE, Alpha, Picture, Sample
+from datamodules.images.windows import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.manifest import INDEX

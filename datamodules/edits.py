@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from datamodules.base import PromptData
+from datamodules.base import Model, PromptData, model_of
 from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import read_text
-from datamodules.images.conditions import SAME_PROPORTIONS, ConditionImages, Model, model_of
+from datamodules.images.decoding import image_size, verify_image
 from datamodules.images.folders import (
     FORMATS,
     IMAGE_SUFFIXES,
@@ -23,8 +23,8 @@ from datamodules.images.folders import (
     further_controls,
     stem_of,
 )
-from datamodules.images.prompts import read_prompts, text_prompts
-from datamodules.images.transforms import image_size, verify_image
+from datamodules.images.samples import read_prompts, text_prompts
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages
 
 log = logging.getLogger("retouch")
 

@@ -13,12 +13,12 @@ from datamodules.batch import PromptRequest, RawBatch
 from datamodules.contents import REMEMBERED, Content, Entry, entries_by_id, roles
 from datamodules.errors import UserError
 from datamodules.hashes import FileHashes, Hashed, hash_file
-from datamodules.images.conditions import ConditionImages
-from datamodules.images.dataset import PairDataset, leave_signals_to_the_trainer
+from datamodules.images.decoding import image_facts
 from datamodules.images.framing import View
-from datamodules.images.sample import Picture, Sample
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.transforms import image_facts
+from datamodules.images.samples import Picture, Sample
+from datamodules.images.windows import ConditionImages
+from datamodules.pairs import PairDataset, leave_signals_to_the_trainer
 from datamodules.shards.cache import Cache
 
 log = logging.getLogger("retouch")

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datamodules.base import Example, PromptShapes, TrainingData
+from datamodules.base import Example, PromptShapes, TrainingData, model_of
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import count_of
-from datamodules.images.conditions import model_of
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.copied import check_preserved
 from datamodules.shards.failures import shown

@@ -11,7 +11,7 @@ from PIL import Image
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading, reason
-from datamodules.images.transforms import fit_area
+from datamodules.images.decoding import fit_area
 from lightning_modules.pretrained.component_files import check_component, read_json
 from lightning_modules.pretrained.repository import (
     load_model,

@@ -18,7 +18,7 @@ from datamodules.batch import ON_HOST, LatentBatch, PromptRequest, RawBatch, cop
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError
 from datamodules.files import reading, replacing
-from datamodules.images.transforms import PREPROCESSING
+from datamodules.images.decoding import PREPROCESSING
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.timing import ProgressLines, StageTimer

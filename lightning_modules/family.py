@@ -11,7 +11,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from datamodules.images.conditions import ConditionImages
+from datamodules.images.windows import ConditionImages
 from lightning_modules.flow import dynamic_shift
 from lightning_modules.layers import Layers
 

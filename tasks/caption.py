@@ -17,10 +17,10 @@ from callbacks.best_effort import best_effort
 from callbacks.signals import Stopped, stop
 from datamodules.errors import UserError, count_of, listing, printable
 from datamodules.files import replacing
-from datamodules.images.sample import Sample
+from datamodules.images.decoding import image_size, open_image
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.transforms import image_size, open_image
-from datamodules.images.window import resize
+from datamodules.images.samples import Sample
+from datamodules.images.windows import resize
 from lightning_modules.captioner import Captioner
 from lightning_modules.timing import ProgressLines
 from tasks.encode import cached_data

@@ -13,12 +13,11 @@ from PIL import Image, ImageDraw
 
 from callbacks.image_writer import in_a_row, to_image
 from callbacks.plots import plain, write_figure
-from datamodules.batch import RawBatch, Size
-from datamodules.images.dataset import pictures
-from datamodules.images.framing import View
-from datamodules.images.sample import Picture
-from datamodules.images.transforms import open_image
-from datamodules.images.window import Window
+from datamodules.batch import RawBatch
+from datamodules.images.decoding import open_image
+from datamodules.images.framing import Size, View
+from datamodules.images.samples import Picture
+from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 
 COLUMNS = 4
@@ -61,7 +60,7 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         axis.axis("off")
     for axis, raw, view in zip(axes.flat, shown, views, strict=False):
         axis.imshow(_strip(raw, view))
-        sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in pictures(raw))
+        sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in raw.images)
         key = raw.keys[0] if len(raw.keys[0]) <= 44 else f"...{raw.keys[0][-41:]}"
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""
         axis.set_title(f"{plain(key)}\n{sizes}  bucket {buckets[view.size]}{cropped}", fontsize=9)
@@ -89,7 +88,7 @@ def _strip(raw: RawBatch, view: View) -> np.ndarray:
     """Controls, target, mask and rejected in a row, as high as the target; what is cropped away around them is pale."""
     windows, sample = [*view.windows[1:], view.windows[0]], view.sample
     files = [*sample.controls, sample.target]
-    images = [_whole(*one) for one in zip(map(to_image, pictures(raw)), files, windows, strict=True)]
+    images = [_whole(*one) for one in zip(map(to_image, raw.images), files, windows, strict=True)]
     if raw.mask is not None:
         images.append(to_image((raw.mask * 2 - 1).expand(-1, 3, -1, -1)))
     if raw.rejected is not None:

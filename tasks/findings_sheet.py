@@ -11,10 +11,10 @@ from PIL import Image, ImageChops, ImageOps
 from callbacks.plots import plain, write_figure
 from datamodules.errors import UserError
 from datamodules.images.alignment import edges
-from datamodules.images.findings import Finding, Kind
-from datamodules.images.sample import Picture, Sample
-from datamodules.images.transforms import open_image
-from datamodules.images.window import resize
+from datamodules.images.decoding import open_image
+from datamodules.images.inspection import Finding, Kind
+from datamodules.images.samples import Picture, Sample
+from datamodules.images.windows import resize
 
 COLUMNS, PANELS = 2, 3
 # In pixels: the box of a picture, and what is between two.

@@ -19,12 +19,19 @@ from rich.table import Table
 from datamodules.errors import UserError, count_of, printable
 from datamodules.files import replacing
 from datamodules.images.duplicates import repeated
-from datamodules.images.findings import Finding, Kind, mostly_small, worst_first
-from datamodules.images.held_out import held_out_of
-from datamodules.images.inspection import Inspected, inspect_sample, look
-from datamodules.images.sample import Sample
-from datamodules.images.sample_set import SampleSet
-from datamodules.images.wording import caption_findings, long_captions
+from datamodules.images.inspection import (
+    Finding,
+    Inspected,
+    Kind,
+    caption_findings,
+    inspect_sample,
+    long_captions,
+    look,
+    mostly_small,
+    worst_first,
+)
+from datamodules.images.sample_set import SampleSet, held_out_of
+from datamodules.images.samples import Sample
 from datamodules.pairs import PairsDataModule
 from lightning_modules.timing import ProgressLines
 from tasks.encode import cached_data

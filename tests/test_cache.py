@@ -10,7 +10,7 @@ import safetensors.torch
 from PIL import Image
 
 from datamodules.hashes import FileHashes
-from datamodules.images.colours import ADOBE_RGB, matrix_profile
+from datamodules.images.decoding import ADOBE_RGB, matrix_profile
 from tasks.arguments import quote_values
 from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.combinations import first

@@ -8,7 +8,7 @@ import torch
 from hydra.utils import instantiate
 from PIL import Image
 
-from datamodules.images.dataset import collate as collate_pixels
+from datamodules.pairs import collate_pixels
 from tasks.encode import build_cache
 from tests.support.caches import cache_overrides, only, short
 from tests.support.commands import compose, kill_when, lora_bytes, start_cold

@@ -8,7 +8,7 @@ import torch
 from hydra.utils import instantiate
 from PIL import Image, ImageOps
 
-from datamodules.images.dataset import collate
+from datamodules.pairs import collate_pixels
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from tasks.encode import build_cache
 from tests.support.caches import cache_overrides, only
@@ -85,7 +85,7 @@ def test_cached_latents_give_the_loss_of_pictures(run, tiny, preferences, tmp_pa
             raw[number].draws = [100 + number]
         with torch.no_grad():
             cached = losses(module, read([(number, 100 + number) for number in numbers]))
-            encoded = losses(module, module.encoder(collate([raw[number] for number in numbers])))
+            encoded = losses(module, module.encoder(collate_pixels([raw[number] for number in numbers])))
         torch.testing.assert_close(cached, encoded, rtol=1e-6, atol=1e-6)
 
 

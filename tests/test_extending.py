@@ -13,7 +13,7 @@ from tests.support.commands import lora_bytes, metrics, short
 FAMILY = '''
     """FLUX's transformer as a family of its own: half of the guidance, and no condition images."""
 
-    from datamodules.images.conditions import ConditionImages
+    from datamodules.images.windows import ConditionImages
     from lightning_modules.edit_module import EditModule
     from lightning_modules.families.flux import denoise
 

@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline
 from hydra.utils import get_class, instantiate
 from PIL import Image
 
-from datamodules.images.dataset import collate
+from datamodules.pairs import collate_pixels
 from datamodules.shards.remote import find_shards
 from datamodules.shards.stream import collate as collate_items
 from datamodules.shards.stream import read_items
@@ -80,7 +80,7 @@ def test_cached_and_streamed_training_give_the_same_loss(run, arguments, tmp_pat
     raw.scan()
     alike = range(4)  # these are of one size
     local = data.reader(empty_prompt=True)([(i, i) for i in alike])
-    pixels = collate(raw.pixels(4))
+    pixels = collate_pixels(raw.pixels(4))
     pixels.draws = local.draws = list(range(4))
     shards, _ = find_shards(cache.folder.as_uri())
     items = {item.key: item for shard in shards for _, item in read_items(shard, empty_prompt=True)}
@@ -104,7 +104,7 @@ def test_batch_gives_what_its_samples_give_alone(run, arguments, tmp_path, model
     samples = data.pixels(4)
     with torch.no_grad():
         alone = torch.cat([losses(module, module.encoder(sample)) for sample in samples])
-        together = losses(module, module.encoder(collate(samples)))
+        together = losses(module, module.encoder(collate_pixels(samples)))
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     assert alone.unique().numel() == 4
 

@@ -60,6 +60,11 @@ def test_arrows_between_folders_go_down():
     assert not up
 
 
+def test_image_sets_are_a_closed_package():
+    found = {other for name, others in ARROWS.items() if room(name) == "datamodules.images" for other in others}
+    assert {name for name in found if room(name) != "datamodules.images"} == {"datamodules.errors", "datamodules.files"}
+
+
 def test_only_train_and_predict_are_imported_by_none():
     """What nothing imports is named in a YAML, or is dead."""
     settings = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "conf").rglob("*.yaml"))

@@ -7,7 +7,7 @@ import torch
 from hydra.utils import instantiate
 from safetensors.torch import load
 
-from datamodules.images.dataset import collate
+from datamodules.pairs import collate_pixels
 from datamodules.sampler import drawn_caption, drawn_preserved
 from tasks.encode import build_cache
 from tasks.footprint import measure
@@ -60,7 +60,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(run, arguments, tmp_
     wanted = [PROMPTS[drawn_preserved(data.seed, draw, 3)] for _, draw in items]
     assert [prompt for one in pixels for prompt in one.preserve_prompts] == wanted
     assert len(set(wanted)) == 3
-    expected = module.encoder(collate(pixels))
+    expected = module.encoder(collate_pixels(pixels))
     assert batch.preserve_prompt.keys() == expected.preserve_prompt.keys() == batch.prompt.keys()
     for name, tensor in batch.preserve_prompt.items():
         torch.testing.assert_close(tensor, expected.preserve_prompt[name], rtol=0, atol=0)

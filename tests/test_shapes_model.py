@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from PIL import Image, ImageChops
 
-from datamodules.images.scenes import Scene, Shape, draw
+from datamodules.images.shapes import Scene, Shape, draw
 from lightning_modules.pretrained.repository import SHAPES
 from tests.support.commands import ROOT, rows
 

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from datamodules.images.dataset import collate
+from datamodules.pairs import collate_pixels
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.rank_mask import mask_forwards
 from tests.support.combinations import first
@@ -45,7 +45,7 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
         for sample in samples:
             alone.append(losses(module, module.encoder(sample)))
             ranks += module.rank_gates[0].active_ranks.tolist()
-        together = losses(module, module.encoder(collate(samples)))
+        together = losses(module, module.encoder(collate_pixels(samples)))
     assert module.rank_gates[0].active_ranks.tolist() == ranks
     assert len(set(ranks)) > 1
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)

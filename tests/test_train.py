@@ -37,7 +37,7 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
     """200 steps on 8 fixed pairs, measured at noise that training never saw."""
     from hydra.utils import instantiate
 
-    from datamodules.images.dataset import collate
+    from datamodules.pairs import collate_pixels
 
     settings = ["adapter.rank=16", "adapter.target_modules=all-linear", "optimizer.lr=3e-3", "data.batch_size=4"]
     settings.append("data.caption_dropout_rate=0")
@@ -49,7 +49,7 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
         module, data = instantiate(cfg.model), instantiate(cfg.data)
         module.configure_model()
         data.scan()
-        batch = module.encoder(collate(data.pixels(8)))
+        batch = module.encoder(collate_pixels(data.pixels(8)))
         total = 0.0
         for i in range(8):
             batch.draws = list(range(10**6 + 8 * i, 10**6 + 8 * i + 8))

@@ -13,8 +13,7 @@ from benchmarks.fault_kinds import hooks
 from benchmarks.fault_kinds.commands import Command, Hook
 from benchmarks.fault_kinds.judging import cache_folder
 from benchmarks.fault_kinds.store import BUCKET, environment, store, upload
-from datamodules.images.scenes import SIDE, draw, random_scene
-from datamodules.images.shapes import segment
+from datamodules.images.shapes import SIDE, draw, random_scene, segment
 
 # Of references, in the order in which they need each other.
 KINDS = ("build", "train", "shown", "copy", "streamed", "export", "edit")

@@ -27,7 +27,6 @@ from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.base import TrainingData
-from datamodules.images.dataset import pictures
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 
@@ -166,7 +165,7 @@ def describe_data(data: TrainingData, count: int) -> dict[str, Any]:
     """The page's part on the data: what there is, and its first samples."""
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
     thumbs = [
-        {"pictures": [data_url(to_image(one), THUMBNAIL) for one in pictures(raw)], "caption": raw.prompts[0]}
+        {"pictures": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": raw.prompts[0]}
         for raw in data.pixels(count)
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]

@@ -1,1 +1,4 @@
-"""Image files and captions: where samples come from, how they are checked, decoded and drawn."""
+"""Sets of images: find samples in folders, tables and tars, check, frame and decode their files, inspect them.
+
+Closed: it imports nothing else of Retouch except `datamodules.errors` and `datamodules.files`.
+"""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from datamodules.errors import UserError, listing
-from datamodules.images.folders import CAPTION_SUFFIXES, IMAGE_SUFFIXES
+from datamodules.images.folders import IMAGE_SUFFIXES
+from datamodules.images.samples import CAPTION_SUFFIXES
 
 # What the columns of a role are called, the likeliest first. "source", "source_image", "source_file_name" and
 # "Source Images" are one word.

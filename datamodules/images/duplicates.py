@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from datamodules.images.findings import Finding, Kind
-from datamodules.images.inspection import Print
-from datamodules.images.sample import Sample
+from datamodules.images.inspection import Finding, Kind, Print
+from datamodules.images.samples import Sample
 
 # Bits of 64: recompressed, resized and slightly cropped copies differ by up to 4, other photographs by 20 and more.
 # What has the same outlines in other colours is told apart by its colours.

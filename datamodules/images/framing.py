@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from datamodules.batch import Size
 from datamodules.errors import UserError
-from datamodules.images.conditions import SAME_PROPORTIONS, ConditionImages
-from datamodules.images.sample import Root, Sample
-from datamodules.images.transforms import floor_size, shrunk
-from datamodules.images.window import Window
+from datamodules.images.decoding import floor_size, shrunk
+from datamodules.images.samples import Root, Sample
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
 
 # Proportions of buckets are powers of it, up to 3.2 : 1: among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
 # off, without the rounding of the sides.
@@ -27,6 +25,8 @@ COARSE, FINE = 2 ** (-1 / 8), 2 ** (-1 / 32)
 SPREAD = (5**0.5 - 1) / 2
 
 Sides = tuple[int, int]
+# Sizes of the target, then of each control; and which of `mask` and `rejected` a sample has, in the target's size.
+Size = tuple[tuple[Sides, ...], tuple[str, ...]]
 OWN_SIZE = ConditionImages()
 
 

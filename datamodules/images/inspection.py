@@ -1,20 +1,80 @@
-"""What may be wrong with one sample, measured on small copies of its pictures."""
+"""What may be wrong with a data set, the worst first, and what to do about it."""
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import imagehash
 import numpy as np
 from PIL import Image
 
-from datamodules.errors import UserError, printable
+from datamodules.errors import UserError, listing, printable
 from datamodules.images.alignment import align, edges
-from datamodules.images.findings import Finding, Kind
-from datamodules.images.sample import Picture, Sample
-from datamodules.images.transforms import MOST_PIXELS, ONE_LARGE, SIDE_MULTIPLE, image_size, open_image, picture
-from datamodules.images.window import resize
+from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, image_size, open_image, picture
+from datamodules.images.samples import SIDE_MULTIPLE, Picture, Sample
+from datamodules.images.windows import resize
+
+
+class Kind(Enum):
+    """A fault: its name, and what to do about it; the order is the report's."""
+
+    LEAK = "leak", "learned and held out: remove it from one of the two"
+    UNREADABLE = "unreadable", "repair or remove the file"
+    INCOMPLETE = "incomplete", "add what is missing, or remove the rest"
+    EQUAL = "equal", "nothing to learn: remove it, or find the right file"
+    PROPORTION = "proportion", "crop both alike, unless the edit extends the picture"
+    SHIFTED = "shifted", "align or crop both alike: the shift is learned with the edit"
+    SCALED = "scaled", "align or crop both alike: the zoom is learned with the edit"
+    NEARLY_EQUAL = "nearly equal", "no more than compression differs: remove it, or find the right file"
+    BLANK = "blank", "one colour: find the right file"
+    MASK = "mask", "draw it anew for this target, or leave it out"
+    DUPLICATE = "duplicate", "the same target twice: remove one"
+    SMALL = "low resolution", "find a larger original, or train at a lower data.resolution"
+    COMPRESSED = "compressed", "find a better original: blocks and halos are learned"
+    NO_CAPTION = "empty caption", "write one"
+    NO_LETTERS = "caption without letters", "write it in words; data.caption_per_line=false keeps a file whole"
+    REPEATED_CAPTION = "repeated caption", "write its own: the others have theirs"
+    LONG_CAPTION = "long caption", "shorten it: the end is cut off"
+
+    def __init__(self, label: str, remedy: str) -> None:
+        self.label = label
+        self.remedy = remedy
+
+
+class Finding(NamedTuple):
+    """A fault of a sample.
+
+    Attributes:
+        key: the sample's, or what is left of one that is incomplete.
+        figure: how much, in a few words.
+        sample: None for an incomplete one.
+        other: the sample that it repeats.
+    """
+
+    kind: Kind
+    key: str
+    figure: str
+    sample: Sample | None = None
+    other: Sample | None = None
+
+
+def mostly_small(found: list[Finding], count: int) -> list[Finding]:
+    """One finding in the place of those of low resolution, where most of `count` samples have one: it is the set's."""
+    small = [finding for finding in found if finding.kind is Kind.SMALL]
+    if 2 * len(small) <= count:
+        return found
+    summary = Finding(Kind.SMALL, f"{len(small)} of {count}", f"such as {small[0].key}: {small[0].figure}")
+    return [summary, *(finding for finding in found if finding.kind is not Kind.SMALL)]
+
+
+def worst_first(findings: list[Finding]) -> list[Finding]:
+    """In the order of `Kind`; findings of one kind keep theirs."""
+    order = {kind: number for number, kind in enumerate(Kind)}
+    return sorted(findings, key=lambda finding: order[finding.kind])
+
 
 # The longer side of the small copies; a JPEG is decoded at a fraction of its size.
 SIDE, DECODED_AREA = 512, 256**2
@@ -241,3 +301,61 @@ def _of_alignment(sample: Sample, target: Look, control: Look) -> Iterator[Findi
 
 def _way(pixels: float, there: str, back: str) -> str:
     return f"{abs(pixels):.0f} px {there if pixels > 0 else back}" if round(pixels) else ""
+
+
+# Share of the samples that must have captions of their own before a repeated one is a mistake: else it is the edit's.
+VARIED = 0.8
+# Shorter captions are instructions ("make it snow"), which may be right for several pictures; a description is not.
+LEAST_WORDS = 6
+# Captions that are counted at once.
+CAPTIONS_AT_ONCE = 1000
+
+
+def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
+    """Captions that are empty, unless all are, or lack letters, and descriptions that a few of many pictures share."""
+    found = [
+        Finding(Kind.NO_CAPTION, sample.key, "no words", sample)
+        for sample in samples
+        if not all(prompt.strip() for prompt in sample.prompts)
+    ]
+    if samples and len(found) == len(samples):
+        found = [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
+    found += [
+        Finding(Kind.NO_LETTERS, sample.key, listing(bare), sample)
+        for sample in samples
+        if (bare := [prompt for prompt in sample.prompts if prompt.strip() and not any(map(str.isalpha, prompt))])
+    ]
+    owners: dict[str, dict[Picture, Sample]] = defaultdict(dict)
+    for sample in samples:
+        for prompt in sample.prompts:
+            owners[prompt.strip()].setdefault(sample.target, sample)
+    own = sum(len(owned) == 1 for owned in owners.values())
+    targets = len({sample.target for sample in samples})
+    for prompt, owned in owners.items():
+        if len(owned) > 1 and own >= VARIED * targets and len(prompt.split()) >= LEAST_WORDS:
+            first, *others = owned.values()
+            found += [Finding(Kind.REPEATED_CAPTION, one.key, f"as {first.key}", one, first) for one in others]
+    return found
+
+
+def long_captions(
+    samples: Iterable[Sample], count: Callable[[list[str]], tuple[list[int], int] | None]
+) -> list[Finding]:
+    """Captions of more tokens than the text encoder reads.
+
+    Args:
+        count: the tokens of each of some captions, and how many are read; None for all.
+    """
+    by_prompt = {prompt: sample for sample in samples for prompt in sample.prompts}
+    prompts = list(by_prompt)
+    found = []
+    for start in range(0, len(prompts), CAPTIONS_AT_ONCE):
+        some = prompts[start : start + CAPTIONS_AT_ONCE]
+        if (counted := count(some)) is None:
+            break
+        tokens_of, limit = counted
+        for prompt, tokens in zip(some, tokens_of, strict=True):
+            if tokens > limit:
+                sample = by_prompt[prompt]
+                found.append(Finding(Kind.LONG_CAPTION, sample.key, f"{tokens} tokens, {limit} are read", sample))
+    return found

@@ -4,14 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from datamodules.batch import Size
 from datamodules.errors import count_of, listing
-from datamodules.images.framing import Framing, View
-from datamodules.images.prompts import is_json
-from datamodules.images.roots import TRIGGER
-from datamodules.images.sample import Root
+from datamodules.images.decoding import floor_size
+from datamodules.images.framing import Framing, Size, View
 from datamodules.images.sample_set import Usable
-from datamodules.images.transforms import SIDE_MULTIPLE, floor_size
+from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, is_json
 
 # Larger pictures are allowed, with a note: pixels, and the ratio of the longer side to the shorter.
 LARGE, LONG = 2**22, 8

@@ -1,4 +1,4 @@
-"""Tars of pictures as WebDataset writes them: the members of a sample share their name up to the first dot."""
+"""Which tars a root names, and what tells them apart."""
 
 import json
 import os
@@ -11,10 +11,54 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, reason, require_file
-from datamodules.images.folders import CAPTION_SUFFIXES, FORMATS, IMAGE_SUFFIXES, is_clutter, nfc
-from datamodules.images.prompts import KEYS, TextFile, is_text, json_prompts
-from datamodules.images.rows import Table
-from datamodules.images.tar_names import COMPRESSED, prefixes_of
+from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
+from datamodules.images.samples import CAPTION_SUFFIXES, KEYS, TextFile, is_text, json_prompts, nfc
+from datamodules.images.tables import Table
+
+SUFFIX = ".tar"
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
+
+
+def is_tar(name: str) -> bool:
+    """Whether a root is a tar, or several by braces, as `{000..012}.tar`."""
+    return name.endswith((SUFFIX, *COMPRESSED))
+
+
+def tars_of(folder: Path) -> list[Path]:
+    """The tars of a folder, by name."""
+    return sorted(path for path in folder.iterdir() if is_tar(path.name) and not is_clutter(path.name))
+
+
+def named_tars(root: str) -> list[Path]:
+    """The tars that a root names, all of its braces' alternatives.
+
+    Raises:
+        UserError: one does not exist.
+    """
+    plain = Path(root).expanduser()
+    if plain.exists():
+        return [plain]
+    try:
+        from braceexpand import braceexpand
+
+        paths = [Path(name).expanduser() for name in braceexpand(root)]
+    except ValueError as error:
+        raise UserError(f"data.root={root}: a brace is left open") from error
+    if absent := [str(path) for path in paths if not path.exists()]:
+        raise UserError(f"data.root={root}: no such file: {listing(absent)}")
+    return paths
+
+
+def prefixes_of(tars: Sequence[Path]) -> list[str]:
+    """What stands before the keys of each tar: its name, and what else tells it from one of the same name."""
+    if len(tars) == 1:
+        return [""]
+    if len({tar.stem for tar in tars}) == len(tars):
+        return [f"{tar.stem}/" for tar in tars]
+    paths = [os.path.abspath(tar) for tar in tars]
+    above = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [f"{os.path.relpath(path, above).removesuffix(SUFFIX)}/" for path in paths]
+
 
 # As in WebDataset: folder and name up to the first dot, and the rest.
 _MEMBER = re.compile(r"((?:.*/)?[^/.]+)[.]([^/]+)")

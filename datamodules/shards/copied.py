@@ -7,7 +7,7 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
-from datamodules.images.held_out import choose_held_out
+from datamodules.images.sample_set import choose_held_out
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit
 from datamodules.shards.index import ShardIndex

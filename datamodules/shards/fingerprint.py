@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from datamodules.base import Model
 from datamodules.errors import UserError
-from datamodules.images.conditions import Model
 from datamodules.shards.stores import local_folder
 
 log = logging.getLogger("retouch")

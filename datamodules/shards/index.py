@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from datamodules.batch import Size
+from datamodules.images.framing import Size
 from datamodules.shards.names import Names
 from datamodules.shards.tar import Row, size_of
 from datamodules.sizes import Sizes

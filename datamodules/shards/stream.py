@@ -12,7 +12,8 @@ import safetensors.torch
 import webdataset as wds
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, Size, stack_padded
+from datamodules.batch import LatentBatch, stack_padded
+from datamodules.images.framing import Size
 from datamodules.sampler import drawn_caption
 from datamodules.shards.reader import latent_batch
 from datamodules.shards.remote import Shard, read_groups

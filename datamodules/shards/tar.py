@@ -14,9 +14,9 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from datamodules.batch import Size
 from datamodules.errors import UserError
 from datamodules.files import DAMAGED, replacing, sha256
+from datamodules.images.framing import Size
 
 # A row of an index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
 # safetensors. A row with a `key` is a sample, one without is a prompt's conditioning.

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from datamodules.batch import LatentBatch, Size
+from datamodules.batch import LatentBatch
+from datamodules.images.framing import Size
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow

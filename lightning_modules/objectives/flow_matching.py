@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, Size, copy_to
+from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
+from datamodules.images.framing import Size
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.estimation.flops import Passes

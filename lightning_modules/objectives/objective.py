@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, Size
+from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from datamodules.images.sample import Sample
+from datamodules.images.framing import Size
+from datamodules.images.samples import Sample
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.estimation.flops import Passes

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, Size
+from datamodules.batch import LatentBatch
 from datamodules.errors import UserError, listing
-from datamodules.images.sample import Sample
+from datamodules.images.framing import Size
+from datamodules.images.samples import Sample
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.estimation.flops import Passes
 from lightning_modules.flow import area_weights, velocity_target, weighted_mean

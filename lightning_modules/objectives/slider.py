@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, Size, copy_to
+from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
-from datamodules.images.sample import Sample
+from datamodules.images.framing import Size
+from datamodules.images.samples import Sample
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.family import Family

@@ -18,8 +18,8 @@ from callbacks.report.commands import example
 from callbacks.report.page import read_strip
 from callbacks.run_folder import RunFolder
 from callbacks.validation import Validation
-from datamodules.images.cells import Cell
-from datamodules.images.sample import Sample
+from datamodules.images.data_sets import Cell
+from datamodules.images.samples import Sample
 from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short

@@ -11,12 +11,11 @@ from PIL import Image
 
 from datamodules.errors import UserError
 from datamodules.files import Packed
-from datamodules.images.conditions import ConditionImages
-from datamodules.images.dataset import collate
-from datamodules.images.held_out import shown_pictures
-from datamodules.images.sample import Sample
+from datamodules.images.sample_set import shown_pictures
+from datamodules.images.samples import Sample
 from datamodules.images.sources import find_samples
-from datamodules.pairs import PairsDataModule
+from datamodules.images.windows import ConditionImages
+from datamodules.pairs import PairsDataModule, collate_pixels
 from lightning_modules.families.flux.module import PREFERRED_SIZES
 from tests.support.pictures import make_pairs, photograph
 
@@ -75,7 +74,7 @@ def test_mixed_sizes_counts_of_controls_and_masks_never_meet_in_a_batch(tmp_path
     data = data_module(str(root))
     assert len(set(data.sizes)) == 4
     dataset = data.pixels(6)
-    batch = collate([dataset[0], dataset[3]])
+    batch = collate_pixels([dataset[0], dataset[3]])
     assert batch.target.shape == (2, 3, 32, 32)
     assert [control.shape for control in batch.controls] == [(2, 3, 32, 32)]
     assert [control.shape[-1] for control in dataset[1].controls] == [32, 64]
@@ -130,7 +129,7 @@ def test_rounding_is_reported_once(tmp_path):
 def test_batch_of_two_keeps_each_samples_own_control(pairs):
     """The existing system gave the first sample's condition image to all."""
     one, two = data_module(str(pairs)).pixels(2)
-    batch = collate([one, two])
+    batch = collate_pixels([one, two])
     assert torch.equal(batch.controls[0], torch.cat([one.controls[0], two.controls[0]]))
     assert not torch.equal(batch.controls[0][0], batch.controls[0][1])
     assert batch.prompts == ["mirror picture 0", "mirror picture 1"]

@@ -77,7 +77,7 @@ def hub(folder: Path) -> Iterator[str]:
 def main() -> None:
     """Print for each root how many samples it has, and the size of the first target, or what is wrong."""
     from datamodules.errors import UserError
-    from datamodules.images.sample import Root
+    from datamodules.images.samples import Root
     from datamodules.images.sources import find_samples
 
     for root in sys.argv[1:]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from datamodules.images.conditions import ConditionImages
+from datamodules.images.windows import ConditionImages
 from lightning_modules.families.flux import denoise
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.kl_autoencoder import KLAutoencoder

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.conditions import ConditionImages
+from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux2 import denoise
 from lightning_modules.families.flux2.native_names import NATIVE_NAMES

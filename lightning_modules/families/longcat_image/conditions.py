@@ -9,10 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.conditions import ConditionImages
-from datamodules.images.sample import Picture
-from datamodules.images.transforms import SIDE_MULTIPLE, image_size
-from datamodules.images.window import Window, resize
+from datamodules.images.decoding import image_size
+from datamodules.images.samples import SIDE_MULTIPLE, Picture
+from datamodules.images.windows import ConditionImages, Window, resize
 
 
 @dataclass(frozen=True)

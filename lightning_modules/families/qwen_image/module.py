@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.conditions import ConditionImages
-from datamodules.images.transforms import size_of_area
+from datamodules.images.decoding import size_of_area
+from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.qwen_image import denoise, text
 from lightning_modules.family import Geometry, Parts

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import stack_padded
-from datamodules.images.conditions import ConditionImages
+from datamodules.images.windows import ConditionImages
 from lightning_modules.families.kl_autoencoder import KLAutoencoder
 from lightning_modules.families.z_image import denoise
 from lightning_modules.families.z_image.native_names import NATIVE_NAMES

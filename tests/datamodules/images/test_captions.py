@@ -6,9 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from datamodules.errors import UserError
-from datamodules.images.captions import find_captioned
-from datamodules.images.roots import as_roots
-from datamodules.images.sample import Root
+from datamodules.images.samples import Root, as_roots
+from datamodules.images.sources import find_captioned
 from tests.support.pictures import make_pairs, photograph
 
 

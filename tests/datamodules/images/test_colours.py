@@ -11,10 +11,9 @@ from PIL import Image, ImageCms
 
 from datamodules.contents import Content
 from datamodules.hashes import FileHashes, hash_file
-from datamodules.images.colours import matrix_profile
-from datamodules.images.sample import Sample
-from datamodules.images.transforms import image_facts, open_image
-from datamodules.images.window import Window, load_mask
+from datamodules.images.decoding import image_facts, matrix_profile, open_image
+from datamodules.images.samples import Sample
+from datamodules.images.windows import Window, load_mask
 from tests.support.pictures import photograph
 
 SIZE = (48, 32)

@@ -9,9 +9,8 @@ import pytest
 from datasets import Features, Image, List, Value
 
 from datamodules.errors import UserError
-from datamodules.images.captions import find_captioned
-from datamodules.images.sample import Root
-from datamodules.images.sources import find_samples
+from datamodules.images.samples import Root
+from datamodules.images.sources import find_captioned, find_samples
 from tests.support.stored import as_arrow, as_parquet, as_snapshot, data_set, picture, prompt
 
 

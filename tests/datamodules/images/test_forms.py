@@ -10,11 +10,11 @@ import pytest
 from datamodules.errors import UserError
 from datamodules.files import Packed
 from datamodules.hashes import FileHashes, hash_file
-from datamodules.images.cells import Cell
-from datamodules.images.sample import Root
+from datamodules.images.data_sets import Cell
+from datamodules.images.decoding import image_size, verify_image
+from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
-from datamodules.images.transforms import image_size, verify_image
-from datamodules.images.window import Window, load_image
+from datamodules.images.windows import Window, load_image
 from tests.support.commands import ROOT
 from tests.support.pictures import make_pairs
 from tests.support.stored import FORMS, as_arrow, as_parquet, as_saved, as_suffixes, as_tars, picture, prompt
@@ -134,7 +134,7 @@ def test_what_is_no_data_set_is_said(tmp_path):
 def test_library_of_data_sets_is_imported_only_where_it_is_needed(tmp_path):
     make_pairs(tmp_path, [(32, 32)])
     code = (
-        "import sys; from datamodules.images.sample import Root; from datamodules.images.sources import find_samples\n"
+        "import sys; from datamodules.images.samples import Root; from datamodules.images.sources import find_samples\n"
         "find_samples([Root(sys.argv[1])]); assert not {'datasets', 'pyarrow'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT)

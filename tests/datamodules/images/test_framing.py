@@ -11,11 +11,10 @@ from PIL import Image
 
 from datamodules.edits import EditsDataModule, Requests
 from datamodules.errors import UserError
-from datamodules.images.conditions import ConditionImages
+from datamodules.images.decoding import fit_area, floor_size, size_of_area
 from datamodules.images.framing import MOST_CROPPED, Framing, bucket_table
-from datamodules.images.sample import Root, Sample
-from datamodules.images.transforms import fit_area, floor_size, size_of_area
-from datamodules.images.window import load_image, load_mask
+from datamodules.images.samples import Root, Sample
+from datamodules.images.windows import ConditionImages, load_image, load_mask
 from lightning_modules.families.flux.module import PREFERRED_SIZES
 from lightning_modules.families.longcat_image.conditions import HalvedForText
 from tasks.models import without_network

@@ -10,10 +10,19 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from datamodules.images.alignment import align
 from datamodules.images.duplicates import Prints, repeated
-from datamodules.images.findings import Finding, Kind, mostly_small
-from datamodules.images.inspection import Print, inspect_sample, jpeg_quality, look, nearly_equal, print_of
-from datamodules.images.sample import Sample
-from datamodules.images.wording import caption_findings
+from datamodules.images.inspection import (
+    Finding,
+    Kind,
+    Print,
+    caption_findings,
+    inspect_sample,
+    jpeg_quality,
+    look,
+    mostly_small,
+    nearly_equal,
+    print_of,
+)
+from datamodules.images.samples import Sample
 from tests.support.combinations import first
 from tests.support.faults import EDITS, PHOTOGRAPHS, moved, noisy, picture, recompressed, with_a_small_change
 

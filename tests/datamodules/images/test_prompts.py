@@ -7,13 +7,11 @@ import pytest
 
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
-from datamodules.images import prompts as reading
-from datamodules.images.captions import find_captioned
-from datamodules.images.findings import Kind
+from datamodules.images import samples as reading
 from datamodules.images.folders import Listing
-from datamodules.images.sample import Root, Sample
-from datamodules.images.sources import find_samples
-from datamodules.images.wording import caption_findings
+from datamodules.images.inspection import Kind, caption_findings
+from datamodules.images.samples import Root, Sample
+from datamodules.images.sources import find_captioned, find_samples
 from tasks.settings import TRAINING, check_settings
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs

@@ -12,11 +12,10 @@ from PIL import Image
 
 from datamodules.encoding import roles
 from datamodules.errors import UserError
-from datamodules.images.dataset import collate
-from datamodules.images.findings import Kind
-from datamodules.images.inspection import inspect_sample
-from datamodules.images.sample import Root
+from datamodules.images.inspection import Kind, inspect_sample
+from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
+from datamodules.pairs import collate_pixels
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs, photograph
 
@@ -117,7 +116,7 @@ def test_they_are_seen_as_their_targets_are(tmp_path):
 def test_samples_with_and_without_them_make_batches_of_their_own(root):
     data = data_of(root)
     assert [beside for _, beside in data.sizes] == [("rejected",), ("rejected",), ()]
-    raw = collate(data.pixels(2))
+    raw = collate_pixels(data.pixels(2))
     expected = np.stack([np.asarray(Image.open(path)) for path in sorted((root / "rejected_images").glob("*.png"))])
     assert np.array_equal(((raw.rejected + 1) * 127.5).round().permute(0, 2, 3, 1).numpy(), expected)
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.roots import as_roots, with_settings
-from datamodules.images.sample import Found, Root, Sample
+from datamodules.images.samples import Found, Root, Sample, as_roots, with_settings
 
 SETTINGS = {"resolution": 1024, "prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None}
 

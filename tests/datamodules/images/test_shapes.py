@@ -8,10 +8,23 @@ from hydra.utils import instantiate
 from PIL import ImageChops
 
 from datamodules.errors import UserError
-from datamodules.images.sample import Root
-from datamodules.images.scenes import COLORS, SIDE, Scene, Shape, draw, random_scene
-from datamodules.images.shapes import DRAWN, EDITS, HELD_BACK, KNOWN, Edit, find_shapes, weights
-from datamodules.images.transforms import open_image
+from datamodules.images.decoding import open_image
+from datamodules.images.samples import Root
+from datamodules.images.shapes import (
+    COLORS,
+    DRAWN,
+    EDITS,
+    HELD_BACK,
+    KNOWN,
+    SIDE,
+    Edit,
+    Scene,
+    Shape,
+    draw,
+    find_shapes,
+    random_scene,
+    weights,
+)
 from tests.support.commands import compose
 
 SCENE = Scene("blue", (Shape("circle", "red", 20, 20, 10), Shape("star", "white", 45, 40, 11)))

@@ -9,7 +9,7 @@ import pytest
 
 from datamodules.edits import find_images
 from datamodules.errors import UserError, count_of, listing
-from datamodules.images.sample import Root
+from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
 from tests.support.pictures import make_pairs, photograph
 from tests.support.stored import write_tar

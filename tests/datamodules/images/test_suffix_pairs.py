@@ -3,9 +3,9 @@
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.sample import Root
+from datamodules.images.folders import USUAL
+from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
-from datamodules.images.suffix_pairs import USUAL
 from tests.support.stored import picture
 
 

@@ -8,9 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.captions import find_captioned
-from datamodules.images.sample import Root
-from datamodules.images.sources import find_samples
+from datamodules.images.samples import Root
+from datamodules.images.sources import find_captioned, find_samples
 from tests.support.stored import picture
 
 

@@ -8,9 +8,8 @@ import tarfile
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.captions import find_captioned
-from datamodules.images.sample import Root
-from datamodules.images.sources import find_samples
+from datamodules.images.samples import Root
+from datamodules.images.sources import find_captioned, find_samples
 from tests.support.stored import picture, prompt, tar_members, write_tar
 
 
@@ -183,7 +182,7 @@ def test_what_systems_leave_is_passed_over(tmp_path):
 
 
 def test_tar_that_shrinks_later_is_an_unreadable_picture(tmp_path):
-    from datamodules.images.transforms import verify_image
+    from datamodules.images.decoding import verify_image
 
     tar = write_tar(tmp_path / "x.tar", tar_members([0]))
     [sample] = find_samples([Root(tar)]).samples

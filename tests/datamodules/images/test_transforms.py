@@ -12,9 +12,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from datamodules.errors import UserError
-from datamodules.images.conditions import ConditionImages
-from datamodules.images.transforms import fit_area, floor_size, image_size, open_image, verify_image
-from datamodules.images.window import Window, load_image, load_mask
+from datamodules.images.decoding import fit_area, floor_size, image_size, open_image, verify_image
+from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
 from tests.support.pictures import photograph
 
 SIZE = (48, 32)

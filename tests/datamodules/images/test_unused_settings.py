@@ -3,10 +3,9 @@
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.captions import find_captioned
 from datamodules.images.framing import Framing
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.sources import find_samples
+from datamodules.images.sources import find_captioned, find_samples
 from tests.support.pictures import make_pairs
 from tests.support.stored import as_suffixes, as_tars
 

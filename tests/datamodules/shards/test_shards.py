@@ -10,7 +10,7 @@ import webdataset as wds
 
 from datamodules.errors import UserError
 from datamodules.hashes import FileHashes, hash_file
-from datamodules.images.window import Window
+from datamodules.images.windows import Window
 from datamodules.shards.cache import Cache
 from datamodules.shards.fingerprint import check_fit, fingerprint
 from datamodules.shards.index import ShardIndex

@@ -5,7 +5,7 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
-from datamodules.images.transforms import to_tensor
+from datamodules.images.decoding import to_tensor
 from lightning_modules import flow
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.execution.checkpointing import set_checkpointing

@@ -11,9 +11,8 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
-from datamodules.images.conditions import ConditionImages
-from datamodules.images.transforms import to_tensor
-from datamodules.images.window import Window
+from datamodules.images.decoding import to_tensor
+from datamodules.images.windows import ConditionImages, Window
 from lightning_modules import flow
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.peft_layers import lora_layers

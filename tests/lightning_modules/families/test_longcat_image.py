@@ -12,9 +12,9 @@ from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
 from datamodules.errors import UserError
-from datamodules.images.dataset import collate
-from datamodules.images.transforms import to_tensor
-from datamodules.images.window import Window
+from datamodules.images.decoding import to_tensor
+from datamodules.images.windows import Window
+from datamodules.pairs import collate_pixels
 from lightning_modules import flow
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.families.longcat_image.conditions import HalvedForText
@@ -173,7 +173,7 @@ def test_images_of_several_sizes_are_no_batch(module, tmp_path):
     samples = [raw_sample(module, photograph("cat", *size), tmp_path) for size in ((64, 64), (200, 20))]
     samples[1].controls = samples[0].controls  # which could not even be collated
     with pytest.raises(UserError, match=r"a batch has prompt_embeds of \[5\d\d, 5\d\d\] tokens.* data.batch_size=1"):
-        module.encoder(collate(samples))
+        module.encoder(collate_pixels(samples))
 
 
 def test_position_ids_are_the_pipelines(module):
@@ -221,7 +221,7 @@ def test_pictures_of_any_size_are_made_together(module, tmp_path):
     """Two seeds at once, of a size that the stock pipeline does not make from this image, as each alone."""
     sampling = Sampling(3, 4.5, None, None)
     encoded = module.encoder(raw_sample(module, photograph("cat", 96, 48), tmp_path), "")
-    twice = module.encoder(collate([raw_sample(module, photograph("cat", 96, 48), tmp_path)] * 2), "")
+    twice = module.encoder(collate_pixels([raw_sample(module, photograph("cat", 96, 48), tmp_path)] * 2), "")
     together = module.sampler.sample(twice, sampling, (80, 32), [7, 8])
     alone = torch.cat([module.sampler.sample(encoded, sampling, (80, 32), [seed]) for seed in (7, 8)])
     assert together.shape == (2, 3, 32, 80)
@@ -263,7 +263,7 @@ def test_loss_and_gradients_equal_an_independent_computation(module, stock, tmp_
     """In a batch of two whose images and prompts differ."""
     images = [photograph(name, *size) for name in NAMES[:2]]
     raws = [raw_sample(module, images[number], tmp_path, number) for number in range(2)]
-    own = losses(module, module.encoder(collate(raws)))
+    own = losses(module, module.encoder(collate_pixels(raws)))
     expected = independent_losses(stock, module, list(zip(raws, images, strict=True)))
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
     assert (own[0] - own[1]).abs() > 1e-3

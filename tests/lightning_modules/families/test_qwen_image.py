@@ -8,10 +8,9 @@ from hydra.utils import instantiate
 from PIL import Image
 
 from datamodules.batch import RawBatch
-from datamodules.images.conditions import ConditionImages
-from datamodules.images.dataset import collate
-from datamodules.images.transforms import size_of_area, to_tensor
-from datamodules.images.window import Window
+from datamodules.images.decoding import size_of_area, to_tensor
+from datamodules.images.windows import ConditionImages, Window
+from datamodules.pairs import collate_pixels
 from lightning_modules import flow
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.family import Sampling
@@ -213,7 +212,7 @@ def test_loss_and_gradients_equal_an_independent_computation(name, sizes, reposi
     stock = stock_pipeline(name, repositories, monkeypatch)
     images = [condition_images(sizes, shift=number) for number in range(2)]
     raws = [raw_sample(module, images[number], tmp_path, number) for number in range(2)]
-    batch = collate(raws)
+    batch = collate_pixels(raws)
     own = losses(module, module.encoder(batch))
     expected = independent_losses(stock, module, name, list(zip(raws, images, strict=True)))
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
@@ -227,7 +226,7 @@ def test_padding_is_masked(repositories, tmp_path):
     """What stands in the padding has no influence; without the mask it would have."""
     module = build("qwen_image_edit", repositories)
     raws = [raw_sample(module, condition_images([(96, 48)]), tmp_path, number) for number in range(2)]
-    latents = module.encoder(collate(raws))
+    latents = module.encoder(collate_pixels(raws))
     length = int(latents.prompt["prompt_embeds_mask"][0].sum())
     assert length < latents.prompt["prompt_embeds"].shape[1]
     before = losses(module, latents)
@@ -241,7 +240,7 @@ def test_dropped_captions_keep_the_image(repositories, tmp_path):
     """Each sample's empty prompt is encoded with its own image, at whatever length it has."""
     module = build("qwen_image_edit", repositories)
     raws = [raw_sample(module, condition_images([(96, 48)], shift=number), tmp_path, number) for number in range(2)]
-    batch = collate(raws)
+    batch = collate_pixels(raws)
     captioned = losses(module, module.encoder(batch))
     encoded = module.encoder(batch, "")
     batch.prompts = ["", ""]

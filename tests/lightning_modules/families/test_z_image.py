@@ -12,8 +12,8 @@ from diffusers import ZImagePipeline
 from hydra.utils import instantiate
 
 from datamodules.batch import RawBatch
-from datamodules.images.dataset import collate
-from datamodules.images.transforms import to_tensor
+from datamodules.images.decoding import to_tensor
+from datamodules.pairs import collate_pixels
 from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.formats.written import save_lora
@@ -159,7 +159,7 @@ def independent_losses(stock, module, samples):
 def test_loss_and_gradients_equal_an_independent_computation(module, stock):
     """In a batch of two whose prompt lengths differ: neither meets the other's, nor padding."""
     raws = [raw_sample(number) for number in range(2)]
-    own = losses(module, module.encoder(collate(raws)))
+    own = losses(module, module.encoder(collate_pixels(raws)))
     expected = independent_losses(stock, module, raws)
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
     assert (own[0] - own[1]).abs() > 1e-3
@@ -170,7 +170,7 @@ def test_loss_and_gradients_equal_an_independent_computation(module, stock):
 
 def test_padding_has_no_influence(module):
     """What stands in the padding; if it were taken for text it would have one."""
-    latents = module.encoder(collate([raw_sample(number) for number in range(2)]))
+    latents = module.encoder(collate_pixels([raw_sample(number) for number in range(2)]))
     length = int(latents.prompt["prompt_embeds_mask"][0].sum())
     assert length < latents.prompt["prompt_embeds"].shape[1]
     before = losses(module, latents)
@@ -181,7 +181,7 @@ def test_padding_has_no_influence(module):
 
 
 def test_dropped_captions_have_the_length_of_the_empty_prompt(module):
-    batch = collate([raw_sample(number) for number in range(2)])
+    batch = collate_pixels([raw_sample(number) for number in range(2)])
     captioned, encoded = losses(module, module.encoder(batch)), module.encoder(batch, "")
     batch.prompts = ["", ""]
     uncaptioned = losses(module, module.encoder(batch))
@@ -200,7 +200,7 @@ def test_what_sees_a_batch_as_one_row_is_found(module):
     for name, layer in module.transformer.named_modules():
         if isinstance(layer, torch.nn.Linear) and ".lora_" not in name:
             layer.register_forward_pre_hook(lambda _, args, name=name: rows.update({name: len(args[0])}))
-    losses(module, module.encoder(collate([raw_sample(number) for number in range(2)])))
+    losses(module, module.encoder(collate_pixels([raw_sample(number) for number in range(2)])))
     flattened = {name for name, count in rows.items() if count != 2}
     assert flattened == {name for name in rows if any(fnmatchcase(name, one) for one in module.layers.flattened)}
     assert flattened == {"all_x_embedder.2-1", "cap_embedder.1"}
@@ -237,7 +237,7 @@ def test_after_pictures_samples_have_their_own_timesteps(repository):
     """Without gradients, too, as when the validation loss is measured."""
     module = build(repository, "adapter=tlora", "adapter.rank=16", "model.timesteps.law=uniform")
     mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
-    latents = module.encoder(collate([raw_sample(number) for number in range(2)]))
+    latents = module.encoder(collate_pixels([raw_sample(number) for number in range(2)]))
     with torch.no_grad():
         before = losses(module, latents)
         ranks = module.rank_gates[0].active_ranks
@@ -259,7 +259,7 @@ def loss_and_gradients(repository, change):
     mask_forwards(module.transformer, module.rank_gates, lambda: None)
     set_checkpointing(module.transformer, "none", module.adapter.bind_rank_mask)
     change(module)
-    loss = losses(module, module.encoder(collate([raw_sample(number) for number in range(2)])))
+    loss = losses(module, module.encoder(collate_pixels([raw_sample(number) for number in range(2)])))
     loss.mean().backward()
     gradients = {name: one.grad for name, one in trainable(module.transformer).items()}
     assert len(gradients) > 50
@@ -310,4 +310,4 @@ def test_compiled_blocks_take_every_batch(module, monkeypatch):
     set_checkpointing(module.transformer, "none", module.adapter.bind_rank_mask)
     raws = [raw_sample(number) for number in range(2)]
     for batch in (raws, [raws[1], raws[1]], raws[:1]):
-        losses(module, module.encoder(collate(batch))).mean().backward()
+        losses(module, module.encoder(collate_pixels(batch))).mean().backward()
