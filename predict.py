@@ -6,8 +6,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from callbacks.run_folder import shorten
-from callbacks.signals import stop
+from runs.run_folder import shorten
+from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments
 from tasks.folders import IN_CACHE_DIR, in_use
 from tasks.keys import check_keys, check_read, chosen_task

@@ -7,8 +7,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from callbacks.run_folder import shorten
-from callbacks.signals import stop
+from runs.run_folder import shorten
+from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments, with_run_settings
 from tasks.folders import in_use
 from tasks.keys import check_keys, chosen_task

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes_runs import Rows, command, run, table
-from callbacks.report.figures import read_rows
+from report.tables import read_rows
 
 AVERAGES = {"cosine": [], "constant": ["scheduler=constant"]}
 HALF_LIVES = (100, 400)  # samples; 16 are a step

@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.shapes_runs import Made, Rows, distance, run, samples, save_grid, table, write_table
-from callbacks.report.figures import read_rows
 from datamodules.images.shapes import EDITS, KNOWN, draw, random_scene, write_pairs
+from report.tables import read_rows
 
 # How many held-out pictures of each old edit, and of none.
 OLD = 4

@@ -18,9 +18,9 @@ from benchmarks.preservation import preservation, small_edit
 from benchmarks.recipes import recipes
 from benchmarks.shapes_runs import run, table
 from benchmarks.sliders import slider
-from callbacks.report.figures import read_metrics, read_rows
 from datamodules.images.shapes import write_pairs
 from datamodules.images.tables import TABLES
+from report.tables import read_metrics, read_rows
 
 COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "seconds")
 PAIRS, HELD_OUT = (24, 4, 1), 16

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from benchmarks.shapes_runs import Rows, run, table
-from callbacks.report.figures import read_rows
 from datamodules.images.shapes import write_pairs
 from datamodules.images.tables import TABLES
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.layers import ATTENTION
+from report.tables import read_rows
 
 EDITS = ("segment", "invert", "mirror")
 PAIRS, HELD_OUT = 24, 16

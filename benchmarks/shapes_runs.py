@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from callbacks.sample_images import PARTS
 from datamodules.images.tables import COLUMNS
+from report.images import PARTS
 
 # A row's name, and what was measured with each seed.
 Rows = Iterator[tuple[str, list[dict[str, float]]]]
@@ -34,7 +34,7 @@ COMMON = [
     "sample_every=0",
     "logger=none",
     "callbacks.sample_images.count=16",
-    "+callbacks.validation.metrics.mask_iou._target_=callbacks.image_metrics.MaskIoU",
+    "+callbacks.validation.metrics.mask_iou._target_=report.image_metrics.MaskIoU",
 ]
 
 

@@ -7,12 +7,12 @@ import lightning.pytorch as L
 import torch
 from rich.filesize import decimal
 
-from callbacks.best_effort import best_effort
 from datamodules.base import TrainingData
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.calibration import USABLE, Calibration, DeviceMemory, estimate
 from lightning_modules.timing import NOT_TRAINING
+from runs.run_folder import best_effort
 
 log = logging.getLogger("retouch")
 

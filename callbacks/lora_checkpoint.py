@@ -10,14 +10,14 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
-from callbacks.model_card.origin import published
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import link_or_copy, replacing
 from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
 from lightning_modules.optimization import averaged_weights
 from lightning_modules.timing import NOT_TRAINING
+from report.origin import published
+from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")
 

@@ -12,11 +12,11 @@ import lightning.pytorch as L
 import psutil
 import torch
 
-from callbacks.run_folder import RunFolder
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.flops import matrix_peak
 from lightning_modules.optimization import reads_back
 from lightning_modules.timing import NOT_TRAINING
+from runs.run_folder import RunFolder
 
 COLUMNS = (
     "step",

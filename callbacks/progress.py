@@ -23,11 +23,9 @@ from rich.progress import (
 from rich.table import Table
 from torch import nn
 
-from callbacks.lookup import find_callback
+from callbacks import find_callback
 from callbacks.metrics import Metrics
-from callbacks.report.report import Report
-from callbacks.run_folder import RunFolder
-from callbacks.sweep_summary import sweep_job
+from callbacks.report import Report
 from datamodules.base import TrainingData
 from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError, listing
@@ -37,6 +35,8 @@ from lightning_modules.adapters.targets import ending
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.duration import duration, sample_flops
 from lightning_modules.quantization.quantization import nbytes
+from report.sweep_summary import sweep_job
+from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")
 

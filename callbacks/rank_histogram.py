@@ -9,13 +9,13 @@ from PIL import Image
 from torch import Tensor
 
 from callbacks.image_writer import log_image
-from callbacks.run_folder import RunFolder
 from datamodules.base import TrainingData
 from datamodules.files import replacing
 from lightning_modules import flow
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
+from runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

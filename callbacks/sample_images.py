@@ -1,33 +1,24 @@
 """Fixed-seed pictures of a few samples, to see the edit being learned."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from callbacks.best_effort import best_effort
-from callbacks.image_writer import in_a_row, log_image, save_png, to_image
-from callbacks.run_folder import RunFolder
-from callbacks.shares import of_all, of_first, share
+from callbacks.image_writer import log_image
 from datamodules.base import TrainingData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest, Requests, own_edits
 from datamodules.errors import UserError
-from datamodules.files import short_name
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.picture_transformer import PictureTransformer
 from lightning_modules.timing import NOT_TRAINING
-
-# The text chunk of a strip's PNG that lists the widths of its parts.
-PARTS = "parts"
-# Another one where the last part is the result, not a target.
-NO_TARGET = "no target"
+from report.images import Strip, file_names, save_png, to_image
+from runs.run_folder import RunFolder, best_effort
+from runs.shares import of_all, of_first, share
 
 
 class Shown(NamedTuple):
@@ -155,14 +146,10 @@ class SampleImages(L.Callback):
                 save_png(to_image(made.controls[0]), self.run.control)
 
     def _write(self, trainer: L.Trainer, name: str, made: Made) -> None:
-        shown = [*made.controls, made.result, *([] if made.target is None else [made.target])]
-        parts = in_a_row([to_image(picture) for picture in shown])
-        strip = Image.fromarray(np.concatenate([np.asarray(part) for part in parts], axis=1))
-        facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": made.prompt}
-        if made.target is None:
-            facts[NO_TARGET] = "true"
-        save_png(strip, self.run.samples_of(trainer.global_step) / f"{name}.png", facts)
-        log_image(trainer, f"samples/{name}", strip)
+        target = None if made.target is None else to_image(made.target)
+        strip = Strip(list(map(to_image, made.controls)), to_image(made.result), target, made.prompt)
+        image = strip.write(self.run.samples_of(trainer.global_step) / f"{name}.png")
+        log_image(trainer, f"samples/{name}", image)
 
     def _prepare(self, trainer: L.Trainer, module: EditModule) -> list[Shown]:
         """Encode this process's share of the samples, and of sample_root."""
@@ -199,12 +186,3 @@ class SampleImages(L.Callback):
                 request = own[number - count]
                 shown.append(Shown(request.raw.controls, None, request.size, encode(request.raw)))
         return shown
-
-
-def file_names(keys: Sequence[str]) -> dict[str, str]:
-    """A unique file name for each sample: no folders, no more than 240 bytes before a number."""
-    names: dict[str, str] = {}
-    for number, key in enumerate(keys):
-        name = short_name(key.replace("/", "_"), 240)
-        names[key] = f"{name}-{number}" if name in names.values() else name
-    return names

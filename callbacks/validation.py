@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from callbacks.image_metrics import EditMetrics
-from callbacks.lookup import find_callback
+from callbacks import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
-from callbacks.report.figures import ENDS, monitored, read_rows
-from callbacks.run_folder import RunFolder
 from callbacks.sample_images import Made, SampleImages
-from callbacks.shares import of_all, of_first, share
 from datamodules.base import TrainingData
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
@@ -28,6 +24,10 @@ from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
+from report.image_metrics import EditMetrics
+from report.tables import ENDS, monitored, read_rows
+from runs.run_folder import RunFolder
+from runs.shares import of_all, of_first, share
 
 log = logging.getLogger("retouch")
 

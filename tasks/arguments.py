@@ -17,10 +17,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from callbacks.report.quoting import PATHS, TEXTS, has_a_meaning, literal
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
 from datamodules.shards import stores
+from report.quoting import PATHS, TEXTS, is_parsed, literal
+from runs.run_folder import RunFolder
 from tasks.keys import Declared, closest, declared
 from tasks.resuming import OF_A_START, newest_run
 from tasks.terminal import log
@@ -88,7 +88,7 @@ def quote_values(arguments: list[str]) -> list[str]:
 
     def quote(argument: str) -> str:
         key, _, value = argument.partition("=")
-        if key not in PATHS | TEXTS or has_a_meaning(key, value):
+        if key not in PATHS | TEXTS or is_parsed(key, value):
             return argument
         value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
         return f"{key}={literal(value)}"

@@ -12,12 +12,12 @@ import safetensors.torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
 from datamodules.files import reading, replacing
 from lightning_modules.adapters.formats.find import WEIGHTS_NAME, find_or_download
 from lightning_modules.adapters.formats.lora_file import HEADER_KEY, LoRAFile
 from lightning_modules.adapters.formats.written import require_finite
+from runs.run_folder import RunFolder
 from tasks.edit import as_list
 from tasks.lora_header import shown
 from tasks.terminal import log

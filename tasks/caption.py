@@ -13,8 +13,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from PIL import Image
 
-from callbacks.best_effort import best_effort
-from callbacks.signals import Stopped, stop
 from datamodules.errors import UserError, count_of, listing, printable
 from datamodules.files import replacing
 from datamodules.images.decoding import image_size, open_image
@@ -23,6 +21,8 @@ from datamodules.images.samples import Sample
 from datamodules.images.windows import resize
 from lightning_modules.captioner import Captioner
 from lightning_modules.timing import ProgressLines
+from runs.run_folder import best_effort
+from runs.signals import Stopped, stop
 from tasks.encode import cached_data
 from tasks.placement import compute_device
 from tasks.proposals import Proposal, Proposals

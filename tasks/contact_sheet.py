@@ -11,14 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image, ImageDraw
 
-from callbacks.image_writer import in_a_row, to_image
-from callbacks.plots import plain, write_figure
 from datamodules.batch import RawBatch
 from datamodules.images.decoding import open_image
 from datamodules.images.framing import Size, View
 from datamodules.images.samples import Picture
 from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
+from report.images import in_a_row, plot_text, to_image, write_figure
 
 COLUMNS = 4
 
@@ -48,7 +47,7 @@ def contact_sheet(data: PairsDataModule) -> Figure:
     above = 0.2 * len(title) + 0.1 + shapes
     height = above + rows * (head + high + foot)
     figure = Figure(figsize=(4.2 * columns, height))
-    figure.suptitle(plain("\n".join(title)), fontsize=10, y=1 - 0.1 / height)
+    figure.suptitle(plot_text("\n".join(title)), fontsize=10, y=1 - 0.1 / height)
     axes = figure.subplots(rows, columns, squeeze=False)
     edges = {"left": 0.01, "right": 0.99, "wspace": 0.03}
     figure.subplots_adjust(top=1 - (above + head) / height, bottom=foot / height, hspace=(head + foot) / high, **edges)
@@ -63,11 +62,11 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in raw.images)
         key = raw.keys[0] if len(raw.keys[0]) <= 44 else f"...{raw.keys[0][-41:]}"
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""
-        axis.set_title(f"{plain(key)}\n{sizes}  bucket {buckets[view.size]}{cropped}", fontsize=9)
+        axis.set_title(f"{plot_text(key)}\n{sizes}  bucket {buckets[view.size]}{cropped}", fontsize=9)
         first, *others = view.sample.prompts
         words = (first or "(no caption)") + (f" (and {len(others)} more)" if others else "")
         caption = textwrap.fill(words, 52, max_lines=3, placeholder=" ...")
-        axis.text(0.5, -0.04, plain(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
+        axis.text(0.5, -0.04, plot_text(caption), transform=axis.transAxes, ha="center", va="top", fontsize=9)
     return figure
 
 

@@ -10,9 +10,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig
 
-from callbacks.graceful_stop import GracefulStop
 from callbacks.image_writer import PREDICTIONS, ImageWriter
-from callbacks.model_card.origin import published
+from callbacks.lifecycle import GracefulStop
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
@@ -20,6 +19,7 @@ from lightning_modules.adapters.formats.find import find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.family import Sampling
 from lightning_modules.objectives.slider import SliderObjective
+from report.origin import published
 from tasks.models import Header, header_here, model_settings
 from tasks.placement import frozen_model, place_trainer
 from tasks.settings import PREDICTION, check_settings

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from callbacks.best_effort import best_effort
-from callbacks.shares import of_all, of_first
-from callbacks.signals import Stopped
 from datamodules.errors import UserError, count_of, without_credentials
 from datamodules.shards.fingerprint import FINGERPRINT
+from runs.run_folder import best_effort
+from runs.shares import of_all, of_first
+from runs.signals import Stopped
 from tasks.folders import in_use, one_at_a_time
 from tasks.placement import frozen_model, join_processes
 from tasks.terminal import is_first_process, log, silence_libraries
@@ -66,10 +66,9 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
     """Have each process encode its share, and the first one merge the index."""
     from hydra.utils import instantiate
 
-    from callbacks.graceful_stop import GracefulStop
+    from callbacks.lifecycle import GracefulStop, Watchdog
     from callbacks.progress import EncodingProgress
     from callbacks.shard_writer import ShardWriter
-    from callbacks.watchdog import Watchdog
     from datamodules.encoding import EncodingDataModule
 
     join_processes(cfg)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from callbacks.model_card.origin import published
 from datamodules.errors import UserError
 from datamodules.files import short_name
 from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, find_or_download
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.written import FORMATS, export_dtype, save_lora
+from report.origin import published
 from tasks.edit import as_list
 from tasks.export_ranks import with_constant_rank, with_rank
 from tasks.export_table import say_written

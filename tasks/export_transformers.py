@@ -9,14 +9,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from callbacks.lora_checkpoint import model_header
-from callbacks.report.commands import override
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.extraction import extract
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.adapters.update import Update
+from report.quoting import override
+from runs.run_folder import RunFolder
 from tasks.export_table import most_in, percent
 from tasks.folders import require_empty
 from tasks.loras_read import LoRA

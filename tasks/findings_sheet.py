@@ -8,13 +8,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image, ImageChops, ImageOps
 
-from callbacks.plots import plain, write_figure
 from datamodules.errors import UserError
 from datamodules.images.alignment import edges
 from datamodules.images.decoding import open_image
 from datamodules.images.inspection import Finding, Kind
 from datamodules.images.samples import Picture, Sample
 from datamodules.images.windows import resize
+from report.images import plot_text, write_figure
 
 COLUMNS, PANELS = 2, 3
 # In pixels: the box of a picture, and what is between two.
@@ -87,7 +87,7 @@ def end_of(key: str, letters: int) -> str:
 
 
 def _line(text: str) -> str:
-    return plain(textwrap.shorten(text, LETTERS, placeholder=" ..."))
+    return plot_text(textwrap.shorten(text, LETTERS, placeholder=" ..."))
 
 
 def _panels(sample: Sample, finding: Finding) -> list[Panel]:

@@ -14,73 +14,26 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.graceful_stop import GracefulStop
-from callbacks.lookup import find_callback
+from callbacks import find_callback
+from callbacks.lifecycle import GracefulStop, SaveConfig, StartOfTraining, Watchdog
 from callbacks.metrics import Metrics
-from callbacks.report.commands import example, predict_command
-from callbacks.report.page import shareable
-from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
-from callbacks.shares import of_first
-from callbacks.signals import Stopped, stop
-from callbacks.uploads import check_upload, upload
 from callbacks.validation import Validation
-from callbacks.watchdog import Watchdog
 from datamodules.base import TrainingData
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
-from datamodules.files import replacing
 from datamodules.pairs import PairsDataModule
 from datamodules.shards.stores import local_folder
+from report.commands import example, predict_command
+from runs.run_folder import RunFolder
+from runs.signals import Stopped, stop
+from runs.uploads import check_upload, upload
 from tasks.encode import build_cache
 from tasks.folders import NOT_OF_A_RUN
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
 from tasks.resuming import End, check_resumable, find_checkpoint, read_end, start_anew, write_end
 from tasks.terminal import is_first_process, log, silence_libraries
-
-
-class StartOfTraining(L.Callback):
-    """The first of all callbacks: what must be in place before the others start.
-
-    Args:
-        max_steps: optimizer steps of the run. The trainer may have been given one more, to let it start at all.
-    """
-
-    def __init__(self, max_steps: int) -> None:
-        self.max_steps = max_steps
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stop.install_handlers()  # Lightning has just put its own signal handlers, which would leave without saving
-        if (step := of_first(trainer, trainer.global_step)) != trainer.global_step:
-            raise UserError(
-                f"process {trainer.global_rank} starts after step {trainer.global_step}, the first one after step "
-                f"{step}: output_dir must be a folder that all machines see; where it is in a bucket, start again"
-            )
-        trainer.fit_loop.epoch_loop.max_steps = self.max_steps
-        module: Any = pl_module
-        module.optimization.follow_schedule(module.lr_schedulers(), trainer.global_step)
-
-
-class SaveConfig(L.Callback):
-    """Writes config.yaml when all callbacks before it have started, since each of them may refuse the run.
-
-    The file marks a folder as a run's. `Report` reads it from the first epoch on. Loggers get the resolved ones.
-    """
-
-    def __init__(self, run: RunFolder, settings: dict[str, Any], resolved: Any) -> None:
-        self.run = run
-        self.settings = settings
-        self.resolved = resolved
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        for logger in trainer.loggers:  # before Lightning has them write their files
-            logger.log_hyperparams(shareable(self.resolved))
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            with replacing(self.run.config) as temporary:
-                OmegaConf.save(OmegaConf.create(self.settings), temporary)
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> float:

@@ -35,7 +35,7 @@ TASKS = {
 CHOOSING = ("experiment", "debug", "hparams_search")
 # Below these, any class may be added by its _target_.
 OPEN = ("callbacks", "callbacks.validation.metrics", "logger")
-OURS = ("callbacks.", "datamodules.", "lightning_modules.")
+OURS = ("callbacks.", "datamodules.", "lightning_modules.", "report.")
 OTHER = {"train": "predict", "predict": "train"}
 
 DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")

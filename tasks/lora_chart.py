@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from callbacks.plots import plain, write_figure
+from report.images import plot_text, write_figure
 from tasks.lora_header import shown
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def write_chart(values: Mapping[str, float], title: str, unit: str, zero: str, p
     wide = min(WIDEST, max(9.0, 4.6 + COLUMN * len(columns)))
     heights = [max(2.0, ROW * len(rows) + 0.9)] * bool(rows) + [max(1.0, ROW * len(bars) + 0.6)] * bool(bars)
     figure = Figure(figsize=(wide, sum(heights) + 0.7), layout="constrained")
-    figure.suptitle(plain(title), x=0.01, ha="left", fontsize=13)
+    figure.suptitle(plot_text(title), x=0.01, ha="left", fontsize=13)
     axes = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights).flat)
     top = _top(list(values.values()))
     if rows:
@@ -107,13 +107,13 @@ def _draw_cells(
     starts = [column for column, name in enumerate(lists) if column == 0 or name != lists[column - 1]]
     for start in starts:
         words = f"{lists[start]} (x: {zero})" if start == 0 and some else lists[start]
-        axes.text(start - 0.4, -0.7, plain(shown(words, LETTERS)), fontsize=11, ha="left", va="bottom")
+        axes.text(start - 0.4, -0.7, plot_text(shown(words, LETTERS)), fontsize=11, ha="left", va="bottom")
         if start:
             axes.axvline(start - 0.5, color="white", linewidth=4)
     step = 1 if len(columns) <= 30 else 2 if len(columns) <= 64 else 5 if len(columns) <= 150 else 20
     ticks = [column for column, (_, block) in enumerate(columns) if block % step == 0]
     axes.set_xticks(ticks, [shown(columns[tick][1], 6) for tick in ticks], fontsize=9)
-    axes.set_yticks(range(len(cells)), [plain(shown(kind, LETTERS)) for kind in cells], fontsize=10)
+    axes.set_yticks(range(len(cells)), [plot_text(shown(kind, LETTERS)) for kind in cells], fontsize=10)
     axes.set_xlabel("block", fontsize=11)
     axes.tick_params(length=2)
     return image
@@ -122,7 +122,7 @@ def _draw_cells(
 def _draw_bars(axes: "Axes", values: Mapping[str, float], unit: str, top: float) -> None:
     lengths = [min(value, 10 * top) for value in values.values()]
     axes.barh(range(len(values)), lengths, color="#31688e", height=0.7)
-    axes.set_yticks(range(len(values)), [plain(shown(name, LETTERS)) for name in values], fontsize=10)
+    axes.set_yticks(range(len(values)), [plot_text(shown(name, LETTERS)) for name in values], fontsize=10)
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.set_xlim(0, max([*lengths, 1e-12]) * 1.05)
     axes.set_xlabel(unit, fontsize=11)

@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from callbacks.run_folder import RunFolder
-from callbacks.signals import Stopped, stop
 from datamodules.errors import UserError
 from datamodules.files import DAMAGED, link_or_copy, replacing, sha256
 from datamodules.shards.bucket import Bucket
+from runs.run_folder import RunFolder
+from runs.signals import Stopped, stop
 from tasks.folders import MIRROR, one_at_a_time
 from tasks.terminal import is_first_process, log, started_by_lightning
 

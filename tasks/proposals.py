@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from callbacks.report.page import TEMPLATE, data_url
 from datamodules.errors import UserError, count_of, printable
 from datamodules.files import reading, replacing
 from datamodules.images.decoding import open_image
 from datamodules.images.samples import Sample
+from report.images import data_url
+from report.page import TEMPLATE
 
 RECORDS, PAGE, TABLE = "captions.jsonl", "captions.html", "metadata.jsonl"
 # Pixels of a picture's longer side on the page, and how many samples it shows: a browser holds them all in memory.

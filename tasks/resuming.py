@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import reading, replacing
+from runs.run_folder import RunFolder
 from tasks.terminal import is_first_process, log
 
 # Restored from the checkpoint, which would hide a changed setting.
@@ -186,8 +186,8 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     Raises:
         UserError: the checkpoint would restore the former value of a setting, and so hide that it has changed.
     """
-    from callbacks.report.page import SECRET
     from datamodules.shards.failures import shown
+    from report.quoting import SECRET
 
     if not run.config.is_file():
         return

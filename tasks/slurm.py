@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from callbacks.signals import BEFORE_THE_END, Stopped
+from runs.signals import BEFORE_THE_END, Stopped
 from tasks.terminal import is_first_process
 
 

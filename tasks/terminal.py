@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from callbacks.signals import Stopped
 from datamodules.errors import UserError
+from runs.signals import Stopped
 
 log = logging.getLogger("retouch")
 
@@ -234,7 +234,7 @@ def _one_line(error: BaseException, task: str = "") -> str | None:
     import torch
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from callbacks.shares import is_lost_peer
+    from runs.shares import is_lost_peer
 
     if is_lost_peer(error):
         return LOST_PEER

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from callbacks.report.figures import read_rows
+from report.tables import read_rows
 from tests.lightning_modules.quantization.test_quantized_linear import WAYS
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.quantized import MODEL, quantized

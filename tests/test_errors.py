@@ -10,9 +10,9 @@ import torch._dynamo
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.find import find_weights
+from runs.run_folder import RunFolder
 from tasks.resuming import check_resumable, find_checkpoint, start_anew
 from tests.support.commands import compose, lora_bytes, short
 

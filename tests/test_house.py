@@ -12,7 +12,7 @@ from lightning_modules.edit_module import EditModule
 from tests.support.commands import ROOT, compose
 
 # Each may import from those behind it. What stands in lightning_modules/ and datamodules/ is a room of its own there.
-FLOORS = ["train", "predict", "tasks", "callbacks", "lightning_modules", "datamodules"]
+FLOORS = ["train", "predict", "tasks", "callbacks", "report", "runs", "lightning_modules", "datamodules"]
 LINES = 400
 PUBLIC_NAMES = 50
 FILES = {

@@ -13,10 +13,10 @@ import boto3
 import pytest
 import torch
 
-from callbacks.run_folder import RunFolder
 from datamodules.errors import UserError
 from datamodules.files import replacing
 from datamodules.shards import transfer
+from runs.run_folder import RunFolder
 from tasks import mirror as module
 from tasks.mirror import Mirror
 from tasks.resolvers import local_folder

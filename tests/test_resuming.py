@@ -14,9 +14,9 @@ import yaml
 from diffusers.optimization import get_cosine_schedule_with_warmup
 from torch.optim import lr_scheduler
 
-from callbacks.run_folder import RunFolder, shorten
 from datamodules.errors import UserError
 from lightning_modules.optimization import Optimization
+from runs.run_folder import RunFolder, shorten
 from tasks import resuming
 from tasks.arguments import with_run_settings
 from tasks.resuming import check_resumable, find_checkpoint
@@ -127,7 +127,7 @@ def test_run_that_was_killed_behind_its_last_saving_gets_its_end(run, tiny, pair
 
 def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monkeypatch):
     """It was ended at once, by a second signal, before its first saving."""
-    monkeypatch.setattr("callbacks.signals.DEBOUNCE", 0.0)
+    monkeypatch.setattr("runs.signals.DEBOUNCE", 0.0)
     folder = tmp_path / "run"
     arguments = [*short(tiny, pairs, folder, 400), "save_every=0", "trainer.log_every_n_steps=1"]
     outcome = run("train", *arguments, "+callbacks.stop={_target_: tests.support.probes.StopTwice, step: 2}", ok=False)

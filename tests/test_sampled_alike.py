@@ -18,10 +18,10 @@ from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks.report.page import read_strip
 from datamodules.edits import own_edits
 from datamodules.errors import UserError
 from lightning_modules.family import Sampling
+from report.images import read_strip
 from tasks.edit import requests
 from tests.support.commands import compose, rows, short
 from tests.support.pictures import photograph, pixels, records

@@ -16,15 +16,14 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from callbacks import progress
-from callbacks.best_effort import best_effort
-from callbacks.image_writer import LONGEST, in_a_row, save_png, to_image
 from callbacks.metrics import Metrics
-from callbacks.report.commands import override, portable_path
-from callbacks.report.figures import POINTS, curves
-from callbacks.sample_images import file_names
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
 from lightning_modules.estimation.duration import duration
+from report.images import LONGEST, file_names, in_a_row, save_png, to_image
+from report.quoting import override, portable_path
+from report.tables import POINTS, curves
+from runs.run_folder import best_effort
 from tasks.arguments import quote_values
 from tasks.contact_sheet import contact_sheet
 from tests.support.commands import compose, short

@@ -7,8 +7,8 @@ import pytest
 from omegaconf import open_dict
 from PIL import Image
 
-from callbacks.report.page import data_url
-from callbacks.sweep_summary import FIGURE, SweepSummary, sweep_job
+from report.images import data_url
+from report.sweep_summary import FIGURE, SweepSummary, sweep_job
 from tests.support.commands import compose, metrics, short
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
-from callbacks import uploads
+from runs import uploads
 from tests.support.combinations import first
 from tests.support.commands import lora_bytes, short, start_cold, wait_until
 from tests.support.several_runs import DDP

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from callbacks.image_metrics import EditMetrics, to_lab
+from report.image_metrics import EditMetrics, to_lab
 
 PERFECT = {"shift": 0.0, "drift": 0.0, "colour_shift": 0.0, "strength": 1.0}
 # How far a figure may move with the fault of another: pixels, levels, units of Lab, share.

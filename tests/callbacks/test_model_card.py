@@ -9,13 +9,13 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from callbacks.model_card import origin
-from callbacks.model_card.card import Card
-from callbacks.model_card.model_card import is_outdated
-from callbacks.model_card.origin import hub_id, licence
-from callbacks.report.page import read_strip
+from callbacks.model_card import is_outdated
 from datamodules.errors import UserError
 from lightning_modules.edit_module import EditModule
+from report import origin
+from report.card import Card
+from report.images import read_strip
+from report.origin import hub_id, licence
 from tasks import fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short

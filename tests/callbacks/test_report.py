@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from callbacks.report import report
-from callbacks.report.page import data_url, read_strip, shareable, without_secrets
-from callbacks.report.report import Report
+from callbacks import report
+from callbacks.report import Report
+from report.images import data_url, read_strip
+from report.quoting import shareable, without_secrets
 from tests.support.commands import lora_bytes, short
 from tests.support.pictures import make_pairs
 from tests.test_shown import pasted

@@ -8,16 +8,16 @@ import time
 
 import pytest
 
-from callbacks import signals
-from callbacks.signals import Stop, Stopped
 from lightning_modules.edit_module import EditModule
 from lightning_modules.sampling import Sampler
+from runs import signals
+from runs.signals import Stop, Stopped
 from tasks import terminal as console
 from tests.support.commands import ROOT
 
 STUCK = """
 import ctypes, sys
-from callbacks import signals
+from runs import signals
 signals.HANDLER_TIMEOUT = 0.3
 with signals.stop.listening():
     signals.stop.busy_with = sys.argv[1] if sys.argv[1:] else None

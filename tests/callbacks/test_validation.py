@@ -13,13 +13,13 @@ from hydra.utils import instantiate
 from PIL import Image
 from torchmetrics.image import PeakSignalNoiseRatio
 
-from callbacks.image_metrics import EditMetrics, FeatureSimilarity, MaskIoU
-from callbacks.report.commands import example
-from callbacks.report.page import read_strip
-from callbacks.run_folder import RunFolder
 from callbacks.validation import Validation
 from datamodules.images.data_sets import Cell
 from datamodules.images.samples import Sample
+from report.commands import example
+from report.image_metrics import EditMetrics, FeatureSimilarity, MaskIoU
+from report.images import read_strip
+from runs.run_folder import RunFolder
 from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
@@ -195,7 +195,7 @@ def test_run_goes_on_with_other_metrics(run, tmp_path, settings):
     run("train", *settings)
     more = [
         "callbacks.validation.metrics.ssim=null",
-        "+callbacks.validation.metrics.iou._target_=callbacks.image_metrics.MaskIoU",
+        "+callbacks.validation.metrics.iou._target_=report.image_metrics.MaskIoU",
     ]
     run("train", *settings, "ckpt_path=last", "trainer.max_steps=6", *more)
     table = (tmp_path / "run/validation.csv").read_text().splitlines()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from callbacks.watchdog import Watchdog
+from callbacks.lifecycle import Watchdog
 from lightning_modules.timing import LOADING, NOT_TRAINING, StageTimer
 
 SECONDS = 1.0

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from callbacks.report.page import read_strip
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.picture_transformer import PictureTransformer
 from lightning_modules.pretrained.transformer import TransformerSource
+from report.images import read_strip
 from tests.support.combinations import first
 from tests.support.commands import compose, short, weights
 from tests.support.lora_files import layer_names, random_updates

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as L
 
 from callbacks.shard_writer import ShardWriter
-from callbacks.signals import stop
+from runs.signals import stop
 
 
 def until_told() -> None:

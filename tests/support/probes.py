@@ -13,7 +13,7 @@ import lightning.pytorch as L
 import torch
 from torchmetrics import Metric
 
-from callbacks import graceful_stop
+from callbacks import lifecycle
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 
@@ -103,7 +103,7 @@ class HangAtTheEnd(L.Callback):
     """Lets a process wait in a library when it ends, as for a GPU that waits in NCCL."""
 
     def __init__(self) -> None:
-        graceful_stop.SECONDS_TO_END = 3
+        lifecycle.SECONDS_TO_END = 3
 
     def on_train_start(self, trainer, pl_module):
         trainer.strategy.teardown = lambda: ctypes.CDLL(None).system(b"exec sleep 100 > /dev/null 2>&1")

@@ -133,7 +133,7 @@ def use_hub(address: str) -> None:
     """Let this process upload there, without long pauses; what a process reads of its environment it has read."""
     from huggingface_hub import constants
 
-    from callbacks import uploads
+    from runs import uploads
 
     constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET, constants.ENDPOINT = False, True, address
     uploads.PAUSES, uploads.SILENCE = (0.02, 0.05), 30.0

@@ -200,10 +200,10 @@ def test_arguments_of_a_class_are_compared_with_its_signature(composed):
             {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "line_evry": 1}},
             "callbacks.mine.line_evry: callbacks.progress.TrainingProgress has no argument line_evry. Did you mean",
         ),
-        ({"callbacks__mine": {"_target_": "callbacks.overfit.Overfit", "every": 1}}, "It takes none."),
+        ({"callbacks__mine": {"_target_": "callbacks.lifecycle.Overfit", "every": 1}}, "It takes none."),
         ({"callbacks__mine": {"_target_": "no.such.Callback", "every": 1}}, "it cannot be imported ("),
         ({"callbacks__mine": {"every": 1}}, "callbacks.mine.every: there is no such setting."),
-        ({"mine": {"_target_": "callbacks.overfit.Overfit"}}, "mine._target_: there is no such setting."),
+        ({"mine": {"_target_": "callbacks.lifecycle.Overfit"}}, "mine._target_: there is no such setting."),
         ({"model__quantization": {"format": "fp8"}}, "Choose model/quantization=NAME first: fp4, fp8, nf4."),
     ):
         with pytest.raises(UserError) as raised:

@@ -7,16 +7,15 @@ from typing import Any
 import lightning.pytorch as L
 from omegaconf import OmegaConf
 
-from callbacks.best_effort import best_effort
-from callbacks.lookup import find_callback
+from callbacks import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
-from callbacks.model_card.card import Card
-from callbacks.model_card.origin import Origin
-from callbacks.run_folder import RunFolder
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
+from report.card import Card
+from report.origin import Origin
+from runs.run_folder import RunFolder, best_effort
 
 README = "README.md"
 
@@ -61,12 +60,16 @@ class ModelCard(L.Callback):
         assert isinstance(module, EditModule)
         if self._origin is None or module.transformer is None:  # another process, or a run that did not start
             return
+        assert module.adapter is not None
+        sampler, validation = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
+        seed = None if sampler is None else sampler.seed
+        lines = [] if validation is None else validation.best_lines(module.adapter.folder)
         with module.base.timer.stage(NOT_TRAINING), best_effort(README):
             for folder, step in self._weights(trainer, module).items():
                 with best_effort(f"{README} in {folder}"):
                     if is_outdated(folder) or (folder.name in anew and (folder / README).is_file()):
                         names = self.model_name, self.repository
-                        card = Card(self.run, module, *names, self._config, self._origin, folder, step)
+                        card = Card(self.run, module, *names, self._config, self._origin, folder, step, seed, lines)
                         card.write(trainer, folder / README)
 
     @cached_property

@@ -8,17 +8,6 @@ import jinja2
 import lightning.pytorch as L
 from omegaconf import OmegaConf
 
-from callbacks.best_effort import best_effort
-from callbacks.image_writer import save_png, scaled
-from callbacks.lookup import find_callback
-from callbacks.model_card.origin import Origin
-from callbacks.model_card.quoting import block, code, one_line, plain
-from callbacks.report.commands import Names, commands
-from callbacks.report.figures import metric_names, read_rows
-from callbacks.report.page import LARGEST, Strip, read_strip, sample_files, shareable, write_grid
-from callbacks.run_folder import RunFolder
-from callbacks.sample_images import SampleImages
-from callbacks.validation import Validation
 from datamodules.base import TrainingData
 from datamodules.files import replacing
 from lightning_modules.adapters.formats.lora_file import LoRAFile
@@ -28,6 +17,12 @@ from lightning_modules.adapters.formats.written import FORMATS
 from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.edit_module import EditModule
 from lightning_modules.pretrained.repository import EMBEDDED
+from report.commands import Names, commands
+from report.images import LARGEST, Strip, read_strip, sample_files, save_png, scaled, write_grid
+from report.origin import Origin
+from report.quoting import block, code, one_line, plain, shareable
+from report.tables import metric_names, read_rows
+from runs.run_folder import RunFolder, best_effort
 
 TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 TEMPLATES.filters.update(block=block, code=code, plain=plain)
@@ -52,6 +47,8 @@ class Card(NamedTuple):
         origin: of the base.
         folder: of the weights, and
         step: after which they were written.
+        seed: of the sample images; None without these.
+        best_lines: sentences about the best weights of the run.
     """
 
     run: RunFolder
@@ -62,6 +59,8 @@ class Card(NamedTuple):
     origin: Origin
     folder: Path
     step: int
+    seed: int | None
+    best_lines: list[str]
 
     def write(self, trainer: L.Trainer, path: Path) -> None:
         """Write the pictures, and then the text: what has a text is whole."""
@@ -71,11 +70,9 @@ class Card(NamedTuple):
             shown, strips = self._write_pictures()
         template = TEMPLATES.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
         data = TrainingData.of(trainer)
-        words = {**self._what(trainer), **self._learned_from(data), **self._use(trainer, strips)}
+        words = {**self._what(trainer), **self._learned_from(data), **self._use(strips)}
         words |= self._pictures(data, shown, strips) | self._figures()
-        validated, kind = find_callback(trainer, Validation), self.module.adapter.folder if self.module.adapter else ""
-        words["best_lines"] = [] if validated is None else validated.best_lines(kind)
-        words |= {"settings": self._settings(trainer.world_size), "origin": self.origin}
+        words |= {"settings": self._settings(trainer.world_size), "origin": self.origin, "best_lines": self.best_lines}
         words["metadata"] = self._metadata(words["trigger_word"] or words["caption"], strips)
         with replacing(path) as temporary:
             temporary.write_text(template.render(words), encoding="utf-8")
@@ -197,7 +194,7 @@ class Card(NamedTuple):
         }
         return [(name, value) for name, value in rows.items() if value is not None]
 
-    def _use(self, trainer: L.Trainer, strips: list[Strip]) -> dict[str, Any]:
+    def _use(self, strips: list[Strip]) -> dict[str, Any]:
         """How to use it, by names that hold on any machine."""
         assert self.module.adapter is not None
         is_best, gated = self.folder.name == "best", bool(self.module.rank_gates)
@@ -209,13 +206,12 @@ class Card(NamedTuple):
         arguments = self.module.adapter.predict_arguments(place, self.model_name)
         of_run = f"/{self.module.adapter.folder}/last"
         arguments = {key: value.removesuffix(of_run) for key, value in arguments.items()}
-        sampler = find_callback(trainer, SampleImages)
         names = Names(arguments, weights, self.origin.shown)
         return {
             "repository": self.repository,
             "root": root,
             "place": place,
-            "commands": commands(self.module, names, sampler, strips[0] if strips else None),
+            "commands": commands(self.module, names, self.seed, strips[0] if strips else None),
             "comfyui": self._in_comfyui() if self._is_lora and self.module.base.name != EMBEDDED else None,
             "comfyui_note": COMFYUI_NOTES.get(self.module.pipeline_name, ""),
             "file": next((path.name for path in self.folder.glob("*.safetensors")), ""),

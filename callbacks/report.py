@@ -8,27 +8,18 @@ from typing import Any
 import lightning.pytorch as L
 from omegaconf import OmegaConf
 
-from callbacks.best_effort import best_effort
-from callbacks.image_writer import to_image
-from callbacks.lookup import find_callback
-from callbacks.report.commands import Names, commands
-from callbacks.report.figures import curves, headline, read_metrics, read_rows
-from callbacks.report.page import (
-    THUMBNAIL,
-    data_url,
-    read_strip,
-    render,
-    sample_files,
-    shareable,
-    without_secrets,
-    write_grid,
-)
-from callbacks.run_folder import RunFolder
+from callbacks import find_callback
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.base import TrainingData
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
+from report.commands import Names, commands
+from report.images import THUMBNAIL, data_url, read_strip, sample_files, to_image, write_grid
+from report.page import render
+from report.quoting import shareable, without_secrets
+from report.tables import curves, headline, read_metrics, read_rows
+from runs.run_folder import RunFolder, best_effort
 
 # The page is written again when it is this old, and reloads itself as often.
 SECONDS_BETWEEN_PAGES = 15
@@ -110,7 +101,7 @@ class Report(L.Callback):
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         if not unfinished:
             with best_effort("grid.png"):
-                write_grid(self.run)
+                write_grid(self.run, self.run.grid)
         with best_effort("report"):
             self._write_page(trainer, module, unfinished)
 
@@ -136,6 +127,7 @@ class Report(L.Callback):
             self._config = OmegaConf.to_yaml(shareable(OmegaConf.to_container(OmegaConf.load(self.run.config))))
         step = trainer.global_step
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
+        seed = None if sampler is None else sampler.seed
         assert module.adapter is not None
         assert module.objective is not None
         what = [without_secrets(module.base.name), str(module.adapter), module.objective.chosen]
@@ -153,7 +145,7 @@ class Report(L.Callback):
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
             commands=commands(
-                module, Names.of_run(module, self.run, self.model_name), sampler, rows[0]["strip"] if rows else None
+                module, Names.of_run(module, self.run, self.model_name), seed, rows[0]["strip"] if rows else None
             ),
             config=self._config,
             unfinished=unfinished,

@@ -1,17 +1,30 @@
-"""Where a run keeps what: every path below its output_dir."""
+"""The folder of a run: every path below its output_dir, and writing files that may be missing."""
 
+import logging
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from datamodules.files import remove_temporary
+from datamodules.files import reason, remove_temporary
+
+log = logging.getLogger("retouch")
 
 
 def shorten(folder: str | Path) -> Path:
     """A path relative to the working directory where it is below it, as messages show it."""
     path = Path(folder)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+@contextmanager
+def best_effort(what: str) -> Iterator[None]:
+    """Turn any error inside into a note that `what` is missing; HYDRA_FULL_ERROR=1 adds the traceback."""
+    try:
+        yield
+    except Exception as error:
+        line = reason(error)
+        log.warning(f"note: no {what}: {line}", exc_info=os.environ.get("HYDRA_FULL_ERROR") == "1")
 
 
 class RunFolder:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from callbacks.best_effort import best_effort
-from callbacks.model_card.quoting import code
 from datamodules.errors import UserError
 from datamodules.files import DAMAGED
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED, repository_file
+from report.quoting import code
+from runs.run_folder import best_effort
 
 MODELS = Path(__file__).parent.parent.parent / "conf" / "model"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)

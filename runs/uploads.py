@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from callbacks.best_effort import best_effort
-from callbacks.run_folder import RunFolder
-from callbacks.signals import stop
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import reason
+from runs.run_folder import RunFolder, best_effort
+from runs.signals import stop
 
 log = logging.getLogger("retouch")
 

@@ -1,18 +1,16 @@
 """How to use what was trained: predict.py's command line, and the same in diffusers."""
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from callbacks.report.page import Strip, read_strip, sample_files, without_secrets
-from callbacks.report.quoting import PATHS, has_a_meaning, literal
-from callbacks.run_folder import RunFolder, shorten
-from callbacks.sample_images import SampleImages, file_names
 from datamodules.base import TrainingData
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.repository import repository_file, resolve_repository
+from report.images import Strip, file_names, read_strip, sample_files
+from report.quoting import override, portable_path, without_secrets
+from runs.run_folder import RunFolder, shorten
 
 
 class Names(NamedTuple):
@@ -48,10 +46,13 @@ class Names(NamedTuple):
         return self.models.get(model, f"PATH_TO/{path.absolute().name}" if path.is_dir() else model)
 
 
-def commands(module: EditModule, names: Names, sampler: SampleImages | None, sample: Strip | None) -> dict[str, str]:
-    """The commands that make the sample pictures again, by where they are entered."""
-    used = module.sampler.sampling if sampler is not None else None
-    seed = 0 if sampler is None else sampler.seed
+def commands(module: EditModule, names: Names, seed: int | None, sample: Strip | None) -> dict[str, str]:
+    """Return the commands that make the sample images again, by the place where they are entered.
+
+    Args:
+        seed: of the sample images; None without these.
+    """
+    used = module.sampler.sampling if seed is not None else None
     sampling, fixed = ({}, {}) if used is None else (_sampling(module, used), used.scheduler_config)
     prompt = sample.prompt if sample is not None and sample.prompt else "..."
     width, height = sample.result.size if sample is not None else (1024, 1024)
@@ -62,30 +63,14 @@ def commands(module: EditModule, names: Names, sampler: SampleImages | None, sam
     scales = (1,) if module.objective is None else module.objective.scales
     dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
     shift = {name: value for name, value in fixed.items() if name.startswith("shift") and value is not None}
-    settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed}
+    settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed or 0}
     found = {"Here": predict_command(module, names.arguments, settings, names.photo)}
     # The stock Kontext pipeline takes one condition image.
     if images <= 1 or module.condition_images.most is not None:
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
         whole = other is not None and repository_file(resolve_repository(other), "model_index.json") is not None
-        found["In diffusers"] = diffusers_code(module, names, transformer, whole, arguments, seed, images, fixed)
+        found["In diffusers"] = diffusers_code(module, names, transformer, whole, arguments, seed or 0, images, fixed)
     return found
-
-
-def portable_path(path: str) -> str:
-    """A path without folders of this machine: relative to the working directory, or else PATH_TO/NAME to fill in."""
-    full = Path(path).expanduser()
-    if not full.is_absolute():
-        return path
-    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else f"PATH_TO/{full.name}"
-
-
-def override(key: str, value: Any) -> str:
-    """KEY=VALUE for a shell; the value arrives as it is, through `tasks.terminal.quote_values` and Hydra."""
-    text = str(value)
-    if isinstance(value, str) and (has_a_meaning(key, text) or (key in PATHS and text.startswith("~"))):
-        text = literal(text)
-    return f"{key}={shlex.quote(text)}"
 
 
 def example(run: RunFolder, data: TrainingData) -> tuple[str, str]:

@@ -17,11 +17,9 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from callbacks.best_effort import best_effort
-from callbacks.plots import plain, write_figure
-from callbacks.report.figures import metric_names, read_metrics, read_rows
-from callbacks.run_folder import RunFolder, shorten
 from datamodules.files import replacing
+from report.tables import metric_names, read_metrics, read_rows
+from runs.run_folder import RunFolder, best_effort, shorten
 
 log = logging.getLogger("retouch")
 
@@ -134,7 +132,8 @@ class SweepSummary(Callback):
         # Hydra imports this file before it looks at the command.
         from PIL import Image
 
-        from callbacks.report.page import data_url, render
+        from report.images import data_url
+        from report.page import render
 
         compared = Counter((row["monitor"], row["more_is_better"]) for row in self.rows if row["monitor"])
         monitor, higher = next((one for one, _ in compared.most_common(1)), ("the monitored figure", False))
@@ -152,6 +151,8 @@ class SweepSummary(Callback):
     def _plot(self, folder: Path, config: DictConfig) -> None:
         import matplotlib
 
+        from report.images import plot_text, write_figure
+
         matplotlib.use("agg")
         from matplotlib import pyplot
 
@@ -159,7 +160,7 @@ class SweepSummary(Callback):
         for row in self.rows:
             curve = read_metrics(RunFolder(folder / row["job"]).metrics)
             steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
-            axes.plot(steps, losses, label=plain(row["overrides"]).lstrip("_"))
+            axes.plot(steps, losses, label=plot_text(row["overrides"]).lstrip("_"))
         axes.set(xlabel="step", ylabel="loss (running mean)")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -192,7 +193,8 @@ def _best_loss(run: RunFolder, curve: list[dict[str, str]], config: DictConfig) 
 
 def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     """A job's row of the page."""
-    from callbacks.report.page import THUMBNAIL, data_url, read_strip, sample_files, without_secrets
+    from report.images import THUMBNAIL, data_url, read_strip, sample_files
+    from report.quoting import without_secrets
 
     run = RunFolder(folder / row["job"])
     samples = sample_files(run)

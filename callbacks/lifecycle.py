@@ -1,0 +1,193 @@
+"""The start and the end of a run: schedule, settings, signals, a hang, and training on a single sample."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from omegaconf import OmegaConf
+from torch import distributed
+
+from datamodules.errors import UserError
+from datamodules.files import replacing
+from datamodules.pairs import PairsDataModule
+from lightning_modules.edit_module import EditModule
+from lightning_modules.timing import LOADING
+from report.quoting import shareable
+from runs.run_folder import RunFolder
+from runs.shares import cpu_group, is_lost_peer, of_first
+from runs.signals import stop
+
+# Seconds until a process exits after another one has failed: NCCL calls that wait for the failed one never return.
+SECONDS_TO_END = 100.0
+
+
+class StartOfTraining(L.Callback):
+    """Prepare training before the other callbacks start.
+
+    Args:
+        max_steps: optimizer steps of the run. The trainer may have been given one more, so that it starts at all.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stop.install_handlers()  # Lightning has just installed its own, which would exit without saving
+        if (step := of_first(trainer, trainer.global_step)) != trainer.global_step:
+            raise UserError(
+                f"process {trainer.global_rank} starts after step {trainer.global_step}, the first one after step "
+                f"{step}: output_dir must be a folder that all machines see; if it is in a bucket, start again"
+            )
+        trainer.fit_loop.epoch_loop.max_steps = self.max_steps
+        module: Any = pl_module
+        module.optimization.follow_schedule(module.lr_schedulers(), trainer.global_step)
+
+
+class SaveConfig(L.Callback):
+    """Write config.yaml once all callbacks before this one have started, since each of them may refuse the run.
+
+    The file marks a folder as a run's. `Report` reads it from the first epoch on. Loggers get the resolved settings.
+    """
+
+    def __init__(self, run: RunFolder, settings: dict[str, Any], resolved: Any) -> None:
+        self.run = run
+        self.settings = settings
+        self.resolved = resolved
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for logger in trainer.loggers:  # before Lightning makes them write their files
+            logger.log_hyperparams(shareable(self.resolved))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            with replacing(self.run.config) as temporary:
+                OmegaConf.save(OmegaConf.create(self.settings), temporary)
+
+
+class GracefulStop(L.Callback):
+    """Stop training after the current step, and prediction after the current image or sample, when a signal arrives.
+
+    Training ends as after its last step, and so saves; prediction raises `Stopped`. This must be the last callback,
+    because the work of the others after a batch is part of that batch.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        def pass_on(number: int) -> None:
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(number)
+            if trainer.predicting:
+                trainer.should_stop = True  # no further image of this batch is begun
+
+        stop.on_signal = pass_on
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.world_size > 1:
+            # Lightning checks its own handler of SIGTERM in each batch and waits for the device; ours replaced it.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+            self._agree()  # not first in a step, by when processes have sampled different numbers of images
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        # Never reset in training: once something is learned, no signal may interrupt before it is saved.
+        stop.busy_with = "this batch"
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if number := int(stop.signal or 0) if trainer.world_size == 1 else self._agree():
+            stop.signal = signal.Signals(number)
+            trainer.should_stop = True
+
+    def _agree(self) -> int:
+        """Return the signal that any process received, or 0. Waits for all processes, but for no device."""
+        number = torch.tensor(int(stop.signal or 0))
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, cpu_group())
+        return int(number)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stop.install_handlers()  # Lightning has just installed its own, with which prediction would continue
+
+    def on_predict_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        stop.busy_with = "this one"
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        stop.busy_with = None
+        stop.check()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if is_lost_peer(exception):
+            faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=2)
+        self._release()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Remove references to the trainer from `stop`, which outlives the run and would keep the model in memory."""
+        stop.busy_with = None
+        stop.on_signal = lambda number: None
+
+
+class Watchdog(L.Callback):
+    """Print the stacks of all threads and exit if nothing completes for too long.
+
+    Steps, images, encoded samples and validation losses count. Time in which a component is loaded does not, since
+    downloads take long; nor does time in which the process is suspended.
+
+    Args:
+        minutes: without progress; None disables the watchdog.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self.minutes = minutes
+        self._steps = 0
+        self._ended = threading.Event()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, EditModule)
+        if self.minutes is not None:
+            self._ended.clear()
+            seconds = 60 * self.minutes
+            watch = threading.Thread(target=self._watch, args=(pl_module, seconds), daemon=True, name="watchdog")
+            watch.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self._steps += 1
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._ended.set()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._ended.set()
+
+    def _watch(self, module: EditModule, seconds: float) -> None:
+        """Count the idle time; runs in a thread of its own."""
+        tick, idle, before = min(10.0, seconds / 10), 0.0, None
+        while not self._ended.wait(tick):
+            timer = module.base.timer
+            done = self._steps, timer.done
+            idle = idle + tick if done == before and LOADING not in timer.running else 0.0
+            before = done
+            if idle >= seconds:
+                self._abort()
+
+    def _abort(self) -> None:
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        line = f"error: nothing was done for {self.minutes:g} minutes (watchdog_minutes): where it waits is above"
+        os.write(2, f"{line}; start again; a run resumes from its last checkpoint by ckpt_path=last\n".encode())
+        os._exit(1)
+
+
+class Overfit(L.Callback):
+    """Train on the first sample only."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, PairsDataModule):
+            raise UserError(
+                "debug=overfit cannot pick a sample of streamed shards: give data.root, or a local data.shards"
+            )
+        data.keep_first()

@@ -1,0 +1,185 @@
+"""Images that a run writes: PNG files, sample strips and what is read back from them, grids and plots."""
+
+import base64
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
+
+from datamodules.files import replacing, short_name
+from runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+# Longest side in pixels of an image next to others.
+LONGEST = 4096
+# Pixels of the longer side on a page: of an image, and of a sample of the data.
+LARGEST, THUMBNAIL = 512, 128
+# A labelled row, in pixels: shortest longer side of an image, gap between two, height of a label.
+SMALLEST, GAP, LABEL = 128, 6, 18
+# Text chunks of a strip's PNG: the widths of its parts; and a mark for strips that end in the result, without a target.
+PARTS = "parts"
+NO_TARGET = "no target"
+
+
+def to_image(pixels: "Tensor") -> Image.Image:
+    """Convert (1, 3, H, W) in [-1, 1] to 8 bit, rounded as in diffusers; NaN becomes black."""
+    array = (pixels[0] / 2 + 0.5).nan_to_num(0.0).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
+    return Image.fromarray((array * 255).round().astype("uint8"))
+
+
+def save_png(image: Image.Image, path: Path, facts: Mapping[str, str] | None = None) -> None:
+    """Write an image atomically, with named text chunks."""
+    info = PngInfo()
+    for name, text in (facts or {}).items():
+        info.add_itxt(name, text)
+    with replacing(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=info)
+
+
+def scaled(image: Image.Image, factor: float, resample: Image.Resampling = Image.Resampling.LANCZOS) -> Image.Image:
+    """Resize in proportion, to at least one pixel each way."""
+    width, height = (max(1, round(side * factor)) for side in image.size)
+    return image if (width, height) == image.size else image.resize((width, height), resample)
+
+
+def in_a_row(images: Sequence[Image.Image]) -> list[Image.Image]:
+    """Scale images to the height of the last, none longer than LONGEST; a very wide one becomes a band between bars."""
+    last = scaled(images[-1], min(1.0, LONGEST / max(images[-1].size)))
+    height, widest = last.height, max(last.width, 4 * last.height)
+    row = []
+    for image in images[:-1]:
+        part = scaled(image, min(height / image.height, widest / image.width))
+        if part.height != height:
+            band, part = part, Image.new("RGB", (part.width, height), "gray")
+            part.paste(band, (0, (height - band.height) // 2))
+        row.append(part)
+    return [*row, last]
+
+
+def labelled_row(images: Mapping[str, Image.Image]) -> Image.Image:
+    """Draw images in a row, all as high as the last, with a label above each."""
+    row = in_a_row(list(images.values()))
+    side = max(row[-1].size)
+    factor = LARGEST / side if side > LARGEST else max(1, round(SMALLEST / side))
+    row = [scaled(image, factor, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS) for image in row]
+    above = LABEL + 2 * GAP
+    strip = Image.new("RGB", (sum(one.width + GAP for one in row) - GAP, above + row[-1].height), "white")
+    canvas, left = ImageDraw.Draw(strip), 0
+    for label, image in zip(images, row, strict=True):
+        canvas.text((left + image.width / 2, above / 2), label, fill="black", anchor="mm", font_size=LABEL)
+        strip.paste(image, (left, above))
+        left += image.width + GAP
+    return strip
+
+
+class Strip(NamedTuple):
+    """Parts of a sample image, and its prompt; an image of sample_root has no target."""
+
+    controls: list[Image.Image]
+    result: Image.Image
+    target: Image.Image | None
+    prompt: str
+
+    def write(self, path: Path) -> Image.Image:
+        """Write controls, result and target as one PNG, and return it."""
+        parts = in_a_row([*self.controls, self.result, *([] if self.target is None else [self.target])])
+        image = Image.fromarray(np.concatenate([np.asarray(part) for part in parts], axis=1))
+        facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": self.prompt}
+        save_png(image, path, facts if self.target is not None else {**facts, NO_TARGET: "true"})
+        return image
+
+
+def read_strip(path: Path) -> Strip:
+    """Cut an image that `Strip.write` wrote into its parts."""
+    with Image.open(path) as file:
+        facts, image = file.info, file.convert("RGB")
+    widths = [int(width) for width in facts[PARTS].split()]
+    edges = [sum(widths[:n]) for n in range(len(widths) + 1)]
+    parts = [image.crop((left, 0, right, image.height)) for left, right in pairwise(edges)]
+    target = None if NO_TARGET in facts else parts.pop()
+    *controls, result = parts
+    return Strip(controls, result, target, facts.get("prompt", ""))
+
+
+def file_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return a unique file name by sample: without folders, at most 240 bytes before an index."""
+    names: dict[str, str] = {}
+    for index, key in enumerate(keys):
+        name = short_name(key.replace("/", "_"), 240)
+        names[key] = f"{name}-{index}" if name in names.values() else name
+    return names
+
+
+def sample_files(run: RunFolder) -> dict[int, dict[str, Path]]:
+    """Return a run's sample images by step and name."""
+    return {
+        step: {path.stem: path for path in sorted(folder.glob("*.png"))} for step, folder in run.sampled_steps().items()
+    }
+
+
+def write_grid(run: RunFolder, path: Path, step: int | None = None, most: int | None = None) -> bool:
+    """Draw control, before, after and target of each sample, two samples a row; return whether there are any.
+
+    Args:
+        step: the last one to show.
+        most: samples, counted from the first.
+    """
+    samples = {at: files for at, files in sample_files(run).items() if step is None or at <= step}
+    if len(samples) < 2 or 0 not in samples:  # a run that started from a checkpoint elsewhere has no images of the base
+        return False
+    before, after = (
+        {name: read_strip(path) for name, path in samples[at].items()} for at in (min(samples), max(samples))
+    )
+    known = [(before[name], strip, strip.target) for name, strip in after.items() if name in before]
+    complete = [[*strip.controls[:1], base.result, strip.result, target] for base, strip, target in known if target]
+    rows = complete[:most]
+    if not rows:
+        return False
+    side = max(max(part.size) for row in rows for part in row)
+    scale = max(1, round(128 / side)) if side < 512 else 512 / side
+    cell = round(side * scale) + 6
+    columns = len(rows[0])
+    titles = ["control", "before", "after", "target"][-columns:]
+    across = min(2, len(rows))
+    grid = Image.new("RGB", (across * columns * cell + (across - 1) * 24, 20 + -(-len(rows) // across) * cell), "white")
+    canvas = ImageDraw.Draw(grid)
+    for index, row in enumerate(rows):
+        left = index % across * (columns * cell + 24)
+        for column, (part, title) in enumerate(zip(row, titles, strict=True)):
+            resized = scaled(part, scale, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
+            grid.paste(resized, (left + column * cell + 3, 20 + index // across * cell + 3))
+            canvas.text((left + column * cell + 3, 4), title, fill="black")
+    save_png(grid, path)
+    return True
+
+
+def data_url(image: Image.Image, largest: int = LARGEST) -> str:
+    """Encode an image for a page: exact if it is small, scaled and compressed if it is large."""
+    exact = max(image.size) <= THUMBNAIL
+    image = image.copy()
+    image.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG" if exact else "WEBP", **({} if exact else {"quality": 85}))
+    kind = "png" if exact else "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def write_figure(figure: "Figure", path: Path, dpi: int = 100) -> None:
+    """Write a plot as PNG; a character that the font lacks becomes a box, without a warning."""
+    with replacing(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph ")
+        figure.savefig(temporary, format="png", dpi=dpi)
+
+
+def plot_text(text: str) -> str:
+    """Escape the dollar signs between which matplotlib expects mathematics."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,118 @@
+"""Quoting: values for Hydra's command line, text for Markdown, and settings for other people to read."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from datamodules.errors import printable, without_credentials
+
+# Settings whose values are text that Hydra must not parse.
+TEXTS = {
+    "prompt",
+    "negative_prompt",
+    "model.sampling.negative_prompt",
+    "data.prefix",
+    "data.source.instance_prompt",
+    "data.trigger_word",
+    "captioner.pair.system",
+    "captioner.pair.user",
+    "captioner.single.system",
+    "captioner.single.user",
+}
+# Settings whose values are paths.
+PATHS = {
+    "image",
+    "prompts_file",
+    "lora",
+    "merge",
+    "output_dir",
+    "ckpt_path",
+    "data.cache_dir",
+    "data.root",
+    "data.shards",
+    "data.val_root",
+    "adapter.init_from",
+    "captioner.pretrained_model_name_or_path",
+    "model.pretrained_model_name_or_path",
+    "model.transformer_name_or_path",
+    "model.sampling.transformer_name_or_path",
+    "sample_root",
+}
+# Settings whose values are masked.
+SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential", re.IGNORECASE)
+
+
+def is_parsed(key: str, value: str) -> bool:
+    """Return whether Hydra must parse a value: quoted text, a list, null, or paths that may be a sweep."""
+    quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
+    several = key in PATHS and "," in value and not Path(value).exists()
+    return quoted or several or value in ("", "null")
+
+
+def literal(value: str) -> str:
+    """Quote a value so that Hydra reads it back letter for letter."""
+    return QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
+
+
+def override(key: str, value: Any) -> str:
+    """Return KEY=VALUE for a shell, which `tasks.arguments.quote_values` and Hydra read back as this value."""
+    text = str(value)
+    if isinstance(value, str) and (is_parsed(key, text) or (key in PATHS and text.startswith("~"))):
+        text = literal(text)
+    return f"{key}={shlex.quote(text)}"
+
+
+def portable_path(path: str) -> str:
+    """Return a path relative to the working directory, or PATH_TO/NAME to fill in for a path outside of it."""
+    full = Path(path).expanduser()
+    if not full.is_absolute():
+        return path
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else f"PATH_TO/{full.name}"
+
+
+def shareable(settings: Any) -> Any:
+    """Return settings for others to read: secrets by name are masked, and texts are `without_secrets`."""
+    if isinstance(settings, Mapping):
+        return {
+            key: "***" if SECRET.search(str(key)) and value and not isinstance(value, Mapping) else shareable(value)
+            for key, value in settings.items()
+        }
+    if isinstance(settings, list | tuple):
+        return [shareable(value) for value in settings]
+    return without_secrets(settings) if isinstance(settings, str) else settings
+
+
+def without_secrets(text: str) -> str:
+    """Remove folders of this machine, tokens, credentials in URLs, and commands from a text."""
+    if re.match(r"(~|/|[A-Za-z]:[/\\])[^\n]*$", text):  # only a path, which may contain spaces
+        return ".../" + re.split(r"[/\\]", text.rstrip("/\\"))[-1]
+    text = re.sub(r"\bpipe:.*", "pipe:***", text)
+    text = re.sub(r"\bfile://\S*/", "file://.../", text)
+    text = without_credentials(text)
+    return re.sub(r"(?<![\w:/.}$])(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s'\",\]/\\]+[/\\])+([^\s'\",\]/\\]+)", r".../\1", text)
+
+
+def one_line(text: str) -> str:
+    """Return a text of the data as one line that others may read."""
+    return without_secrets(printable(" ".join(text.split())))
+
+
+def code(text: str) -> str:
+    """Quote a text as inline code of Markdown."""
+    ticks = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    blank = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{ticks}{blank}{text}{blank}{ticks}"
+
+
+def block(text: str, language: str) -> str:
+    """Quote lines as a code block of Markdown."""
+    return f"```{language}\n{text}\n```"
+
+
+def plain(text: str) -> str:
+    """Escape the characters with a meaning in Markdown or HTML."""
+    return re.sub(r"([\\`*_\[\]<>#|~&!])", r"\\\1", text)

@@ -1,0 +1,1 @@
+"""The process of a run: its folder, signals, the division of work among processes, uploads."""
