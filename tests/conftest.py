@@ -1,12 +1,10 @@
 """Tiny real pipelines and real photographs, offline."""
 
-import functools
 import gc
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
@@ -15,20 +13,20 @@ os.environ["COLUMNS"] = "250"  # long paths stay on one line
 
 import pytest
 import torch
-from hydra._internal.hydra import Hydra
 from hypothesis import settings
 from lightning import seed_everything
 from PIL import Image
 
-import predict
-import train
-from tests.support.commands import Outcome, short
+from tests.support.commands import COUNTS, Outcome, run_here, short
+from tests.support.composition import keep_compositions
+from tests.support.gallery import Folders, Gallery, Runs, once, shared_folder
 from tests.support.pictures import make_pairs, photograph
 from tests.support.several_runs import start_two
 from tests.support.tiny_pipelines import MODELS
 from tests.support.warm import Warm
 
 torch.set_num_threads(1)
+keep_compositions()
 settings.register_profile("same examples every time", derandomize=True, deadline=None)
 settings.load_profile("same examples every time")
 
@@ -47,6 +45,23 @@ LONG = (
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
+
+
+def pytest_sessionfinish(session):
+    """Send a worker's count of commands to the first process."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["commands"] = dict(COUNTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Add a worker's count of commands."""
+    COUNTS.update(getattr(node, "workeroutput", {}).get("commands", {}))
+
+
+def pytest_terminal_summary(terminalreporter):
+    words = ", ".join(f"{count} {kind}" for kind, count in sorted(COUNTS.items())) or "none"
+    terminalreporter.write_line(f"whole commands: {words}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,12 +84,15 @@ def _elsewhere(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def repositories(tmp_path_factory) -> dict[str, Path]:
-    """For each model= a tiny pipeline on disk, float32."""
-    folder = tmp_path_factory.mktemp("tiny")
-    for name, model in MODELS.items():
-        model.build(folder / name)
-    return {name: folder / name for name in MODELS}
+def shared(tmp_path_factory) -> Path:
+    """A folder that all workers share."""
+    return shared_folder(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def repositories(shared) -> dict[str, Path]:
+    """For each model= a tiny pipeline on disk, float32, built when it is first needed."""
+    return Folders(shared / "tiny", list(MODELS), lambda name, folder: MODELS[name].build(folder))
 
 
 @pytest.fixture(scope="session")
@@ -94,48 +112,39 @@ def stock(tiny):
 
 
 @pytest.fixture(scope="session")
-def pairs(tmp_path_factory) -> Path:
+def pairs(shared) -> Path:
     """Eight pairs of 32x32."""
-    return make_pairs(tmp_path_factory.mktemp("pairs"), [(32, 32)] * 8)
+    return once(shared / "pairs", lambda folder: make_pairs(folder, [(32, 32)] * 8))
+
+
+@pytest.fixture(scope="session")
+def runs(shared, tiny, pairs) -> Runs:
+    """Runs by their settings, each made once; tests read them."""
+    return Runs(shared / "runs", tiny, pairs)
+
+
+@pytest.fixture(scope="session")
+def gallery(runs) -> Gallery:
+    """Runs by name, each made once; tests read them."""
+    return Gallery(runs)
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
+def run():
     """Run train.py or predict.py with overrides, in this process but by its real command line."""
 
     def run(script: str, *overrides: str, ok: bool = True) -> Outcome:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, overrides)])
-        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-        status = 0
-        try:
-            # What Lightning tells its processes (MASTER_PORT) is not for those of a later test. Hydra would compose all
-            # settings once more to find the mode, which no YAML sets.
-            with mock.patch.dict(os.environ), mock.patch.object(Hydra, "get_mode", return_value=None):
-                {"train": train, "predict": predict}[script].main()
-        except SystemExit as stop:
-            status = stop.code
-        text = "".join(capfd.readouterr())
-        assert not ok or status == 0, text
-        return Outcome(status, text)
+        outcome = run_here(script, *overrides)
+        assert not ok or outcome.status == 0, outcome.text
+        return outcome
 
     return run
 
 
 @pytest.fixture(scope="session")
-def learned(tiny, pairs, tmp_path_factory):
-    """For each adapter= a run whose weights visibly change pictures, alpha different from rank."""
-
-    @functools.cache
-    def learned(adapter: str) -> Path:
-        folder = tmp_path_factory.mktemp("learned") / adapter
-        settings = [f"adapter={adapter}", "adapter.alpha=8", "optimizer.lr=3e-2", "scheduler=constant"]
-        process = Warm("train", *short(tiny, pairs, folder, 8), *settings)
-        text, _ = process.communicate(timeout=300)
-        process.end()
-        assert process.returncode == 0, text
-        return folder
-
-    return learned
+def learned(gallery):
+    """For each adapter= the folder of a run whose weights visibly change images, alpha different from rank."""
+    return lambda adapter: gallery(adapter).folder
 
 
 @pytest.fixture
@@ -164,25 +173,25 @@ def in_two_processes(start):
     return in_two_processes
 
 
+def build_dataset(model: str, root: Path) -> None:
+    """Write six samples, one of them of another size, their captions of different lengths."""
+    tiny = MODELS[model]
+    targets, controls = (root / "training_images", root / "control_images") if tiny.controls else (root, root)
+    for folder in (targets, controls):
+        folder.mkdir(parents=True, exist_ok=True)
+    for i in range(6):
+        name = ("astronaut", "chelsea", "coffee")[i % 3]
+        photograph(name, *((48, 48) if i == 5 else (64, 32))).save(targets / f"{i}.png")
+        (targets / f"{i}.txt").write_text("make it snow" + " and rain" * i)
+        for k, (width, height) in enumerate(tiny.controls[: 1 if i == 4 else None]):
+            image = photograph(("rocket", "retina")[k], width, height).transpose(Image.Transpose(i % 2))
+            image.save(controls / (f"{i}.png" if k == 0 else f"{i}_control_{k}.png"))
+
+
 @pytest.fixture(scope="session")
-def datasets(tmp_path_factory):
-    """For each model= six samples, one of them of another size, their captions of different lengths."""
-    folders = {}
-    for model, tiny in MODELS.items():
-        folders[model] = root = tmp_path_factory.mktemp(model)
-        targets, controls = root / "training_images", root / "control_images"
-        for folder in (targets, controls):
-            folder.mkdir()
-        for i in range(6):
-            name = ("astronaut", "chelsea", "coffee")[i % 3]
-            photograph(name, *((48, 48) if i == 5 else (64, 32))).save(targets / f"{i}.png")
-            (targets / f"{i}.txt").write_text("make it snow" + " and rain" * i)
-            for k, (width, height) in enumerate(tiny.controls[: 1 if i == 4 else None]):
-                picture = photograph(("rocket", "retina")[k], width, height).transpose(Image.Transpose(i % 2))
-                picture.save(controls / (f"{i}.png" if k == 0 else f"{i}_control_{k}.png"))
-        if not tiny.controls:
-            folders[model] = targets
-    return folders
+def datasets(shared) -> dict[str, Path]:
+    """For each model= a data set of `build_dataset`, built when it is first needed."""
+    return Folders(shared / "datasets", list(MODELS), build_dataset)
 
 
 @pytest.fixture
@@ -222,13 +231,27 @@ def photo(tmp_path):
 
 
 @pytest.fixture
-def fails(run, tiny, pairs, tmp_path):
-    """Run train.py with more overrides than a good run has; returns the error's line."""
+def refuses(tiny, pairs, tmp_path):
+    """Assert that train.py refuses settings, or predict.py a request, in one line with these words, and return it.
 
-    def fails(*overrides, root=pairs, output=tmp_path / "run"):
-        arguments = [a for a in short(tiny, root, output, 2, shown=True) if a != "logger=none"]
-        line = run("train", *arguments, *overrides, ok=False).error
-        assert not output.exists(), "a run that did not start leaves no folder"
+    What a good run of the tiny FLUX Kontext needs is given; no folder may be left.
+    """
+
+    def refuses(*overrides: str, words: str | Sequence[str] = (), script: str = "train", root: Path = pairs) -> str:
+        output = tmp_path / "refused"
+        given = [f"output_dir={output}", "trainer.accelerator=cpu"]
+        if script == "train":
+            given = [one for one in short(tiny, root, output, 2, shown=True) if one != "logger=none"]
+        line = run_here(script, *given, *overrides).error
+        for word in [words] if isinstance(words, str) else words:
+            assert word in line
+        assert not output.exists(), "a command that did not start leaves no folder"
         return line
 
-    return fails
+    return refuses
+
+
+@pytest.fixture
+def fails(refuses):
+    """Return the line in which train.py refuses settings."""
+    return refuses

@@ -1,20 +1,28 @@
 """train.py and predict.py as the tests call them."""
 
+import contextlib
 import csv
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import hydra
 import safetensors.torch
 import torch
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
+# How many commands these tests have run, by how they ended; the end of the suite prints it.
+COUNTS: Counter[str] = Counter()
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -43,6 +51,39 @@ class Outcome:
         lines = [line for line in self.text.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, self.text
         return lines[0]
+
+
+@contextlib.contextmanager
+def captured(path: Path | str):
+    """Send the output of this process, and of those that it starts, to a file."""
+    before = [os.dup(number) for number in (1, 2)]
+    with open(path, "a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        try:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+            yield
+        finally:
+            for number, copy in enumerate(before, start=1):
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+def run_here(script: str, *overrides: str) -> Outcome:
+    """Run train.py or predict.py in this process, from its command line to its exit status."""
+    status = 0
+    with tempfile.NamedTemporaryFile("r") as output:
+        # The variables that Lightning sets for its processes (MASTER_PORT) must not reach those of a later test.
+        environment = mock.patch.dict(os.environ, HYDRA_FULL_ERROR="0")
+        arguments = mock.patch.object(sys, "argv", [f"{script}.py", *map(str, overrides)])
+        # Hydra would compose all settings a second time to find the mode, which no YAML sets.
+        mode = mock.patch.object(Hydra, "get_mode", return_value=None)
+        with environment, arguments, mode, captured(output.name):
+            try:
+                importlib.import_module(script).main()
+            except SystemExit as stop:
+                status = stop.code
+        COUNTS["refused" if status else "completed"] += 1
+        return Outcome(status, output.read())
 
 
 def start_cold(script: str, *overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen:
@@ -85,14 +126,15 @@ def kill_when(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 def short(
     repository: Path, root: Path | str, output: Path, steps: int, data: str = "cached", shown: bool = False
 ) -> list[str]:
-    """Overrides of a short quiet run. What it encodes stands beside its model, for all runs of a session.
+    """Return the overrides of a short quiet run, whose cache serves all runs of this worker.
 
     Args:
-        shown: with sample pictures and a report.
+        shown: with sample images and a report.
     """
+    caches = repository.parent / f"caches-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}"
     return [
         f"data={data}",
-        *([f"data.cache_dir={repository.parent / 'caches'}"] if data != "pairs" else []),
+        *([f"data.cache_dir={caches}"] if data != "pairs" else []),
         f"model.pretrained_model_name_or_path={repository}",
         f"data.root={root}",
         f"output_dir={output}",
