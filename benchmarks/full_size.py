@@ -25,7 +25,6 @@ from torch.profiler import profile
 from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.estimation.flops import matrix_peak, median_seconds
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import transformer
@@ -78,7 +77,6 @@ def build(
     with mock.patch.object(transformer, "transformer_weights", return_value=weights), device:
         module.configure_model()
     module.to(device)
-    mask_forwards(module.transformer, module.rank_gates, lambda: None)
     return module
 
 

@@ -17,7 +17,6 @@ import torch
 from hydra.utils import instantiate
 
 from benchmarks.memory import compose, random_batch, write_shallow
-from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.execution.checkpointing import set_checkpointing
 
 ADAPTERS = ("lora", "tlora", "ortho_tlora")
@@ -35,7 +34,6 @@ def build(adapter: str, options: argparse.Namespace, folder: str) -> tuple[Any, 
         module.execution.adapt(module.transformer)
     policy = "full" if options.checkpointing else "none"
     set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
-    mask_forwards(module.transformer, module.rank_gates, lambda: None)
     return module, module.configure_optimizers()["optimizer"]
 
 

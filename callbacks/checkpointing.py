@@ -20,7 +20,7 @@ log = logging.getLogger("retouch")
 class RaiseCheckpointing(L.Callback):
     """Begins a run with `full` checkpointing and raises it after each of the first steps, as far as memory is left.
 
-    The module contributes it to runs on a GPU (`EditModule.configure_callbacks`). All processes choose the same.
+    It acts where `Execution.searches_checkpointing`: on a GPU. All processes choose the same.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,8 @@ class RaiseCheckpointing(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         data, execution = TrainingData.of(trainer), pl_module.execution
+        if not execution.searches_checkpointing:
+            return
         if not isinstance(data, PairsDataModule):
             log.info("model.gradient_checkpointing=auto is full: the sizes of what is streamed are not known")
             return

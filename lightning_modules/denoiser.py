@@ -1,40 +1,51 @@
-"""The transformer that trains, as objectives see it: its velocity, and that of its frozen base."""
+"""The transformer as objectives see it: its velocity with the adapter, and the velocity of its frozen base."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_modules.adapters.peft_layers import without_adapter
+from lightning_modules.adapters.gate import Gate
+from lightning_modules.adapters.peft_layers import ADAPTER, without_adapter
+from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
+from lightning_modules.execution.autocast import compute_dtype
 from lightning_modules.family import Family
 from lightning_modules.prepare import Execution
 
 
 class Denoiser:
-    """Velocities (B, C, h, w) at t (B,), of x_t (B, C, h, w) and of normalized controls, as `Family.velocity` has them.
+    """Velocities (B, C, h, w) at t (B,), from x_t (B, C, h, w) and normalized controls, as `Family.velocity`.
 
     Args:
-        transformer: gives the one that is loaded.
+        family: with the loaded transformer.
     """
 
-    def __init__(self, family: Family, execution: Execution, transformer: Callable[[], Any]) -> None:
+    def __init__(self, family: Family, execution: Execution) -> None:
         self.family = family
         self.execution = execution
-        self.transformer = transformer
 
     def __call__(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
-        """What the transformer says now."""
-        with self.execution.saved_tensors():
-            return self.family.velocity(self.transformer(), x_t, t, controls, prompt)
+        """Predict the velocity with the adapter applied; a T-LoRA has the rank of each sample's t."""
+        gates = self.execution.rank_gates
+        for gate in gates:
+            gate.open(t * NUM_TRAIN_TIMESTEPS, None, compute_dtype(x_t))
+        try:
+            with self.execution.saved_tensors():
+                return self.family.velocity(self.family.transformer, x_t, t, controls, prompt)
+        finally:
+            for gate in gates:
+                gate.factors = None
 
     def turned(self, sign: Tensor) -> AbstractContextManager[None]:
-        """Inside, each sample's update by the adapter is times its sign (B,): what was learned, or its opposite."""
-        return self.execution.direction.turned(self.transformer(), sign)
+        """Temporarily multiply each sample's update by its sign (B,): 1, or -1 for its opposite."""
+        if self.execution.direction is None:
+            self.execution.direction = Gate()
+            self.execution.direction.attach(self.family.transformer, ADAPTER)
+        return self.execution.direction.using(sign[:, None])
 
     @torch.no_grad()
     def base(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
-        """What it says without the adapter that trains, and without gradient."""
-        with without_adapter(self.transformer()):
-            return self.family.velocity(self.transformer(), x_t, t, controls, prompt)
+        """Predict the velocity without the trained adapter and without gradient."""
+        with without_adapter(self.family.transformer):
+            return self.family.velocity(self.family.transformer, x_t, t, controls, prompt)

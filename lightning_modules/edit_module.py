@@ -1,13 +1,14 @@
 """A frozen pipeline with a trainable adapter in its transformer: Lightning's hooks, nothing else."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Self
 
 import lightning.pytorch as L
 import torch
-from hydra.utils import get_class
 from torch import nn
 
 from datamodules.base import PromptData, TrainingData
@@ -94,7 +95,7 @@ class EditModule(L.LightningModule, Family):
         self.adapter = adapter
         how = gradient_checkpointing, compile, attention_backend, offload
         self.execution = Execution(self, self.base, adapter, training_adapter, *how)
-        self.denoise = Denoiser(self, self.execution, lambda: self.transformer)
+        self.denoise = Denoiser(self, self.execution)
         self.encoder = Encoder(self, self.base, vae_encode_mode)
         self.flow = FlowMatching(timesteps, vae_encode_mode, seed)
         self.objective = objective
@@ -132,12 +133,6 @@ class EditModule(L.LightningModule, Family):
             training = Training(self.optimization.optimizer, sharded, self.condition_images.text_sees_them)
             self.adapter.check(self.base, training)
             self.objective.check(self, self.adapter)
-
-    def configure_callbacks(self) -> list[L.Callback]:
-        """What the adapter, the LoRAs or the execution cannot do without, whatever callbacks the run has."""
-        trains = self.adapter is not None
-        names = [*(self.adapter or self.sampler.loras).callbacks, *(self.execution.callbacks if trains else ())]
-        return [get_class(name)() for name in names]
 
     def configure_model(self) -> None:
         """Load the transformer where it trains or makes pictures; can be called twice."""
@@ -184,12 +179,11 @@ class EditModule(L.LightningModule, Family):
         """The loss; and for callbacks each sample's (B,), on the device, and what the step had to do."""
         assert self.objective is not None
         latents = self.encoder.latents(batch, self.flow.caption_dropout_rate > 0 or self.objective.needs_empty_prompt)
-        if self.trained.adapter.dropout > 0:  # peft draws it from PyTorch's global generator
-            torch.manual_seed(mix(mix(self.flow.seed, latents.draws[0]), 0))
         noised = self.flow.noised(
             latents, self.base.dynamic_shift(self.geometry.tokens(latents).target), self.normalize
         )
-        losses = self.objective.losses(latents, noised, self.denoise, self.global_step)
+        with self._dropout(latents.draws):
+            losses = self.objective.losses(latents, noised, self.denoise, self.global_step)
         self.optimization.note(latents.keys, losses.detach())
         return {
             "loss": losses.mean(),
@@ -199,10 +193,20 @@ class EditModule(L.LightningModule, Family):
             **({"active_ranks": self.rank_gates[0].active_ranks} if self.rank_gates else {}),
         }
 
+    @contextmanager
+    def _dropout(self, draws: list[int]) -> Iterator[None]:
+        """Temporarily seed PyTorch's global generators, which peft draws dropout from, by the batch's draws."""
+        if not self.trained.adapter.dropout:
+            yield
+            return
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(reduce(mix, draws, self.flow.seed))
+            yield
+
     @property
     def rank_gates(self) -> list[RankGate]:
-        """Of the adapters that are T-LoRAs; `callbacks.rank_schedule.RankMasks` opens them."""
-        return self.sampler.loras.rank_gates if self.adapter is None else self.adapter.rank_gates()
+        """The gates of T-LoRAs: `Denoiser` opens them in training, `callbacks.rank_schedule.RankMasks` in sampling."""
+        return self.sampler.loras.rank_gates if self.adapter is None else self.execution.rank_gates
 
     @property
     def trained(self) -> TrainedParts:
@@ -219,7 +223,6 @@ class EditModule(L.LightningModule, Family):
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         self.optimization.before_step(optimizer, self.global_step + 1, gradient_clip_val, gradient_clip_algorithm)
-        self.trained.adapter.before_step(optimizer, self.transformer)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)

@@ -174,6 +174,7 @@ class Family(ABC):
         geometry: how latents and prompts become tokens.
         layers: which of the transformer's layers LoRA adapts, and how other programs name them.
         sampling_rules: how its pipeline samples.
+        transformer: once it is loaded.
     """
 
     pipeline_name: ClassVar[str]
@@ -183,6 +184,7 @@ class Family(ABC):
     geometry = Geometry()
     layers: ClassVar[Layers] = Layers()
     sampling_rules: ClassVar[SamplingRules] = SamplingRules()
+    transformer: Any
 
     @abstractmethod
     def encoding_settings(self) -> dict[str, Any]:

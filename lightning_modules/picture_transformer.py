@@ -82,5 +82,5 @@ class PictureTransformer:
             loras.load(transformer, module.base)
         module.execution.prepare(transformer)
         if loras.rank_gates:
-            mask_forwards(transformer, loras.rank_gates, module.sampler.current_step)
+            mask_forwards(transformer, loras.rank_gates, lambda *_: module.sampler.current_step())
         return transformer

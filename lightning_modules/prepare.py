@@ -12,8 +12,9 @@ from torch import nn
 from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
-from lightning_modules.adapters.direction import Direction
+from lightning_modules.adapters.gate import Gate
 from lightning_modules.adapters.peft_layers import cast_inputs
+from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.adapters.training_adapter import TrainingAdapter
 from lightning_modules.estimation.calibration import DeviceMemory
 from lightning_modules.execution.activation_offload import ActivationOffload
@@ -42,7 +43,7 @@ class Execution:
             of a training step do.
 
     Attributes:
-        direction: turns the adapter's update for single samples.
+        direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Execution:
         self.compile_blocks = compile
         self.attention_backend = attention_backend
         self.offload = offload
-        self.direction = Direction()
+        self.direction: Gate | None = None
         self._activations: ActivationOffload | None = None
 
     @property
@@ -109,6 +110,7 @@ class Execution:
             mesh: of the GPUs that it is split over; None for one that is whole in each process.
             data: that it is compiled for; None where that is not known.
         """
+        self.direction = None
         transformer = self.base.load_transformer(sharded=mesh is not None)
         self.adapt(transformer)
         if self.training_adapter is not None:
@@ -175,21 +177,26 @@ class Execution:
             transformer.to(self.base.device)  # what is left of the blocks
 
     @property
-    def callbacks(self) -> list[str]:
-        """The classes of the callbacks without which it does not run as it should."""
-        raises = self.checkpointing == "auto" and self.base.device.type == "cuda"
+    def rank_gates(self) -> list[RankGate]:
+        """The rank gates of the trained adapter, if it is a T-LoRA."""
+        return [] if self._adapter is None else self._adapter.rank_gates()
+
+    @property
+    def searches_checkpointing(self) -> bool:
+        """Whether the first steps find how little the memory allows to compute again."""
         waits = self.offload["blocks"] or self.offload["activations"]
-        return ["callbacks.checkpointing.RaiseCheckpointing"] if raises and not waits else []
+        return self.checkpointing == "auto" and self.base.device.type == "cuda" and not waits
 
     def memory(self) -> DeviceMemory:
-        """Of the device that it computes on."""
+        """Return the memory of the device that it computes on."""
         return DeviceMemory(self.base.device)
 
     def set_checkpointing(self, transformer: Any, policy: str) -> None:
-        """Let steps keep from now on what this policy says."""
+        """Make the following steps keep what this policy says."""
 
         def bind(block: nn.Module) -> Callable[..., Any]:
-            return self.direction.bind(self.adapter.bind_rank_mask(block))
+            again = self.adapter.bind_rank_mask(block)
+            return again if self.direction is None else self.direction.bind(again)
 
         set_checkpointing(transformer, policy, bind, self.compile_blocks)
 

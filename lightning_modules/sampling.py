@@ -117,7 +117,7 @@ class Sampler:
         )
 
     def current_step(self) -> tuple[Tensor, Tensor] | None:
-        """The sampling step that runs, as `rank_mask.mask_forwards` asks."""
+        """Return the timestep of the current sampling step and all timesteps; None outside of a sampling."""
         return sampling_step(self._pipeline) if self._samples else None
 
     def generate(

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig
 
 from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.lifecycle import GracefulStop
+from callbacks.rank_schedule import RankMasks
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
@@ -86,7 +87,7 @@ def make_pictures(
         log.warning(f"note: max_area={cfg.max_area} has no effect: {limit}")
     warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
     silence_libraries()
-    callbacks = [ImageWriter(str(folder), strips), GracefulStop()]
+    callbacks = [ImageWriter(str(folder), strips), RankMasks(), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     records = folder / PREDICTIONS
     try:

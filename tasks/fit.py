@@ -15,8 +15,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks import find_callback
+from callbacks.checkpointing import RaiseCheckpointing
 from callbacks.lifecycle import GracefulStop, SaveConfig, StartOfTraining, Watchdog
 from callbacks.metrics import Metrics
+from callbacks.rank_schedule import RankMasks
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.base import TrainingData
@@ -102,7 +104,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
         module.objective.check_samples(learned)
         build_cache(cfg, data)
     first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
-    callbacks = [*first, *configured, SaveConfig(run, settings, resolved), GracefulStop()]
+    last = [RankMasks(), RaiseCheckpointing()]
+    callbacks = [*first, *configured, *last, SaveConfig(run, settings, resolved), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=run.path)
     # A run that was killed after its last step was saved still lacks its last pictures and report. Lightning skips
     # training where no step is left, so it is told of one more; StartOfTraining takes that back.

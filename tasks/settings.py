@@ -109,7 +109,6 @@ TRAINING: dict[str, Rule] = {
     "adapter.seed": SEED,
     "adapter.min_rank": COUNT_OR_NONE,
     "adapter.alpha_rank_scale": Number(0.01, 10),
-    "adapter.update_masked": Switch(),
     "adapter.text_encoders": Switch(),
     "objective.loss.delta": POSITIVE,
     "objective.mask.outside": Number(0, 1),

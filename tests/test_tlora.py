@@ -12,7 +12,6 @@ from PIL import Image
 
 from datamodules.pairs import collate_pixels
 from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.rank_mask import mask_forwards
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses
@@ -33,7 +32,6 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
     module, data = instantiate(cfg.model), instantiate(cfg.data)
     module.configure_model()
     randomize(module.transformer)
-    mask_forwards(module.transformer, module.rank_gates, lambda: None)
     data.configure_for(module)
     data.scan()
     samples = data.pixels(4)
@@ -61,40 +59,6 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, 
     run("train", *arguments(model, tmp_path / "halves", 3, *settings))
     run("train", *arguments(model, tmp_path / "halves", 6, *settings), "ckpt_path=last")
     assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", first(1, ["adamw", "prodigy"]))
-def test_resume_is_bitwise_where_masked_components_are_held(run, tiny, pairs, tmp_path, optimizer):
-    settings = ["adapter=tlora", "adapter.update_masked=false", "scheduler=constant", f"optimizer={optimizer}"]
-    run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings)
-    run("train", *short(tiny, pairs, tmp_path / "halves", 3), *settings)
-    run("train", *short(tiny, pairs, tmp_path / "halves", 6), *settings, "ckpt_path=last")
-    assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer",
-    first(1, [["optimizer=prodigy", "+optimizer.d0=0.01", "optimizer.weight_decay=0.1"], ["optimizer=adamw"]]),
-)
-def test_components_that_no_timestep_uses_stay_as_they_were_drawn(run, tiny, pairs, tmp_path, optimizer):
-    """The rank is 1 in every step; momentum has nothing to do, but weight decay has."""
-    down = "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"
-    rows = {}
-    for update_masked, steps in ((False, 1), (False, 4), (True, 4)):
-        output = tmp_path / f"{update_masked}-{steps}"
-        settings = [
-            "adapter=tlora",
-            f"adapter.update_masked={update_masked}",
-            "adapter.alpha_rank_scale=10",
-            "model.timesteps.shift=100",
-        ]
-        run("train", *short(tiny, pairs, output, steps), *settings, "scheduler=constant", *optimizer)
-        rows[update_masked, steps] = safetensors.torch.load(lora_bytes(output))[down]
-    assert torch.equal(rows[False, 4][1:], rows[False, 1][1:])
-    assert not torch.equal(rows[False, 4][0], rows[False, 1][0])
-    assert (rows[True, 4][1:].abs() < rows[False, 4][1:].abs()).all()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ SETTINGS = ["trainer.log_every_n_steps=4", "save_every=0", "data.batch_size=2", 
     first(
         3,
         [
-            ["adapter=tlora", "adapter.update_masked=false", "model.dtype=bfloat16", "model/quantization=fp8"],
+            ["adapter=tlora", "model.dtype=bfloat16", "model/quantization=fp8"],
             [
                 "trainer.accumulate_grad_batches=2",
                 "ema.half_life=9",

@@ -42,7 +42,6 @@ class Adapter(ABC):
             the first one gives is the opposite of what was learned, for each sample of a batch alone.
         reads_base: whether it computes with the base's own weights in every step, which must then stay what they are.
         turns_inputs: whether layers get other inputs by it.
-        callbacks: the Lightning callbacks without which it would not be right, by their full names.
     """
 
     folder: str
@@ -53,7 +52,6 @@ class Adapter(ABC):
     is_linear: bool = False
     reads_base: bool = False
     turns_inputs: bool = False
-    callbacks: tuple[str, ...] = ()
 
     @abstractmethod
     def check(self, base: FrozenBase, training: Training) -> None:
@@ -119,10 +117,6 @@ class Adapter(ABC):
         """By how much of optimizer.lr a parameter of this name learns."""
         return 1.0
 
-    def before_step(self, optimizer: torch.optim.Optimizer, transformer: nn.Module) -> None:
-        """Called when the gradients of an optimizer step are there."""
-        return
-
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         """Inside, the weights are as a loader casts them to a base of this dtype; the originals come back."""
@@ -150,20 +144,9 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def dummy_optimizer_step(optimizer: Callable[..., torch.optim.Optimizer], *shape: int) -> tuple[Any, nn.Parameter]:
-    """An optimizer after a step on one parameter, to see what it keeps of it."""
-    parameter = nn.Parameter(torch.ones(shape))
-    made = optimizer([parameter])
-    if hasattr(made, "train"):  # schedule-free ones average only where they are told to
-        made.train()
-    parameter.grad = torch.ones_like(parameter)
-    made.step()
-    return made, parameter
-
-
 def require_own_rates(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     """Raise a UserError for an optimizer whose parameters cannot each have a learning rate of their own."""
-    made, _ = dummy_optimizer_step(optimizer, 64, 64)
+    made = optimizer([nn.Parameter(torch.ones(64, 64, device="cpu"))])
     group = made.param_groups[0]
     if group["lr"] is None or "d" in group:
         raise UserError(

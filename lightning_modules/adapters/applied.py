@@ -19,7 +19,7 @@ from lightning_modules.adapters.formats.written import FORMATS, encode
 from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import adapted_layers, enable, lora_layers, update_of
-from lightning_modules.adapters.rank_mask import NOT_MERGED, RANK_MASK_CALLBACKS, RankGate, read_rank_gate
+from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.layers import NO_NATIVE_NAMES
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -37,10 +37,7 @@ class AppliedLoRAs:
 
     Attributes:
         rank_gates: of those that are T-LoRAs, once they are loaded.
-        callbacks: what a run with them needs, as `Adapter.callbacks`.
     """
-
-    callbacks = RANK_MASK_CALLBACKS
 
     def __init__(
         self,

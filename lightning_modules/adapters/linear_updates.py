@@ -71,10 +71,8 @@ class LinearUpdates(Adapter):
         targets = self.resolve_targets(transformer, base.family_class.layers)
         self.check_targets({name: transformer.get_submodule(name) for name in targets})
         require_matches("adapter.lr_pattern", self.lr_pattern, targets)
-        if training.optimizer is not None:
-            self.check_optimizer(training.optimizer)
-            if self.has_own_rates:
-                require_own_rates(training.optimizer)
+        if training.optimizer is not None and self.has_own_rates:
+            require_own_rates(training.optimizer)
 
     def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
         """Freeze the transformer and put trainable updates beside its targets.
@@ -113,9 +111,6 @@ class LinearUpdates(Adapter):
 
     def check_targets(self, linears: Mapping[str, nn.Linear]) -> None:
         """Raise a UserError for layers that the settings do not fit."""
-
-    def check_optimizer(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        """Raise a UserError for an optimizer that the adapter cannot be trained with."""
 
     def resolve_targets(self, transformer: nn.Module, layers: Layers) -> list[str]:
         """The names of the layers to adapt; raises UserError where a setting matches no linear layer."""

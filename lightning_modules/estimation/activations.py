@@ -15,7 +15,7 @@ from datamodules.images.framing import Size
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
-from lightning_modules.adapters.adapter import Adapter, dummy_optimizer_step
+from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.estimation.fake_tensors import OnCuda, PeakMemory, fake_like, fake_model
 from lightning_modules.estimation.flops import ONE, Passes
 from lightning_modules.execution.checkpointing import set_checkpointing
@@ -86,7 +86,12 @@ def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, ca
 
 def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
     """The optimizer's state, by taking a step with it on a small matrix."""
-    made, parameter = dummy_optimizer_step(optimizer, 256, 256)
+    parameter = nn.Parameter(torch.ones(256, 256, device="cpu"))
+    made: Any = optimizer([parameter])
+    if hasattr(made, "train"):  # schedule-free
+        made.train()
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
     state = [tensor for tensor in tree_iter(made.state) if isinstance(tensor, Tensor)]
     return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
 
@@ -149,7 +154,7 @@ class FakeStep:
         set_checkpointing(self.transformer, kept, self._bind)
         with self._mode, self._memory, OnCuda(dtype):
             for gate in self.adapter.rank_gates():
-                gate.mask = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
+                gate.factors = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
             self._memory.restart()
             with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
                 loss = self._loss()

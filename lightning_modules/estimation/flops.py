@@ -114,11 +114,11 @@ class StepFlops:
             for name, shape in shapes.items()
         }
         for gate in self._rank_gates():
-            gate.mask = torch.ones(1, gate.rows, device="meta")
+            gate.factors = torch.ones(1, gate.rows, device="meta")
         with recorder:
             family.velocity(transformer.float(), target, torch.empty(1, device="meta"), controls, prompt)
         for gate in self._rank_gates():
-            gate.mask = None
+            gate.factors = None
         return recorder.products
 
     def forward(self, tokens: Tokens) -> int:

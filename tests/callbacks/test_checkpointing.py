@@ -8,7 +8,6 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from callbacks.checkpointing import RaiseCheckpointing
 from lightning_modules.estimation import calibration
 from lightning_modules.estimation.calibration import USABLE, Calibration
 from lightning_modules.execution import checkpointing
@@ -75,7 +74,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
     peak, of_blocks = calibration.FakeStep.peak, checkpointing.set_checkpointing
     reduce = SingleDeviceStrategy.reduce
     monkeypatch.setattr(calibration.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
-    monkeypatch.setattr(Execution, "callbacks", ["callbacks.checkpointing.RaiseCheckpointing"])
+    monkeypatch.setattr(Execution, "searches_checkpointing", True)
     monkeypatch.setattr(Execution, "use_memory", lambda self, transformer, free: left.append(free))
     monkeypatch.setattr(
         "lightning_modules.prepare.set_checkpointing", lambda *args: chosen.append(args[1]) or of_blocks(*args)
@@ -118,7 +117,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
 @pytest.mark.slow
 def test_masks_of_a_tlora_are_those_of_its_steps(run, tiny, pairs, tmp_path, monkeypatch):
     """The step that is simulated has gates of its own."""
-    monkeypatch.setattr(Execution, "callbacks", ["callbacks.checkpointing.RaiseCheckpointing"])
+    monkeypatch.setattr(Execution, "searches_checkpointing", True)
     monkeypatch.setattr(Execution, "memory", lambda self: Double(1e12, 0, {"full": 1}, ["full"]))
     settings = ["model=flux_kontext", *FLUX["settings"], "adapter=tlora", "model.dtype=float32"]
     for policy in ("auto", "none"):
@@ -131,7 +130,7 @@ def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pai
     def fail(*_):
         raise NotImplementedError("no fake of this operator")
 
-    monkeypatch.setattr(Execution, "callbacks", ["callbacks.checkpointing.RaiseCheckpointing"])
+    monkeypatch.setattr(Execution, "searches_checkpointing", True)
     monkeypatch.setattr(calibration.FakeStep, "peak", fail)
     text = run("train", *short(tiny, pairs, tmp_path / "run", 2), "model.gradient_checkpointing=auto").text
     assert "no estimate for gradient_checkpointing=auto, which stays full: no fake of this operator" in text
@@ -152,4 +151,4 @@ def test_runs_on_a_gpu_raise_it_if_nothing_waits_on_the_host(tiny, device, setti
     module = instantiate(cfg.model, _convert_="all")
     module.base._device = lambda: torch.device(device)
     module.execution.check(sharded=False)
-    assert raises == any(isinstance(one, RaiseCheckpointing) for one in module.configure_callbacks())
+    assert module.execution.searches_checkpointing is raises

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from datamodules.batch import LatentBatch
 from lightning_modules import prepare
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import repository, transformer, weights
@@ -98,8 +97,6 @@ def build(repositories, cuda, model, quantization, adapter, streamed):
     module.check()
     with cuda.configuring():
         module.configure_model()
-    if module.rank_gates:
-        mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
     module.flow.caption_dropout_rate = 0.5
     module.step_flops = lambda *_: 0
     module.base.components["scheduler"]

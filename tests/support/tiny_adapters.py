@@ -25,7 +25,7 @@ def build(tiny, adapter, *more, dtype="float32"):
     )
     module.configure_model()
     if module.rank_gates:
-        mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
+        mask_forwards(module.transformer, module.rank_gates, lambda *_: module.sampler.current_step())
     return module
 
 

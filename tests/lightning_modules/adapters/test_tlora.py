@@ -1,19 +1,15 @@
 """T-LoRA's layers against closed forms, its files against stock diffusers, its steps against plain ones."""
 
-import bitsandbytes
 import pytest
 import safetensors.torch
 import torch
 from diffusers import FluxKontextPipeline
-from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import ADAPTER, adapter_tensors, lora_layers
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule
-from tests.support.commands import compose
 from tests.support.tiny_adapters import (
     ADAPTERS,
     LAYER,
@@ -104,66 +100,6 @@ def test_autocast_trains_float32_weights_close_to_float32(tiny, adapter):
         assert (runs[1][name][exact == 0] == 0).all(), "masked components"
 
 
-def steps(module, optimizer, *times):
-    """Take an optimizer step at each t; gives the weights and moments after each."""
-    taken = []
-    for t in times:
-        optimizer.zero_grad()
-        velocity(module, [t, t]).square().mean().backward()
-        module.adapter.before_step(optimizer, module.transformer)
-        optimizer.step()
-        taken.append(
-            {
-                name: [parameter.detach().clone(), *(s.clone() for s in optimizer.state[parameter].values())]
-                for name, parameter in trainable(module.transformer).items()
-            }
-        )
-    return taken
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adam_lets_masked_components_drift_and_holds_them_on_request(tiny, adapter):
-    """After a step with all components, steps with the first one alone."""
-    for update_masked in (True, False):
-        module = build(tiny, adapter, f"adapter.update_masked={update_masked}", "optimizer.weight_decay=0.1")
-        learn(module)
-        optimizer = module.configure_optimizers()["optimizer"]
-        before, *_, after = steps(module, optimizer, 0.0, 0.9, 0.9)
-        for name, tensors in after.items():
-            for now, then in zip(tensors, before[name], strict=True):
-                if now.ndim == 0:  # Adam's count of steps
-                    continue
-                up = "lora_B" in name
-                assert not torch.equal(now[:, :1] if up else now[:1], then[:, :1] if up else then[:1])
-                held = torch.equal(now[:, 1:] if up else now[1:], then[:, 1:] if up else then[1:])
-                assert held is not update_masked, name
-
-
-def test_holding_changes_nothing_where_every_component_works(tiny):
-    runs = []
-    for update_masked in (True, False):
-        module = build(tiny, "tlora", f"adapter.update_masked={update_masked}", "adapter.rank_schedule=constant")
-        learn(module)
-        runs.append(steps(module, module.configure_optimizers()["optimizer"], 0.3, 0.8)[-1])
-    assert all(torch.equal(a, b) for name in runs[0] for a, b in zip(runs[0][name], runs[1][name], strict=True))
-
-
-def test_holding_passes_over_layers_without_a_gradient(run, arguments, tmp_path):
-    """Nothing reads the text's part of Qwen-Image's last block."""
-    settings = ["adapter=tlora", "adapter.update_masked=false", "adapter.target_modules=all-linear"]
-    run("train", *arguments("qwen_image_edit", tmp_path / "run", 2, *settings))
-
-
-@pytest.mark.parametrize("optimizer", [bitsandbytes.optim.AdamW8bit, torch.optim.Adafactor])
-def test_holding_needs_an_optimizer_with_a_number_for_each_weight(tiny, optimizer):
-    """Said before weights are read."""
-    settings = compose("train", "adapter=tlora", "adapter.update_masked=false").model
-    module = instantiate(settings, pretrained_model_name_or_path=str(tiny))
-    module.optimization.optimizer, name = optimizer, optimizer.__name__
-    with pytest.raises(UserError, match=rf"adapter\.update_masked=false needs an optimizer .* {name} does not"):
-        module.check()
-
-
 def delta(transformer, adapter_name, x, gate, timesteps):
     """What the adapter adds in a layer."""
     layer = transformer.get_submodule(LAYER)
@@ -238,19 +174,28 @@ def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
     assert safetensors.torch.save(adapter_tensors(module.transformer)) == before
 
 
-def test_dropout_is_a_function_of_the_sample_s_number(tiny):
-    """The same again whatever was drawn before, and another for another sample."""
+def test_dropout_is_a_function_of_the_batch_s_draws_and_leaves_the_global_generator(tiny):
+    """The same again whatever was drawn before, another for other draws, and another for each sample of a batch."""
     module = build(tiny, "tlora", "adapter.dropout=0.5", "model.timesteps.logit_std=0", "model.vae_encode_mode=mode")
     learn(module, spread=1.0)
     x_t, controls, prompt = batch(1)
+    x_t, controls, prompt = (
+        x_t.expand(2, -1, -1, -1),
+        [one.expand(2, -1, -1, -1) for one in controls],
+        {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in prompt.items()},
+    )
     dropped = []
     layer = module.transformer.get_submodule(LAYER)
     layer.lora_dropout[ADAPTER].register_forward_hook(lambda _, inputs, output: dropped.append((output == 0).clone()))
     losses = []
-    for number in (3, 4, 3):
-        latents = LatentBatch(["x"], [number], x_t, x_t, controls, prompt, prompt, None)
+    for draws in ([3, 4], [3, 5], [3, 4]):
+        torch.manual_seed(draws[1])
+        state = torch.get_rng_state()
+        latents = LatentBatch(["x", "y"], draws, x_t, x_t, controls, prompt, prompt, None)
         losses.append(module.training_step(latents, 0)["losses"])
+        assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(losses[0], losses[2])
     assert torch.equal(dropped[0], dropped[2])
     assert not torch.equal(dropped[0], dropped[1])
+    assert not torch.equal(dropped[0][0], dropped[0][1])
     assert 0.3 < dropped[0].float().mean() < 0.7

@@ -7,7 +7,6 @@ from torch.nn import Linear
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.estimation.weights import waiting_bytes
 from lightning_modules.execution import host_memory
 from lightning_modules.execution.block_offload import BlockStream, streamed_blocks, streamed_linears
@@ -28,8 +27,6 @@ def build(tiny, *more):
     module = instantiate(cfg.model, _convert_="all")
     module.check()
     module.configure_model()
-    if module.rank_gates:
-        mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
     learn(module)
     return module
 

@@ -236,7 +236,7 @@ def test_each_forward_of_the_stock_pipeline_has_the_rank_of_its_step(repository,
 def test_after_pictures_samples_have_their_own_timesteps(repository):
     """Without gradients, too, as when the validation loss is measured."""
     module = build(repository, "adapter=tlora", "adapter.rank=16", "model.timesteps.law=uniform")
-    mask_forwards(module.transformer, module.rank_gates, module.sampler.current_step)
+    mask_forwards(module.transformer, module.rank_gates, lambda *_: module.sampler.current_step())
     latents = module.encoder(collate_pixels([raw_sample(number) for number in range(2)]))
     with torch.no_grad():
         before = losses(module, latents)
@@ -256,7 +256,6 @@ def loss_and_gradients(repository, change):
         change: what is done to the module before.
     """
     module = build(repository, "adapter=tlora", "adapter.target_modules=all-linear")
-    mask_forwards(module.transformer, module.rank_gates, lambda: None)
     set_checkpointing(module.transformer, "none", module.adapter.bind_rank_mask)
     change(module)
     loss = losses(module, module.encoder(collate_pixels([raw_sample(number) for number in range(2)])))
