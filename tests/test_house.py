@@ -1,11 +1,12 @@
 """The house stands as docs/architecture.md says: arrows go down, no circles, no file over 400 lines."""
 
 import ast
+import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import lightning.pytorch as L
-import pytest
 from hydra.utils import instantiate
 
 from lightning_modules.edit_module import EditModule
@@ -14,11 +15,29 @@ from tests.support.commands import ROOT, compose
 # Each may import from those behind it. What stands in lightning_modules/ and datamodules/ is a room of its own there.
 FLOORS = ["train", "predict", "tasks", "callbacks", "report", "runs", "lightning_modules", "datamodules"]
 LINES = 400
+SPLINTER = 60
+# These three may only fall.
+SPLINTERS = 12
+NAMES_DEFINED_TWICE = 24
+WRONG_OPENERS = 463
+OPENERS = re.compile(r"(What|Of|As|Those|The same|By|In|Inside|Which|Where|How|All|It|One)\b")
 PUBLIC_NAMES = 50
+
+
+def python_files(folder: str) -> list[Path]:
+    """Return the file of a module, or the files of a package."""
+    module = ROOT / f"{folder}.py"
+    return [module] if module.is_file() else sorted((ROOT / folder).rglob("*.py"))
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for name in FLOORS
-    for path in ([ROOT / f"{name}.py"] if (ROOT / f"{name}.py").is_file() else (ROOT / name).rglob("*.py"))
+    for path in python_files(name)
 }
 
 
@@ -82,12 +101,40 @@ def test_streams_have_one_place():
     assert users == {"lightning_modules.execution.side_stream", "datamodules.prefetch"}
 
 
-@pytest.mark.parametrize("folder", [*FLOORS, "benchmarks", "assets"])
-def test_no_file_is_longer_than_a_sitting(folder):
-    files = [ROOT / f"{folder}.py"] if (ROOT / f"{folder}.py").is_file() else (ROOT / folder).rglob("*.py")
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert lengths
-    assert not {path.name: length for path, length in lengths.items() if length > LINES}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+
+def test_no_file_is_longer_than_a_sitting():
+    files = [path for folder in (*FLOORS, "benchmarks", "assets") for path in python_files(folder)]
+    assert not {path.name: lines(path) for path in files if lines(path) > LINES}
+
+
+def test_files_are_whole_ideas():
+    """A short file that only one other imports is a part of that one, unless a family's."""
+    importers = Counter(other for found in ARROWS.values() for other in found)
+    splinters = [
+        name
+        for name, path in FILES.items()
+        if importers[name] == 1 and lines(path) < SPLINTER and ".families." not in name and path.name != "__init__.py"
+    ]
+    assert len(splinters) <= SPLINTERS, splinters
+
+
+def test_public_names_are_defined_once():
+    places: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert len(twice) <= NAMES_DEFINED_TWICE, twice
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    texts = [ast.get_docstring(node) for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, kinds)]
+    wrong = [text.splitlines()[0] for text in texts if text and OPENERS.match(text)]
+    assert len(wrong) <= WRONG_OPENERS, wrong
 
 
 def test_edit_module_has_few_public_names():
