@@ -61,33 +61,11 @@ def job(cfg: DictConfig) -> float | None:
         gc.collect()
 
 
-def with_examples(arguments: list[str]) -> list[str]:
-    """Return the arguments; without a model, with the embedded one's settings, and without data, with its examples."""
-
-    def names(*keys: str) -> bool:
-        return any(one.lstrip("+~").startswith(keys) and one != "model=embedded" for one in arguments)
-
-    own_config = names("-cp", "-cn", "-cd", "--config")
-    if own_config or names("experiment", "model=", "model.pretrained_model_name_or_path="):
-        return arguments
-    # What only shows the settings shows those that one's own data would get.
-    own_data = names("data=", "data.root=", "data.shards=", "-c", "--cfg")
-    if "data=shapes" in arguments:
-        return arguments
-    # Both experiments set a learning rate for AdamW and a LoRA.
-    if names("optimizer=", "adapter=full"):
-        return arguments if own_data else ["data=shapes", *arguments]
-    return ["experiment=embedded" if own_data else "experiment=shapes", *arguments]
-
-
 def main() -> None:
     """The command line."""
 
-    def complete(arguments: list[str]) -> list[str]:
-        return with_examples(with_run_settings(arguments))
-
     with command_line(trains=True), hydras_errors("train"):
-        sys.argv[1:] = read_arguments(sys.argv[1:], "train", complete)
+        sys.argv[1:] = read_arguments(sys.argv[1:], "train", with_run_settings)
         run()
 
 

@@ -76,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         drawn = [
-            "experiment=embedded",
+            "model=embedded",
             f"data.root={make_data(folder / 'data', 64)}",
             "trainer.max_steps=300",
             f"data.cache_dir={folder}/cache",

@@ -95,7 +95,7 @@ def main() -> None:
                     run = folder / f"{name}-{number}"
                     command = [
                         "train.py",
-                        "experiment=embedded",
+                        "model=embedded",
                         f"data={kind}",
                         f"data.root={data}",
                         f"output_dir={run}",

@@ -60,9 +60,9 @@ class Optimization:
     @property
     def schedule(self) -> str:
         """The schedule of the learning rate, with its warm-up."""
+        keywords = getattr(self.scheduler, "keywords", {})
         name = getattr(getattr(self.scheduler, "func", self.scheduler), "__name__", "constant")
-        warmup = getattr(self.scheduler, "keywords", {}).get("num_warmup_steps")
-        name = name.removeprefix("get_").removesuffix("_schedule_with_warmup")
+        name, warmup = keywords.get("name", name).removesuffix("_with_warmup"), keywords.get("num_warmup_steps")
         return name + (f" after {warmup} warm-up steps" if warmup else "")
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class Optimization:
             return optimizer
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"},
+            "lr_scheduler": {"scheduler": self.scheduler(optimizer=optimizer), "interval": "step"},
         }
 
     def _make(self, parameters: list[Any]) -> Any:

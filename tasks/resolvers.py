@@ -1,6 +1,7 @@
 """The folder of the settings, and what their `${name:...}` values compute. Import this before Hydra composes."""
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -33,12 +34,17 @@ def unless_fp4(usual: float, fp4: float, *, _root_: DictConfig) -> float:
     return fp4 if is_fp4 else usual
 
 
+def when(key: str, value: Any, then: Any, otherwise: Any, *, _root_: DictConfig) -> Any:
+    """Return `then` if a setting has this value, else `otherwise`."""
+    return then if OmegaConf.select(_root_, key) == value else otherwise
+
+
 def warmup_steps(most: int, max_steps: int) -> int:
     """At most a tenth of a run: one that never comes to its learning rate would learn next to nothing."""
     return min(most, max_steps // 10)
 
 
-for _resolver in (local_folder, local_cache, precision_for, unless_fp4, warmup_steps):
+for _resolver in (local_folder, local_cache, precision_for, unless_fp4, warmup_steps, when):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
 # Computed once in a command: a sweep's jobs share the folder.
 for _folder in (run_folder, prediction_folder):

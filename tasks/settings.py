@@ -73,6 +73,7 @@ RECIPE: dict[str, Rule] = {
     "model.recipe.rank": COUNT,
     "model.recipe.alpha": Number(0, above=True, null=True),
     "model.recipe.max_steps": COUNT,
+    "model.recipe.batch_size": COUNT,
     "model.recipe.accumulate_grad_batches": COUNT,
     "model.recipe.caption_dropout_rate": Number(0, 1),
 }

@@ -1,18 +1,14 @@
 """What train.py makes of its arguments."""
 
 import pytest
-from hydra._internal.utils import get_args_parser
 
-import train
-from tasks.arguments import quote_values, read_arguments
 from tests.support.commands import compose, metrics, short, weights
 
 
 def test_prodigy_and_schedule_free_bring_a_constant_schedule():
     for name in ("prodigy", "adamw_schedule_free"):
-        assert compose("train", f"optimizer={name}").scheduler._target_.endswith("get_constant_schedule_with_warmup")
-    chosen = compose("train", "optimizer=prodigy", "scheduler=cosine")
-    assert "cosine" in chosen.scheduler._target_
+        assert compose("train", f"optimizer={name}").scheduler.name == "constant_with_warmup"
+    assert compose("train", "optimizer=prodigy", "scheduler=cosine").scheduler.name == "cosine"
 
 
 def test_overrides_of_a_repeated_run_count(run, tiny, pairs, tmp_path):
@@ -29,40 +25,30 @@ def test_help_explains_itself_quickly(run):
     for word in ("adapter.rank", "ckpt_path=last", "optimizer: adafactor, adamw, adamw_8bit", "Examples", "embedded"):
         assert word in text
     assert "lora_scale" in run("predict", "--help").text
-    assert "  root: null" in run("train", "--cfg", "job").text
+    assert "drawn shapes" in run("train", "--cfg", "job").text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "added"),
+    ("arguments", "data", "held_out"),
     [
-        ([], "experiment=shapes"),
-        (["-m"], "experiment=shapes"),
-        (["-m", "optimizer.lr=1e-3,2e-3"], "experiment=shapes"),
-        (["optimizer.lr=1e-3,2e-3", "-m"], "experiment=shapes"),
-        (["adapter=tlora", "--info", "searchpath"], "experiment=shapes"),
-        (["--cfg", "job"], "experiment=embedded"),  # shows what own data would get
-        (["adapter=tlora", "--cfg", "job"], "experiment=embedded"),
-        (["-c", "job", "adapter=tlora"], "experiment=embedded"),
-        (["-c", "job", "model=flux_kontext"], None),
-        (["model=embedded", "adapter=tlora"], "experiment=shapes"),
-        (["optimizer=prodigy"], "data=shapes"),  # which finds a learning rate of its own
-        (["adapter=full"], "data=shapes"),
-        (["data.root=pairs"], "experiment=embedded"),
-        (["data.root=pairs", "model=embedded"], "experiment=embedded"),
-        (["data.root=pairs", "optimizer=prodigy"], None),
-        (["data.root=pairs", "--cfg", "job"], "experiment=embedded"),
-        (["data.root=pairs", "model=flux_kontext"], None),
-        (["model=flux_kontext"], None),
-        (["experiment=quick"], None),
-        (["data.shards=s3://bucket/folder"], "experiment=embedded"),
-        (["-cp", "outputs/RUN", "-cn", "config"], None),
+        ([], "drawn shapes", 16),
+        (["model=embedded"], "drawn shapes", 16),
+        (["data.root=mine"], "mine", 0),
+        (["data.root=mine", "data=cached"], "mine", 0),
+        (["data.shards=s3://bucket/folder"], None, 0),
     ],
 )
-def test_settings_of_the_embedded_model_are_for_those_who_name_none(arguments, added):
-    complete = read_arguments(arguments, "train", train.with_examples)
-    before, after = (get_args_parser().parse_args(one) for one in (quote_values(arguments), complete))
-    assert set(after.overrides) == {*before.overrides, *([added] if added else [])}
-    assert after.multirun == before.multirun
+def test_embedded_model_learns_from_drawn_shapes_unless_data_are_named(arguments, data, held_out):
+    cfg = compose("train", *arguments)
+    assert (cfg.data.root, cfg.data.val_count, cfg.data.batch_size) == (data, held_out, 8)
+    assert (cfg.optimizer.lr, cfg.scheduler.name, cfg.adapter.target_modules) == (3e-3, "cosine", "all-linear")
+
+
+@pytest.mark.parametrize("base", ["model=flux_kontext", "model.pretrained_model_name_or_path=other"])
+def test_other_bases_have_the_usual_settings(base):
+    cfg = compose("train", base, "data.root=mine")
+    assert (cfg.data.root, cfg.data.val_count, cfg.data.batch_size) == ("mine", 0, 1)
+    assert (cfg.optimizer.lr, cfg.scheduler.name, cfg.adapter.target_modules) == (1e-4, "constant_with_warmup", None)
 
 
 def test_model_without_data_is_one_line(run, tiny, tmp_path):

@@ -40,7 +40,7 @@ def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
         instantiate(node)
     if "optimizer" in cfg:
         optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2))])
-        instantiate(cfg.scheduler)(optimizer).step()
+        instantiate(cfg.scheduler)(optimizer=optimizer).step()
 
 
 @pytest.mark.parametrize("name", MODELS)

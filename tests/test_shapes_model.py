@@ -60,7 +60,8 @@ def drawn(tmp_path_factory):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_lora_learns_an_edit_that_the_base_does_not_have(run, drawn, tmp_path, seed):
     short = ["trainer.max_steps=30", "sample_every=0", "logger=none", "callbacks.sample_images.count=4"]
-    run("train", "experiment=shapes", *drawn, f"output_dir={tmp_path / 'run'}", f"seed={seed}", *short)
+    short.append("+callbacks.validation.metrics.mask_iou._target_=report.image_metrics.MaskIoU")
+    run("train", *drawn, f"output_dir={tmp_path / 'run'}", f"seed={seed}", *short)
     before, after = rows(tmp_path / "run")
     assert before["step"] == 0
     assert after["val_loss"] < 0.15 * before["val_loss"]

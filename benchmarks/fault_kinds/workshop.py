@@ -25,7 +25,7 @@ RUN_FILES = r"^(run|outputs)/"
 QUICK = ["data.num_workers=0", "trainer.accelerator=cpu"]
 # A run of 1 to 3 seconds: mixed sizes, dropped captions, four savings.
 TRAIN = [
-    *("experiment=embedded", "data.batch_size=2", "trainer.max_steps=8", "save_every=2", "keep_checkpoints=2"),
+    *("model=embedded", "data.batch_size=2", "trainer.max_steps=8", "save_every=2", "keep_checkpoints=2"),
     *("data.caption_dropout_rate=0.3", "scheduler.num_warmup_steps=2", "adapter.rank=4", "logger=none"),
 ]
 QUIET = ["callbacks.sample_images=null", "callbacks.report=null"]

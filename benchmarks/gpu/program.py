@@ -14,7 +14,7 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 from benchmarks.gpu.bench import Bench, Facts
 
 SETTINGS = [
-    "experiment=shapes",
+    "model=embedded",
     "model.dtype=bfloat16",
     "data.source.count=12",
     "data.val_count=4",

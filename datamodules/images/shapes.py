@@ -191,24 +191,20 @@ EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__
 def find_shapes(
     roots: Sequence[Root], folder: str | None, edits: Sequence[str], count: int, seed: int, change_weight: float
 ) -> Found:
-    """Draws the pairs into a folder below `folder`, once, and finds them there.
+    """Draw pairs into a folder below `folder`, once, and find them there; find the samples of other roots.
 
     Scenes take the edits in turn. An edit that can be undone gives a second pair, with the two pictures exchanged.
 
     Args:
-        roots: must be `DRAWN`: there is nothing to read.
+        roots: `DRAWN`, or others, which are not drawn but read.
         folder: data.cache_dir; None for its default.
         edits: names of `EDITS`.
         count: how many pairs.
         seed: all that is drawn is a function of it.
         change_weight: weight in the loss of the pixels that an edit changes, relative to the others; 1 writes no masks.
     """
-    names = [str(root.path) for root in roots]
-    if names != [DRAWN]:
-        raise UserError(
-            f"data.root={listing(names)}: data=shapes draws its own pairs and reads no folder: leave one of the "
-            "two out (experiment=shapes sets data=shapes)"
-        )
+    if [str(root.path) for root in roots] != [DRAWN]:
+        return find_samples(roots)
     if unknown := [name for name in edits if name not in EDITS]:
         raise UserError(f"data.source.edits: there is no {listing(unknown)}; choose from {', '.join(EDITS)}")
     if not edits or not isinstance(count, int) or count < 1:

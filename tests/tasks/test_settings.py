@@ -116,7 +116,7 @@ def test_no_number_may_be_infinite_or_nan(rules):
         ("train", "trainer.gradient_clip_val=-1", "must be a number from 0 on or null"),
         ("train", "scheduler.num_warmup_steps=-1", "must be a whole number from 0 on"),
         ("train", "scheduler.num_warmup_steps=abc", "must be a whole number from 0 on"),
-        ("train", "scheduler.num_warmup_steps=2001", "must not be above trainer.max_steps=2000"),
+        ("train", "scheduler.num_warmup_steps=2001", "must not be above trainer.max_steps=600"),
         ("train", "model.max_sequence_length=0", "must be a whole number from 1 to 512"),
         ("train", "model.max_sequence_length=-1", "must be a whole number from 1 to 512"),
         ("train", "model.compile=abc", "must be true or false"),

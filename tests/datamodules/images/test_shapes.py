@@ -131,12 +131,12 @@ def test_mistakes_are_told(tmp_path, arguments, message):
         drawn(tmp_path, *arguments, 1)
 
 
-@pytest.mark.parametrize("setting", ["data.root", "data.val_root"])
-def test_pairs_of_ones_own_are_neither_mixed_with_drawn_ones_nor_written_to(pairs, tmp_path, setting):
+def test_pairs_of_ones_own_replace_the_drawn_ones_and_are_not_written_to(pairs, tmp_path):
     before = sorted(pairs.rglob("*"))
-    cfg = compose("train", "data=shapes", f"{setting}={pairs}", "data.val_count=0", f"data.cache_dir={tmp_path}")
-    with pytest.raises(UserError, match=f"{setting}={pairs}: data=shapes draws its own pairs"):
-        instantiate(cfg.data).scan()
+    data = instantiate(compose("train", "data=shapes", f"data.root={pairs}", f"data.cache_dir={tmp_path}").data)
+    data.scan()
+    assert data.validation is None
+    assert all(pairs in sample.target.parents for sample in data.samples)
     assert sorted(pairs.rglob("*")) == before
 
 
