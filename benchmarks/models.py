@@ -1,10 +1,10 @@
-"""docs/models.md: every model with its licence, memory, defaults, and where its LoRA loads.
+"""Write docs/models.md: licence, memory and defaults of every model, and the programs that load its LoRA.
 
-    python -m benchmarks.models             # writes docs/models.md; memory comes from benchmarks/results/models.json
-    python -m benchmarks.models --measure   # task=dry_run of every model and precision first, which takes a while
+    python -m benchmarks.models             # with the memory in benchmarks/results/models.json
+    python -m benchmarks.models --measure   # run task=dry_run for every model and precision first; takes a while
 
-Licences are those of the models' pages. Everything else is read from conf/, from the models' configurations and from
-the tables by which Retouch writes LoRA files.
+Licences are copied from the models' pages. The rest comes from conf/, the models' configurations and the tables by
+which Retouch writes LoRA files.
 """
 
 import argparse
@@ -41,8 +41,8 @@ class Facts(NamedTuple):
     """Facts about a model that no file of the repository contains.
 
     Attributes:
-        licence: of the weights.
-        distilled: from what, in words.
+        licence: licence of the weights.
+        distilled: what the model was distilled from, or "no".
     """
 
     licence: str
@@ -69,11 +69,11 @@ TOP = """# Models
 python train.py model=NAME data.root=my_pairs task=dry_run    # memory, time, settings; reads no weights
 ```
 
-[Your first edit](first-edit.md) helps to choose.
+[Your first edit](first-edit.md) helps you choose.
 
-Memory is an estimate by `task=dry_run` for one pair of a megapixel, batch 1, in GB of the GPU, with the transformer in
-bf16, fp8 (`model/quantization=fp8`) or 4 bits (`=fp4` or `=nf4`), and about 1 GB for CUDA included. The encoders come
-before the training and are then released. Nothing here was measured on a GPU by us.
+Memory is estimated by `task=dry_run` for one pair of a megapixel at batch size 1, in GB of the GPU, including about 1
+GB for CUDA, with the transformer in bf16, fp8 (`model/quantization=fp8`) or 4 bits (`fp4` or `nf4`). Encoders run
+before training and are then released. These figures were not measured on a GPU.
 
 | `model=` | base | licence | learns from | memory {precisions}; encoding | distilled |
 |---|---|---|---|---|---|
@@ -81,10 +81,10 @@ before the training and are then released. Nothing here was measured on a GPU by
 MIDDLE = """
 ## Defaults
 
-Each is in `conf/model/NAME.yaml` with its source, and every other trainer's choice can be set instead: `optimizer.lr`,
-`adapter.rank`, `adapter.alpha`, `adapter.target_modules`, `model.timesteps.shift`, `trainer.max_steps`,
-`trainer.accumulate_grad_batches`, `data.caption_dropout_rate`, `model.vae_encode_mode`. The learning rate is 2e-5 after
-100 steps of warm-up where the base is quantized to fp4. The schedule is constant.
+Each default is in `conf/model/NAME.yaml` with its source. Override any of them: `optimizer.lr`, `adapter.rank`,
+`adapter.alpha`, `adapter.target_modules`, `model.timesteps.shift`, `trainer.max_steps`,
+`trainer.accumulate_grad_batches`, `data.caption_dropout_rate`, `model.vae_encode_mode`. The schedule is constant. If
+the base is quantized to fp4, the learning rate is 2e-5 after 100 steps of warm-up.
 
 | `model=` | lr | rank, alpha | layers, share of weights | timestep shift | steps x samples | dropout | latents |
 |---|---|---|---|---|---|---|---|
@@ -92,8 +92,8 @@ Each is in `conf/model/NAME.yaml` with its source, and every other trainer's cho
 LAST = """
 ## Where its LoRA loads
 
-As it is written to `lora/last`; `python predict.py task=export lora=RUN format=NAME` writes it for other programs
-([prediction](prediction.md#files-for-other-programs)). Retouch reads all of them again.
+These columns describe the file in `lora/last`. `python predict.py task=export lora=RUN format=NAME` converts it for
+other programs ([prediction](prediction.md#files-for-other-programs)); Retouch reads all of its formats.
 
 | `model=` | ComfyUI | diffusers | InvokeAI |
 |---|---|---|---|
@@ -107,7 +107,7 @@ def compose(model: str) -> DictConfig:
 
 
 def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
-    """Return the GB of the GPU that training and encoding take, as task=dry_run prints them."""
+    """Return the GPU memory of training and encoding in GB, as printed by task=dry_run."""
     command = [
         sys.executable,
         "train.py",
@@ -125,7 +125,7 @@ def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
     )
     rows = dict(re.findall(r"(GPU, \w+) +(.*?) *│", done.stderr))
     amounts = {name: float(re.findall(r"([\d.]+) GB", rest)[-1]) for name, rest in rows.items()}
-    # About one more for CUDA itself.
+    # CUDA itself needs about one more.
     training = max(amounts["GPU, training"], amounts["GPU, sampling"]) + 1
     return {"training": round(training, 1), "encoding": amounts["GPU, encoding"]}
 
@@ -147,7 +147,7 @@ def measure() -> dict[str, Any]:
 
 
 def family(cfg: DictConfig) -> Family:
-    """Return the module of a model, without weights."""
+    """Return the module of a model without weights."""
     with without_network(cfg.model) as module:
         return module
 
@@ -189,7 +189,7 @@ def page(memory: dict[str, Any]) -> str:
 
 
 def _layers(layers: list[str], transformer: nn.Module) -> str:
-    """Return what is adapted in words, and its share of the weights of all linear layers."""
+    """Describe the adapted layers, with their share of the weights of all linear layers."""
     linear = {name: one.weight.numel() for name, one in transformer.named_modules() if isinstance(one, nn.Linear)}
     share = sum(linear[name] for name in layers) / sum(linear.values())
     text = any(".add_q_proj" in name for name in layers)
@@ -198,7 +198,7 @@ def _layers(layers: list[str], transformer: nn.Module) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Write the page, after measuring if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true")
     if parser.parse_args().measure:

@@ -1,4 +1,4 @@
-"""Runs of train.py on Shapes, and the pictures that they made."""
+"""Train on Shapes, read the sample images, and print tables; shared by the parts of quality.py."""
 
 import functools
 import json
@@ -14,12 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from datamodules.images.tables import COLUMNS
+from datamodules.images.shapes import write_pairs
+from datamodules.images.tables import COLUMNS, TABLES
 from report.images import PARTS
 
-# A row's name, and what was measured with each seed.
+# The name of a row, and the measurements with each seed.
 Rows = Iterator[tuple[str, list[dict[str, float]]]]
 ROOT = Path(__file__).parent.parent
+PAIRS, HELD_OUT = (24, 4, 1), 16  # numbers of training pairs; each table repeats its rows, so batches are equally large
 COMMON = [
     "data=cached",
     "data.root=PAIRS/train-24.jsonl",
@@ -38,9 +40,19 @@ COMMON = [
 ]
 
 
+def draw_pairs(folder: Path, edit: str = "segment") -> None:
+    """Draw pairs of an edit into a folder, with a table for each number of training pairs and one of held-out pairs."""
+    folder.mkdir(exist_ok=True)
+    write_pairs(folder, [edit], PAIRS[0] + HELD_OUT, seed=0, change_weight=1)
+    rows = (folder / TABLES[0]).read_text().splitlines()
+    (folder / "held_out.jsonl").write_text("\n".join(rows[PAIRS[0] :]))
+    for count in PAIRS:
+        (folder / f"train-{count}.jsonl").write_text("\n".join(rows[:count] * (PAIRS[0] // count)))
+
+
 @functools.cache
 def run(pairs: Path, steps: int, *overrides: str) -> tuple[Path, float]:
-    """A run of train.py, made once, in a folder beside the pairs; gives its folder, and its seconds."""
+    """Run train.py once for each combination of settings, next to the pairs; return its folder and seconds."""
     output = Path(tempfile.mkdtemp(dir=pairs)) / "run"
     start = time.perf_counter()
     command(pairs, "train.py", *COMMON, f"trainer.max_steps={steps}", *overrides, f"output_dir={output}")
@@ -48,7 +60,7 @@ def run(pairs: Path, steps: int, *overrides: str) -> tuple[Path, float]:
 
 
 def command(pairs: Path, *parts: str) -> None:
-    """One of the repository's commands; PAIRS in its settings is the pairs' folder."""
+    """Run a command of the repository; PAIRS in its settings stands for the folder of the pairs."""
     line = [sys.executable, *(part.replace("PAIRS", str(pairs)) for part in parts)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -56,7 +68,7 @@ def command(pairs: Path, *parts: str) -> None:
 
 
 class Made(NamedTuple):
-    """The parts of a sample picture, each (H, W, 3), numbers from 0 to 255."""
+    """The parts of a sample image, each (H, W, 3) in [0, 255]."""
 
     control: np.ndarray
     result: np.ndarray
@@ -64,7 +76,7 @@ class Made(NamedTuple):
 
 
 def samples(output: Path, step: int) -> dict[str, Made]:
-    """The sample pictures of a run's step, by name."""
+    """Read the sample images of a step of a run, by name."""
     found = {}
     for path in sorted((output / "samples" / f"step-{step:06d}").glob("*.png")):
         with Image.open(path) as strip:
@@ -75,13 +87,13 @@ def samples(output: Path, step: int) -> dict[str, Made]:
 
 
 def distance(one: np.ndarray, other: np.ndarray, where: np.ndarray | None = None) -> float:
-    """Root mean square of the differences of two pictures, in levels of 255; of the places in `where` alone."""
+    """Return the root mean square difference of two images in levels of 255, only at the positions in `where`."""
     square = np.square(one - other).mean(axis=-1)
     return float(np.sqrt(square.mean() if where is None else square[where].mean()))
 
 
 def table(title: str, rows: Rows) -> None:
-    """Print a table as its rows come: means and standard deviations over the seeds."""
+    """Print means and standard deviations over the seeds, row by row."""
     columns: list[str] = []
     for label, values in rows:
         if not columns:
@@ -96,20 +108,20 @@ def table(title: str, rows: Rows) -> None:
 
 
 def write_table(folder: Path, rows: Sequence[tuple[Image.Image, Image.Image, str]], train: int) -> None:
-    """Pairs of pictures and their instructions: the first `train` to learn from, the rest held out."""
+    """Write pairs (control, target, instruction): the first `train` for training, the rest held out."""
     folder.mkdir()
     lines = []
-    for number, (control, target, prompt) in enumerate(rows):
-        names = f"{number:03d}-after.png", f"{number:03d}-before.png"
-        for picture, name in zip((target, control), names, strict=True):
-            picture.save(folder / name)
+    for index, (control, target, prompt) in enumerate(rows):
+        names = f"{index:03d}-after.png", f"{index:03d}-before.png"
+        target.save(folder / names[0])
+        control.save(folder / names[1])
         lines.append(json.dumps(dict(zip((COLUMNS["target"], COLUMNS["control"]), names, strict=True), prompt=prompt)))
     for name, some in (("train", lines[:train]), ("held_out", lines[train:])):
         (folder / f"{name}.jsonl").write_text("\n".join(some))
 
 
 def save_grid(rows: Sequence[Sequence[np.ndarray]], path: Path, enlarged: int = 2) -> None:
-    """Pictures in rows, with a pixel of grey between them."""
+    """Save rows of images as one image, with a pixel of grey between them."""
     padded = [[np.pad(one, ((0, 1), (0, 1), (0, 0)), constant_values=128) for one in row] for row in rows]
     grid = np.concatenate([np.concatenate(row, axis=1) for row in padded]).round().astype("uint8")
     image = Image.fromarray(grid)
