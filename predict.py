@@ -12,7 +12,7 @@ from tasks.arguments import hydras_errors, read_arguments
 from tasks.folders import IN_CACHE_DIR, in_use
 from tasks.keys import check_keys, check_read, chosen_task
 from tasks.resolvers import CONF
-from tasks.settings import PREDICTION, check_settings
+from tasks.settings import check_ranges
 from tasks.terminal import command_line, end_workers, one_line_errors
 
 
@@ -26,7 +26,7 @@ def run(cfg: DictConfig) -> None:
         with one_line_errors(task=str(cfg.task)), stop.listening():
             task = chosen_task(cfg.task, "predict")
             check_keys(cfg, "predict")
-            check_settings(cfg, PREDICTION)
+            check_ranges(cfg, "predict")
             check_read(cfg.task, HydraConfig.get().overrides.task)
             with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else in_use(output_dir):
                 get_method(task)(cfg, output_dir)

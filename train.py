@@ -14,7 +14,7 @@ from tasks.folders import in_use
 from tasks.keys import check_keys, chosen_task
 from tasks.mirror import mirrored
 from tasks.resolvers import CONF
-from tasks.settings import TRAINING, check_settings
+from tasks.settings import check_ranges
 from tasks.slurm import queued_again
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors
 
@@ -47,7 +47,7 @@ def job(cfg: DictConfig) -> float | None:
         with one_line_errors(in_sweep, str(cfg.task)), stop.listening():
             task = chosen_task(cfg.task, "train")
             check_keys(cfg, "train")
-            check_settings(cfg, TRAINING)
+            check_ranges(cfg, "train")
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
             copy = contextlib.nullcontext() if url is None else mirrored(url, output_dir, resumes)

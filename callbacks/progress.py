@@ -1,10 +1,9 @@
-"""The run on one screen: a summary before step 1, then a bar; plain lines where there is no terminal."""
+"""Progress in the terminal: a summary before step 1, then a bar; plain lines if the output is no terminal."""
 
 import logging
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,13 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
 
@@ -40,9 +33,11 @@ from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")
 
+SECONDS_BETWEEN_LINES = 10.0
+
 
 def panel(title: str, rows: Mapping[str, str], notes: Iterable[str]) -> Panel:
-    """A box with a run's facts, one a row, and notes below them."""
+    """Draw a box with the facts of a run, one a row, and notes below them."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
@@ -79,17 +74,15 @@ def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[i
 
 
 class TerminalProgress(ProgressBar):
-    """A bar on a terminal, a line now and then elsewhere.
+    """A bar in a terminal, and a line every few seconds elsewhere.
 
     Args:
-        unit: what is counted.
-        line_every: seconds between two lines where the output is no terminal.
+        unit: name of the counted items.
     """
 
-    def __init__(self, unit: str, line_every: float) -> None:
+    def __init__(self, unit: str) -> None:
         super().__init__()
         self.unit = unit
-        self.line_every = line_every
         self.console = Console(stderr=True)
         self.enabled = True
         self._bar: Progress | None = None
@@ -101,7 +94,7 @@ class TerminalProgress(ProgressBar):
         self.enabled = True
 
     def begin(self, done: int, total: int) -> None:
-        """Start to count, at `done` of `total`."""
+        """Start counting at `done` of `total`."""
         self._total, self._done, self._numbers = total, done, ""
         self._start = self._last_line = time.monotonic()
         self._warm: tuple[int, float] | None = None  # the first count that was shown, and when
@@ -119,9 +112,9 @@ class TerminalProgress(ProgressBar):
             self._bar.start()
 
     def advance(self, done: int, numbers: str) -> None:
-        """Show where it is now.
+        """Show the present count.
 
-        The time left is estimated without the first one, which warms up; pictures and savings between steps count.
+        The estimate of the time left excludes the first item, which warms up, and includes work between the steps.
         """
         now, left = time.monotonic(), ""
         self._done, self._numbers = done, numbers
@@ -132,14 +125,14 @@ class TerminalProgress(ProgressBar):
             left = f"left {timedelta(seconds=round(each * (self._total - done)))}"
         if self._bar is not None:
             self._bar.update(self._task, completed=done, numbers=numbers, left=left)
-        elif now - self._last_line >= self.line_every or done in (self._warm[0], self._total):
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES or done in (self._warm[0], self._total):
             self._print(now, numbers, left)
 
     def show_work(self, words: str) -> None:
-        """Show the work between two steps, such as sampling; after it, without words, the numbers again."""
+        """Show work between two steps, such as sampling; without words show the numbers again."""
         if self._bar is not None:
             self._bar.update(self._task, numbers=words or self._numbers)
-        elif words and (now := time.monotonic()) - self._last_line >= self.line_every:
+        elif words and (now := time.monotonic()) - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print(now, words)
 
     def _print(self, now: float, *words: str) -> None:
@@ -159,10 +152,10 @@ class TerminalProgress(ProgressBar):
 
 
 class EncodingProgress(TerminalProgress):
-    """Images a second and time left while a cache is built; with several processes, the first one's share."""
+    """Images per second and time left while a cache is built; with several processes, the share of the first one."""
 
-    def __init__(self, line_every: float) -> None:
-        super().__init__("sample", line_every)
+    def __init__(self) -> None:
+        super().__init__("sample")
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._images = 0
@@ -185,16 +178,15 @@ class EncodingProgress(TerminalProgress):
 
 
 class TrainingProgress(TerminalProgress):
-    """A summary before step 1; then loss, speed and time left.
+    """A summary before step 1, then loss, speed and time left.
 
     Args:
         output_dir: the run's folder, named in the summary.
-        line_every: seconds between two lines where the output is no terminal.
     """
 
-    def __init__(self, output_dir: str, line_every: float) -> None:
-        super().__init__("step", line_every)
-        self.output_dir = Path(output_dir)
+    def __init__(self, output_dir: str) -> None:
+        super().__init__("step")
+        self.run = RunFolder(output_dir)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -229,7 +221,7 @@ class TrainingProgress(TerminalProgress):
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
             "memory": self._memory(module, count),
-            "results": str(self.output_dir),
+            "results": str(self.run),
             **learning(module, module.transformer, [size for size, _ in data.size_counts().most_common(1)]),
         }
         if self._metrics is not None and self._metrics.peak is not None and len(data.sizes):
@@ -240,20 +232,20 @@ class TrainingProgress(TerminalProgress):
             flops = sample_flops(module, module.base, module.step_flops, passes, checkpointing, data.sizes)
             rows["time"] = f"about {duration(samples * flops, self._metrics.peak)} by arithmetic, without samples"
         if find_callback(trainer, Report) is not None:
-            rows["report"] = f"{RunFolder(self.output_dir).report}, kept up to date"
+            rows["report"] = f"{self.run.report}, kept up to date"
         assistant = module.execution.training_adapter
         if assistant is not None:
-            rows["trains"] += f", with model.training_adapter={assistant.name} in training alone"
+            rows["trains"] += f", with model.training_adapter={assistant.name} in training only"
         sampling = module.sampler.sampling
         if sampling is not None and sampling.transformer_name_or_path is not None:
-            rows["pictures"] = f"by the transformer of {sampling.transformer_name_or_path}, loaded each time anew"
+            rows["samples"] = f"by the transformer of {sampling.transformer_name_or_path}, loaded again each time"
         if self._step:
             rows["resumed"] = f"after step {self._step}"
         return rows
 
     @staticmethod
     def _memory(module: EditModule, count: int) -> str:
-        """What is held during the whole run. Activations come on top; metrics.csv measures them from step 1 on."""
+        """Return the memory that is held during the whole run; metrics.csv measures activations as well."""
         models: dict[str, Any] = {"transformer": module.transformer, **module.base.components.models()}
         parts = {name: nbytes(part) for name, part in models.items()}
         parts["training state"] = count * 16  # weight, gradient and two moments, float32 each
@@ -265,9 +257,7 @@ class TrainingProgress(TerminalProgress):
         if trainer.global_step == self._step or not (self.enabled and trainer.is_global_zero):
             return
         self._step = trainer.global_step
-        self.advance(self._step, self._measured())
-
-    def _measured(self) -> str:
         assert self._metrics is not None
         now = self._metrics.latest
-        return f"loss {now['loss_avg']:.4f}  lr {now['lr']:.2g}  {now['samples_per_second']:.3g} samples/s"
+        numbers = f"loss {now['loss_avg']:.4f}  lr {now['lr']:.2g}  {now['samples_per_second']:.3g} samples/s"
+        self.advance(self._step, numbers)

@@ -23,7 +23,7 @@ from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
 from tasks.models import Header, header_here, model_settings
 from tasks.placement import frozen_model, place_trainer
-from tasks.settings import PREDICTION, check_settings
+from tasks.settings import check_ranges
 from tasks.terminal import log, silence_libraries
 
 
@@ -37,7 +37,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     files = [find_or_download(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
     headers = [header_here(LoRAFile(file)) for file in files]
     cfg.model = model_settings(cfg, headers, HydraConfig.get().overrides.task)
-    check_settings(cfg, PREDICTION)  # again: the file's header may hold any value
+    check_ranges(cfg, "predict")  # again: the file's header may hold any value
     by_layer = {}
     if isinstance(cfg.lora_scale, DictConfig):
         by_layer = {str(pattern): float(scale) for pattern, scale in cfg.lora_scale.items()}

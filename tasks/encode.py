@@ -88,7 +88,7 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
         trainer = instantiate(
             cfg.trainer,
             strategy=cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp",
-            callbacks=[watchdog, writer, EncodingProgress(line_every=10), GracefulStop()],
+            callbacks=[watchdog, writer, EncodingProgress(), GracefulStop()],
             logger=False,
             enable_progress_bar=True,
             profiler=None,  # it is about training

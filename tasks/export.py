@@ -16,7 +16,7 @@ from tasks.export_table import say_written
 from tasks.export_transformers import check_fuse, extracted, fuse
 from tasks.loras_read import LoRA, ReadLoRA, alone, sum_of, title
 from tasks.models import KnownModel, model_for
-from tasks.settings import PREDICTION, check_settings
+from tasks.settings import check_ranges
 from tasks.terminal import log
 
 
@@ -37,7 +37,7 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         # The first one that tells its model does so for all.
         model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
         cfg.model = model.settings
-        check_settings(cfg, PREDICTION)  # again: a file's header may hold any value
+        check_ranges(cfg, "predict")  # again: a file's header may hold any value
         lora, note = read(cfg, [ReadLoRA(file, model) for file in files], weights, model)
     if cfg.fuse:
         fuse(cfg, lora, model, output_dir)

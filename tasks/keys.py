@@ -1,9 +1,9 @@
-"""Which settings there are, and which a task reads: every other key is refused, wherever it comes from."""
+"""Keys of the settings: declared by conf/, read by a task. Every other key is refused, wherever it is given."""
 
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import yaml
@@ -14,7 +14,7 @@ from datamodules.errors import UserError, listing
 from tasks.resolvers import CONF
 from tasks.settings import OPEN_MAPPINGS
 
-# By script and task=. They are imported when they are chosen: a mistake in the settings is answered before that.
+# Functions by script and task=. They are imported when they are chosen, after the settings have been checked.
 TASKS = {
     "train": {"fit": "tasks.fit.fit", "dry_run": "tasks.dry_run.dry_run"},
     "predict": {
@@ -31,15 +31,15 @@ TASKS = {
         "lora_info": "tasks.lora_info.lora_info",
     },
 }
-# Files of these groups choose values for settings that are declared elsewhere.
+OTHER = {"train": "predict", "predict": "train"}
+# Files of these groups set values of settings that other files declare.
 CHOOSING = ("experiment", "debug", "hparams_search")
-# Below these, any class may be added by its _target_.
+# Mappings to which any class may be added by its _target_.
 OPEN = ("callbacks", "callbacks.validation.metrics", "logger")
 OURS = ("callbacks.", "datamodules.", "lightning_modules.", "report.")
-OTHER = {"train": "predict", "predict": "train"}
 
 DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")
-# Settings of predict.py that only some tasks read, with all below them; the longest name counts.
+# Tasks of predict.py that read a setting and all below it; the longest name counts, other settings are for all tasks.
 READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("format", "merge", "merge_weights", "rank", "extract", "fuse", "export"), ("export",)),
     **dict.fromkeys(("lora_scale", "lora_weights", "merge_lora", "image", "prompt", "prompts_file"), ("edit",)),
@@ -55,7 +55,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "output_dir": tuple(task for task in TASKS["predict"] if task not in ("cache", "clean")),
     "data": DATA,
     "data.cache_dir": ("edit", "export", "quantize", *DATA),
-    "trainer": ("edit", "export", "quantize", *DATA),  # the tasks about one data set are given the same settings
+    "trainer": ("edit", "export", "quantize", *DATA),  # the tasks about one data set accept the same settings
     "model": ("edit", "export", "lora_info", "quantize", *DATA),
     "model.sampling": ("edit", "export"),
     **dict.fromkeys(("model.compile", "model.attention_backend"), ("edit", "compare_precision")),
@@ -69,11 +69,12 @@ READ_BY: dict[str, tuple[str, ...]] = {
 
 
 class Declared:
-    """The settings that the files of conf/ declare for train.py or predict.py.
+    """Settings that the files of conf/ declare for train.py or predict.py.
 
     Attributes:
-        leaves: every setting with a value, each with the group options that declare it; "" for the primary config.
-        groups: the groups, such as `model` and `model/quantization`, each with its options.
+        leaves: each setting with a value, and the group options that declare it; "" for the primary config.
+        nodes: mappings that contain settings.
+        groups: groups, such as `model` and `model/quantization`, and their options.
         may_be_null: groups without an option by default.
     """
 
@@ -82,46 +83,42 @@ class Declared:
         self.leaves: dict[str, list[str]] = {}
         self.groups: dict[str, list[str]] = {}
         self.may_be_null: set[str] = set()
-        self._based: set[str] = set()  # options that choose values for settings of another file
-        primary = self._add(f"{script}.yaml", "", "")
-        names = [name for entry in primary.get("defaults", ()) if isinstance(entry, dict) for name in entry]
-        for path in sorted(file for name in names if " " not in name for file in (CONF / name).rglob("*.yaml")):
+        self._based: set[str] = set()  # options that build on another file
+        defaults = self._add(f"{script}.yaml", "", "")
+        names = [name for entry in defaults if isinstance(entry, dict) for name in entry if " " not in name]
+        for path in sorted(file for name in names for file in (CONF / name).rglob("*.yaml")):
             group = path.parent.relative_to(CONF).as_posix()
-            option = f"{group}={path.stem}"
             if not path.stem.startswith("_"):
                 self.groups.setdefault(group, []).append(path.stem)
-            self._add(f"{group}/{path.name}", group, option, declares=group not in CHOOSING)
+            self._add(f"{group}/{path.name}", group, f"{group}={path.stem}")
+        # A file that builds on another one declares new settings only for a class, whose arguments are checked.
         added = {key for key, options in self.leaves.items() if self._based.issuperset(options)}
         mappings = {key.rpartition(".")[0] for key in self.leaves.keys() - added}
         for key in added:
             parent = key.rpartition(".")[0]
-            if parent in mappings and f"{parent}._target_" not in self.leaves:  # no class is there to take it
+            if parent in mappings and f"{parent}._target_" not in self.leaves:
                 del self.leaves[key]
+        self.nodes = {parent for key in self.leaves for parent in _parents(key)}
 
-    def _add(self, name: str, group: str, option: str, declares: bool = True) -> dict[str, Any]:
+    def _add(self, name: str, group: str, option: str) -> list[Any]:
+        """Add the settings of a file, and return its defaults list."""
         text = (CONF / name).read_text(encoding="utf-8")
         content: dict[str, Any] = yaml.load(text, yaml.CSafeLoader) or {}
         header = re.search(r"^# @package (\S+)", text)
         package = header[1].removeprefix("_global_") if header else group.replace("/", ".")
-        defaults = content.pop("defaults", ())
+        defaults = content.pop("defaults", [])
         for entry in defaults:
-            if isinstance(entry, str) and entry != "_self_":
+            if isinstance(entry, dict):
+                nulls = [one.removeprefix("override /") for one, value in entry.items() if value is None]
+                self.may_be_null.update(f"{group}/{one}".lstrip("/") for one in nulls)
+            elif entry != "_self_":
                 self._based.add(option)
-            if isinstance(entry, str) and entry.endswith("@_here_"):
-                self._add(f"{entry[1:].removesuffix('@_here_')}.yaml", group, option)
-            elif isinstance(entry, dict):
-                nulls = (one.removeprefix("override /") for one, value in entry.items() if value is None)
-                self.may_be_null.update(one if one in entry and not group else f"{group}/{one}" for one in nulls)
-        if declares:
-            for key in _leaves(content, f"{package}." if package else ""):
-                if not key.startswith("hydra."):
-                    self.leaves.setdefault(key, []).append(option)
-        return content | {"defaults": defaults}
-
-    @cached_property
-    def nodes(self) -> set[str]:
-        """The mappings that hold settings."""
-        return {parent for key in self.leaves for parent in _parents(key)}
+                if entry.endswith("@_here_"):
+                    self._add(f"{entry[1:].removesuffix('@_here_')}.yaml", group, option)
+        for key in _leaves(content, f"{package}." if package else "") if group not in CHOOSING else ():
+            if not key.startswith("hydra."):
+                self.leaves.setdefault(key, []).append(option)
+        return defaults
 
     def knows(self, key: str) -> bool:
         """Return whether a key is a setting, a mapping of settings, or part of a value such as adapter.rank_pattern."""
@@ -132,70 +129,62 @@ class Declared:
         return any(one in OPEN or f"{one}._target_" in self.leaves for one in _parents(key))
 
     def nearest(self, key: str) -> str | None:
-        """Return the setting whose name is most like this one; None if none is alike."""
+        """Return the setting with the most similar name, None if none is similar."""
         named = {group.replace("/", "."): group for group in self.groups if f"{group.replace('/', '.')}." not in key}
         names = [name for name in (*self.leaves, *sorted(self.nodes), *named) if "._" not in name]
         least, _, found = min((_unlikeness(key, name), name.count("."), name) for name in names)
         return named.get(found, found) if least <= max(1.5, len(key) / 5) else None
 
     def refuse(self, key: str, value: str = "", of_class: bool = False) -> NoReturn:
-        """Raise a UserError for a key that is no setting, naming the nearest.
+        """Raise a UserError for a key that is no setting, naming the nearest one.
 
         Args:
             of_class: whether it may be an argument of a class that conf/ leaves out.
         """
         near, other = self.nearest(key), OTHER[self.script]
-        if declared(other).knows(key) and (near is None or _unlikeness(key, near) > 1):
+        is_close = near is not None and _unlikeness(key, near) <= 1
+        if declared(other).knows(key) and not is_close:
             raise UserError(
                 f"{key}{value}: {self.script}.py has no such setting, it is one of {other}.py. Leave it out."
             )
-        argument = f" An argument that conf/ leaves out needs a +: +{key}{value}." if of_class else ""
-        if near is not None:
-            argument = argument if _unlikeness(key, near) > 1 else ""
-            raise UserError(f"{key}{value}: there is no such setting. Did you mean {near}?{argument}")
-        if argument:
-            raise UserError(f"{key}{value}: there is no such setting.{argument}")
-        raise UserError(
-            f"{key}{value}: there is no such setting. `python {self.script}.py --help` names those that people change "
-            "most, --cfg job all of them."
-        )
+        hints = [f"Did you mean {near}?"] if near is not None else []
+        if of_class and not is_close:
+            hints.append(f"An argument that conf/ leaves out needs a +: +{key}{value}.")
+        listed = f"`python {self.script}.py --help` names those that people change most, --cfg job all of them."
+        raise UserError(f"{key}{value}: there is no such setting. {' '.join(hints) or listed}")
 
 
 @cache
 def declared(script: str) -> Declared:
-    """Return what conf/ declares; its files are read once."""
+    """Return the settings that conf/ declares; its files are read once."""
     return Declared(script)
 
 
 def check_keys(cfg: DictConfig, script: str) -> None:
-    """Compare the keys of a composed config with those of conf/, before anything is made of it.
+    """Compare the keys of a composed config with those of conf/.
 
     An argument that conf/ leaves out of a class that it names is compared with the class's signature.
 
     Raises:
-        UserError: a key that nothing would read.
+        UserError: a key would not be read.
     """
     known, settings = declared(script), cast(dict[str, Any], OmegaConf.to_container(cfg))
     for key, target, leaf in _unknown(settings, known):
         parent, _, name = key.rpartition(".")
         if target is None:
             known.refuse(leaf)
-        arguments = _arguments(target, parent)
-        if arguments is not None and name in arguments:
-            continue
-        near = known.nearest(leaf)
-        if arguments is None:  # it takes any; but one that is almost a setting of conf/ is misspelt
-            if near is None or OSA.distance(leaf, near) > 2:
-                continue
-            known.refuse(leaf)
-        if near is None or not near.startswith(f"{parent}."):
-            best = closest(name, sorted(arguments), 2)
-            near = best and f"{parent}.{best}"
-        hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
-        raise UserError(f"{leaf}: {target} has no argument {name}. {hint}")
+        arguments, near = _arguments(target, parent), known.nearest(leaf)
+        if arguments is None:  # any argument is accepted, unless it is a misspelt setting of conf/
+            if near is not None and OSA.distance(leaf, near) <= 2:
+                known.refuse(leaf)
+        elif name not in arguments:
+            if near is None or not near.startswith(f"{parent}."):
+                best = closest(name, sorted(arguments), 2)
+                near = best and f"{parent}.{best}"
+            hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
+            raise UserError(f"{leaf}: {target} has no argument {name}. {hint}")
     classes = {key for key in known.nodes if f"{key}._target_" in known.leaves}
-    if script == "train":  # predict.py has callbacks of its own, and reads none of data=shapes
-        classes |= {f"{place}.{name}" for place in OPEN for name in OmegaConf.select(cfg, place) or {}}
+    classes |= {f"{place}.{name}" for place in OPEN for name in OmegaConf.select(cfg, place) or {}}
     for key in sorted(classes):
         node = OmegaConf.select(cfg, key)
         if isinstance(node, DictConfig) and "_target_" not in node:
@@ -210,19 +199,18 @@ def _unknown(node: Mapping[Any, Any], known: Declared, path: str = "") -> Iterat
     target = node.get("_target_") if known.takes_arguments(f"{path}x") else None
     for name, value in node.items():
         key = f"{path}{name}"
-        below = next(_leaves(value, f"{key}."), None) if isinstance(value, dict) else None
-        added = path[:-1] in OPEN and isinstance(value, dict) and "_target_" in value
-        if below is not None and (key in known.nodes or added or (target is None and not known.knows(key))):
+        is_added = path[:-1] in OPEN and isinstance(value, dict) and "_target_" in value
+        if isinstance(value, dict) and value and (key in known.nodes or is_added):
             yield from _unknown(value, known, f"{key}.")
         elif not known.knows(key) and not (target is not None and str(name).startswith("_")):
-            yield key, target, below or key
+            yield key, target, next(_leaves({name: value}, path))
 
 
 def _arguments(target: str, where: str) -> set[str] | None:
-    """Return the arguments that a class or function takes by name; None if it takes any. conf/ has all of ours.
+    """Return the names of the arguments of a class or function, None if it accepts any; conf/ has all of ours.
 
     Raises:
-        UserError: it is not there.
+        UserError: it cannot be imported.
     """
     from hydra.utils import get_object
 
@@ -231,27 +219,19 @@ def _arguments(target: str, where: str) -> set[str] | None:
     except Exception as error:  # whatever importing it raises
         reason = (str(error.__cause__ or error).splitlines() or [""])[0]
         raise UserError(f"{where}._target_={target}: it cannot be imported ({reason}).") from error
-    found: set[str] = set()
-    # A class that passes **settings on takes its parent's arguments as well.
-    bases = [base for base in getattr(function, "__mro__", ()) if "__init__" in vars(base) and base is not object]
-    if inspect.isclass(function) and not bases:
-        return found if function.__new__ is object.__new__ else None
-    for one in [base.__init__ for base in bases] or [function]:
-        try:
-            parameters = inspect.signature(one).parameters.values()
-        except (TypeError, ValueError):  # of C
-            return None
-        found |= {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
-        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
-            break
-    else:
-        if not target.startswith(OURS):
-            return None
-    return found - {"self"}
+    # A class of ours that passes **settings on accepts its parents' arguments as well.
+    classes = getattr(function, "__mro__", [function]) if target.startswith(OURS) else [function]
+    try:
+        parameters = [one for each in classes for one in inspect.signature(each).parameters.values()]
+    except (TypeError, ValueError):  # written in C
+        return None
+    if any(one.kind is one.VAR_KEYWORD for one in parameters) and not target.startswith(OURS):
+        return None
+    return {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
 
 
 def chosen_task(task: str, script: str) -> str:
-    """Return the full name of the function that task= names; raise a UserError if the script has no such task."""
+    """Return the full name of the function for task=, or raise a UserError if the script has no such task."""
     tasks, other = TASKS[script], OTHER[script]
     if task in tasks:
         return tasks[task]
@@ -264,7 +244,7 @@ def chosen_task(task: str, script: str) -> str:
 
 
 def closest(word: str, others: Iterable[str], most: float) -> str | None:
-    """Return the word from which this one differs by the fewest letters; None if by more than `most`."""
+    """Return the word that differs from this one in the fewest letters, None if in more than `most`."""
     found = min(others, key=lambda other: OSA.distance(word, other), default=None)
     return found if found is not None and OSA.distance(word, found) <= most else None
 
@@ -283,11 +263,12 @@ def check_read(task: str, overrides: Sequence[str]) -> None:
 
 
 def _parents(key: str) -> list[str]:
-    """Return the mappings that a key is in, from the outermost."""
+    """Return the mappings that contain a key, the outermost first."""
     return [key[: match.start()] for match in re.finditer(r"\.", key)]
 
 
 def _leaves(node: Mapping[Any, Any], path: str) -> Iterator[str]:
+    """Yield the full keys of all values in nested mappings."""
     for name, value in node.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{path}{name}.")
@@ -296,7 +277,7 @@ def _leaves(node: Mapping[Any, Any], path: str) -> Iterator[str]:
 
 
 def _unlikeness(key: str, name: str) -> float:
-    """Return how many letters differ; less where only the words before the last part do, or are left out."""
+    """Return the number of different letters; less if only the words before the last part differ or are missing."""
     (before, _, own), (parent, _, last) = key.rpartition("."), name.rpartition(".")
     found = [float(OSA.distance(key, name))]
     if own == last:

@@ -78,10 +78,11 @@ def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeyp
     assert portable_path("black-forest-labs/FLUX.1-Kontext-dev") == "black-forest-labs/FLUX.1-Kontext-dev"
 
 
-def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path):
+def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path, monkeypatch):
     """Each denoising step, held-out sample and metric, before step 1 as well; the rows name what learns."""
     pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=3", "data.val_count=2"]
-    settings = [*pictures, "callbacks.progress.line_every=1e-9", "objective=slider", "adapter.dropout=0"]
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+    settings = [*pictures, "objective=slider", "adapter.dropout=0"]
     text = run("train", *short(tiny, pairs, tmp_path / "run", 2, shown=True), *settings).text
     lines = text.splitlines()
     for step in (0, 2):
@@ -204,7 +205,8 @@ def test_curve_without_spikes_is_whole():
 def test_time_left_is_judged_by_steps_after_the_first(monkeypatch, caplog):
     times = iter([0.0, 500.0, 502.0, 504.0, 518.0])  # pictures and warming up took 500 s
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
-    shown = progress.TerminalProgress("step", line_every=0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+    shown = progress.TerminalProgress("step")
     with caplog.at_level(logging.INFO, "retouch"):
         shown.begin(10, 20)
         for done in (11, 12, 13, 20):

@@ -184,7 +184,7 @@ def test_arguments_of_a_class_are_compared_with_its_signature(composed):
     for values in (
         {"trainer__max_time": "00:08:00:00"},
         {"optimizer__amsgrad": True},
-        {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "output_dir": "x", "line_every": 1}},
+        {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "output_dir": "x"}},
         {"callbacks__validation__metrics__mae": {"_target_": "torchmetrics.MeanAbsoluteError", "num_outputs": 1}},
         {"logger__mine": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}},
         {"callbacks__mine": {"_target_": "tests.tasks.test_keys.TakesAny", "every": 1}},
@@ -197,8 +197,8 @@ def test_arguments_of_a_class_are_compared_with_its_signature(composed):
         ({"optimizer__amsgrd": True}, "torch.optim.AdamW has no argument amsgrd. Did you mean optimizer.amsgrad?"),
         ({"model__anything": 1}, "module.FluxKontext has no argument anything. It takes adapter"),
         (
-            {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "line_evry": 1}},
-            "callbacks.mine.line_evry: callbacks.progress.TrainingProgress has no argument line_evry. Did you mean",
+            {"callbacks__mine": {"_target_": "callbacks.progress.TrainingProgress", "output_drr": 1}},
+            "callbacks.mine.output_drr: callbacks.progress.TrainingProgress has no argument output_drr. Did you mean",
         ),
         ({"callbacks__mine": {"_target_": "callbacks.lifecycle.Overfit", "every": 1}}, "It takes none."),
         ({"callbacks__mine": {"_target_": "no.such.Callback", "every": 1}}, "it cannot be imported ("),

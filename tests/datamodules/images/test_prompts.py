@@ -12,7 +12,7 @@ from datamodules.images.folders import Listing
 from datamodules.images.inspection import Kind, caption_findings
 from datamodules.images.samples import Root, Sample
 from datamodules.images.sources import find_captioned, find_samples
-from tasks.settings import TRAINING, check_settings
+from tasks.settings import check_ranges
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs
 from tests.support.stored import picture, tar_members, write_tar
@@ -133,7 +133,7 @@ def test_one_file_is_one_caption_where_asked(tmp_path):
         assert find_samples([Root(place, caption_per_line=False)]).samples[0].prompts == (paragraphs,)
     for setting in ("data.caption_per_line", "data.alpha_mask"):
         with pytest.raises(UserError, match=f"{setting}=maybe: must be true or false"):
-            check_settings(compose("train", f"{setting}=maybe"), TRAINING)
+            check_ranges(compose("train", f"{setting}=maybe"), "train")
 
 
 @pytest.mark.parametrize("suffix", [".caption", ".TXT", ".Caption", ".JSON"])
