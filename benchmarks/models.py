@@ -33,6 +33,7 @@ from tasks.resolvers import CONF
 ROOT = Path(__file__).parent.parent
 MEMORY = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
+PROGRAMS = ("ComfyUI", "diffusers", "InvokeAI")
 PRECISIONS = {"bf16": "null", "fp8": "fp8", "fp4 or nf4": "nf4"}
 FLUX_LICENCE = "[FLUX non-commercial](https://huggingface.co/{}/blob/main/LICENSE.md), gated"
 
@@ -154,7 +155,8 @@ def family(cfg: DictConfig) -> Family:
 
 def page(memory: dict[str, Any]) -> str:
     """Return docs/models.md."""
-    bases, defaults, loads = "", "", ""
+    bases, defaults = "", ""
+    loads: dict[tuple[str, ...], list[str]] = {}
     for name, facts in MODELS.items():
         cfg = compose(name)
         with without_network(cfg.model) as module:
@@ -184,8 +186,9 @@ def page(memory: dict[str, Any]) -> str:
             f"{cfg.data.caption_dropout_rate:.0%} | {cfg.model.vae_encode_mode} |\n"
         )
         told = {one.program: one.verdict for one in readers(FORMATS["diffusers"], names, layers, module.pipeline_name)}
-        loads += f"| `{name}` | {' | '.join(told[program] for program in ('ComfyUI', 'diffusers', 'InvokeAI'))} |\n"
-    return TOP.format(precisions=", ".join(PRECISIONS)) + bases + MIDDLE + defaults + LAST + loads
+        loads.setdefault(tuple(told[program] for program in PROGRAMS), []).append(f"`{name}`")
+    readers_table = "".join(f"| {', '.join(names)} | {' | '.join(verdicts)} |\n" for verdicts, names in loads.items())
+    return TOP.format(precisions=", ".join(PRECISIONS)) + bases + MIDDLE + defaults + LAST + readers_table
 
 
 def _layers(layers: list[str], transformer: nn.Module) -> str:
