@@ -1,0 +1,185 @@
+"""Parity of every family with its pipeline in diffusers, tiny and in float32."""
+
+import logging
+
+import pytest
+import torch
+
+from datamodules.batch import RawBatch
+from datamodules.pairs import collate_pixels
+from lightning_modules import flow
+from lightning_modules.adapters.formats.written import save_lora
+from lightning_modules.family import Sampling
+from tests.support.losses import losses
+from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
+from tests.support.same_adapters import assert_same_gradients
+
+# A model and the (width, height) of a sample's condition images: also such whose sides are no multiples of 16.
+CASES = {
+    "flux_kontext": ("flux_kontext", [(48, 32)]),
+    "flux_kontext, two images": ("flux_kontext", [(32, 64), (48, 48)]),
+    "flux_dev": ("flux_dev", []),
+    "qwen_image": ("qwen_image", []),
+    "qwen_image_edit": ("qwen_image_edit", [(96, 48)]),
+    "qwen_image_edit_plus": ("qwen_image_edit_plus", [(96, 48)]),
+    "qwen_image_edit_plus, three images": ("qwen_image_edit_plus", [(96, 48), (64, 64), (40, 90)]),
+    "flux2_klein_4b": ("flux2_klein_4b", []),
+    "flux2_klein_4b, two images": ("flux2_klein_4b", [(96, 75), (64, 112)]),
+    "flux2_dev, two images": ("flux2_dev", [(96, 75), (64, 112)]),
+    "z_image": ("z_image", []),
+    "longcat_image_edit": ("longcat_image_edit", [(96, 48)]),
+    "longcat_image_edit, enlarged": ("longcat_image_edit", [(50, 71)]),
+}
+MASKED = ("qwen_image", "qwen_image_edit", "z_image")
+
+
+@pytest.fixture
+def built(repositories, monkeypatch):
+    """Build the reference of a model, our module and the stock pipeline."""
+
+    def built(name, *overrides):
+        reference = REFERENCES[name]
+        module = reference.build(repositories[name], *overrides)
+        return reference, module, reference.stock(repositories[name], monkeypatch)
+
+    return built
+
+
+def cases(*left_out):
+    chosen = {name: case for name, case in CASES.items() if name not in left_out}
+    return pytest.mark.parametrize(("name", "sizes"), chosen.values(), ids=chosen)
+
+
+def two_samples(module, sizes, folder):
+    """Return two batches of one, whose condition images and lengths of prompts differ, and these images."""
+    images = [condition_images(sizes, shift=index) for index in range(2)]
+    return [raw_sample(module, images[index], folder, index) for index in range(2)], images
+
+
+@cases()
+def test_prompt_embeddings_are_the_pipelines(built, name, sizes, tmp_path):
+    reference, module, stock = built(name)
+    images = condition_images(sizes)
+    [seen] = raw_sample(module, images, tmp_path).prompt_images
+    found = []
+    for prompt in (*PROMPTS, ""):
+        own = module.encode_prompt(module.base.components, prompt, seen)
+        expected = reference.embeddings(stock, prompt, images)
+        assert own.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(own[key], value, rtol=0, atol=1e-5, check_dtype=False)
+        found.append(own["prompt_embeds"])
+    assert len({float(embeds.abs().sum()) for embeds in found}) == 3
+    if seen:
+        [others] = raw_sample(module, condition_images(sizes, shift=1), tmp_path).prompt_images
+        changed = module.encode_prompt(module.base.components, "", others)["prompt_embeds"]
+        assert changed.shape != found[2].shape or (changed - found[2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name, one in REFERENCES.items() if not name.startswith("qwen_image_edit")])
+def test_prompt_that_is_cut_is_noted_once(built, name, tmp_path, caplog, monkeypatch):
+    reference, module, _ = built(name)
+    monkeypatch.setattr(logging.getLogger("retouch"), "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.getLogger("retouch"), "propagate", False)
+    sizes = [(96, 48)] if name == "longcat_image_edit" else []
+    [seen] = raw_sample(module, condition_images(sizes), tmp_path).prompt_images
+    around = module.prompt_tokens(module.base.components, ["x"])[0][0] - 1
+    fits, cut = ("x" * (reference.length + more - around) for more in (0, 1))
+    counts, most = module.prompt_tokens(module.base.components, [fits, cut])
+    assert (counts, most) == ([reference.length, reference.length + 1], reference.length)
+    lengths = [len(module.encoder._encode_prompt(prompt, seen)["prompt_embeds"]) for prompt in (fits, cut, cut)]
+    assert len(set(lengths)) == 1
+    [note] = [record.getMessage() for record in caplog.records if "cut" in record.getMessage()]
+    assert note.startswith(f"note: {reference.length + 1} tokens are cut to {reference.length}")
+    assert note.endswith(f': "{cut[:60]}..."')
+
+
+@pytest.mark.parametrize("guided", [True, False], ids=["guided", "unguided"])
+@cases("flux_kontext, two images")
+def test_images_are_the_pipelines(built, name, sizes, guided, tmp_path):
+    reference, module, stock = built(name)
+    save_lora(module.adapter.updates(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", {})
+    images = condition_images(sizes)
+    size = module.condition_images.size(*sizes[0]) if name == "longcat_image_edit" else (64, 48)
+    call = {"prompt": PROMPTS[0], "num_inference_steps": 4, **reference.call, **reference.arguments(images)}
+    call |= reference.guided if guided else reference.unguided
+    sampling = Sampling(4, call.get("guidance_scale"), call.get("true_cfg_scale"), call.get("negative_prompt"))
+    if name != "longcat_image_edit":
+        call |= {"width": size[0], "height": size[1]}
+
+    def generate():
+        return stock(**call, generator=torch.Generator().manual_seed(7), output_type="pt").images
+
+    unadapted = generate()
+    reference.load_lora(stock, tmp_path)
+    expected = generate()
+    raw = raw_sample(module, images, tmp_path)
+    raw.target = None
+    encoded = module.encoder(raw, module.sampling_rules.negative_prompt(sampling))
+    own = module.sampler.sample(encoded, sampling, size, [7]) / 2 + 0.5
+    torch.testing.assert_close(own.clamp(0, 1), expected, rtol=0, atol=1e-5)
+    assert (expected - unadapted).abs().max() > 1e-3
+
+
+@cases()
+def test_losses_and_gradients_are_those_of_an_independent_computation(built, name, sizes, tmp_path):
+    """In a batch of two, each sample sees only its own images, prompt and timestep, and no padding."""
+    reference, module, stock = built(name)
+    raws, images = two_samples(module, sizes, tmp_path)
+    own = losses(module, module.encoder(collate_pixels(raws)))
+    expected = reference.losses(stock, module, raws, images)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+    assert (own[0] - own[1]).abs() > 1e-3
+    own.mean().backward()
+    expected.mean().backward()
+    assert_same_gradients(module.transformer, stock.transformer)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_padding_has_no_influence(built, name, tmp_path):
+    """It would have one without its mask."""
+    _, module, _ = built(name)
+    raws, _ = two_samples(module, [(96, 48)] if name.endswith("edit") else [], tmp_path)
+    latents = module.encoder(collate_pixels(raws))
+    length = int(latents.prompt["prompt_embeds_mask"][0].sum())
+    assert length < latents.prompt["prompt_embeds"].shape[1]
+    before = losses(module, latents)
+    latents.prompt["prompt_embeds"][0, length:] = 100.0
+    torch.testing.assert_close(losses(module, latents), before, rtol=1e-5, atol=1e-6)
+    latents.prompt["prompt_embeds_mask"][0, length:] = 1
+    assert (losses(module, latents) - before)[0].abs() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit", "flux2_klein_4b", "z_image", "longcat_image_edit"])
+def test_dropped_caption_is_the_empty_prompt(built, name, tmp_path):
+    """With the sample's own condition images, and of whatever length it is."""
+    _, module, _ = built(name)
+    raws, _ = two_samples(module, [] if name == "z_image" else [(96, 64)], tmp_path)
+    batch = collate_pixels(raws)
+    captioned, encoded = losses(module, module.encoder(batch)), module.encoder(batch, "")
+    empty = RawBatch(**{**vars(batch), "prompts": ["", ""]})
+    uncaptioned = losses(module, module.encoder(empty))
+    assert (captioned - uncaptioned).abs().min() > 1e-6
+    shape = torch.Size([1, 2, 2])
+    drawn = flow.sample_noise(module.flow.seed, batch.draws, shape, module.flow.timesteps, 1.0).dropout
+    for rate in (1.0, float(drawn.min() + drawn.max()) / 2):  # both, and one of the two
+        module.flow.caption_dropout_rate = rate
+        expected = torch.where(drawn < rate, uncaptioned, captioned)
+        torch.testing.assert_close(losses(module, encoded), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit", "z_image", "longcat_image_edit"])
+def test_images_sampled_together_are_those_sampled_alone(built, name, tmp_path):
+    """Of two prompts of different lengths, guided, at a size that is not the condition image's."""
+    reference, module, _ = built(name)
+    raws, _ = two_samples(module, [] if name == "z_image" else [(96, 48)], tmp_path)
+    guided = reference.guided
+    sampling = Sampling(3, guided.get("guidance_scale", 2.5), guided.get("true_cfg_scale"), "blurry")
+    encoded = [module.encoder(raw, "blurry") for raw in (collate_pixels(raws), *raws)]
+    together, *alone = (
+        module.sampler.sample(one, sampling, (80, 32), seeds)
+        for one, seeds in zip(encoded, ([7, 8], [7], [8]), strict=True)
+    )
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+    assert together.shape == (2, 3, 32, 80)
+    assert (together[0] - together[1]).abs().max() > 0.1
