@@ -1,4 +1,4 @@
-"""Edit pictures with a trained LoRA: `python predict.py --help` tells how."""
+"""Edit images with a trained LoRA; see `python predict.py --help`."""
 
 import contextlib
 import sys
@@ -18,6 +18,7 @@ from tasks.terminal import command_line, end_workers, one_line_errors
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
 def run(cfg: DictConfig) -> None:
+    """Run one task."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.utils import get_method
 
@@ -33,12 +34,12 @@ def run(cfg: DictConfig) -> None:
             stop.check()
     finally:
         end_workers()
-        with contextlib.suppress(OSError):  # not there, or not empty
+        with contextlib.suppress(OSError):  # missing, or not empty
             output_dir.rmdir()
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     with command_line(), hydras_errors("predict"):
         sys.argv[1:] = read_arguments(sys.argv[1:], "predict")
         run()

@@ -1,4 +1,4 @@
-"""Fine-tune a LoRA: `python train.py --help` tells how."""
+"""Fine-tune a LoRA; see `python train.py --help`."""
 
 import contextlib
 import gc
@@ -21,14 +21,14 @@ from tasks.terminal import command_line, configure_logging, end_workers, one_lin
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def run(cfg: DictConfig) -> float | None:
-    # A launcher may send a copy of this function to another machine; what the modules hold must be theirs there.
+    """Run one job; a launcher may send a copy of this function to another machine, which needs its own modules."""
     import train
 
     return train.job(cfg)
 
 
 def job(cfg: DictConfig) -> float | None:
-    """One run; several in a sweep."""
+    """Run one task; in a sweep, one job."""
     configure_logging()
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -41,7 +41,7 @@ def job(cfg: DictConfig) -> float | None:
     if url is not None and in_sweep:
         url = f"{url.rstrip('/')}/{hydra_cfg.sweep.subdir}"
     cfg.output_dir = str(output_dir)
-    cfg.model_name = str(cfg.model_name)  # the name itself, for the run's config.yaml
+    cfg.model_name = str(cfg.model_name)  # the resolved name, for the run's config.yaml
     resumes = cfg.resume is not None or cfg.ckpt_path is not None
     try:
         with one_line_errors(in_sweep, str(cfg.task)), stop.listening():
@@ -54,16 +54,15 @@ def job(cfg: DictConfig) -> float | None:
             with in_use(output_dir), queued_again(cfg.resume), copy:
                 return get_method(task)(cfg, output_dir)
     finally:
-        with contextlib.suppress(OSError):  # not there, or not empty
+        with contextlib.suppress(OSError):  # missing, or not empty
             output_dir.rmdir()
         end_workers()
-        # A sweep's next job loads a model of its own: this one's memory must be free by then.
+        # The next job of a sweep loads a model of its own: this one's memory must be free by then.
         gc.collect()
 
 
 def main() -> None:
-    """The command line."""
-
+    """Run the command line."""
     with command_line(trains=True), hydras_errors("train"):
         sys.argv[1:] = read_arguments(sys.argv[1:], "train", with_run_settings)
         run()

@@ -1,4 +1,4 @@
-"""The arguments of a command, before Hydra reads them: put in order, quoted, and each mistake answered in one line."""
+"""Arguments of a command, before Hydra reads them: ordered, quoted, and each mistake answered in one line."""
 
 import os
 import re
@@ -25,19 +25,19 @@ from tasks.keys import Declared, closest, declared
 from tasks.resuming import OF_A_START, newest_run
 from tasks.terminal import log
 
-# Options with which a command has a config of its own, or is several.
+# Options of a command with a config of its own, or of a sweep.
 NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
 
 def read_arguments(
     arguments: Sequence[str], script: str, complete: Callable[[list[str]], list[str]] = list
 ) -> list[str]:
-    """Return the arguments as Hydra is to get them: first the settings, then its options.
+    """Return the arguments for Hydra: first the settings, then its options.
 
     Args:
         arguments: of the command line.
         script: train or predict.
-        complete: adds settings to arguments in this order, which were checked.
+        complete: adds settings to the checked arguments.
 
     Raises:
         UserError: an argument is neither an option nor KEY=VALUE, or its key is no setting.
@@ -45,24 +45,19 @@ def read_arguments(
     options, settings = _split(arguments, script)
     known = declared(script)
     checked = [_checked(setting, known) for setting in quote_values(settings)]
-    if not set(options) - {"-m", "--multirun"}:  # what is only shown takes no time
+    if not set(options) - {"-m", "--multirun"}:  # the other options only show something, without imports
         log.info("starting: importing PyTorch takes a few seconds")
     return complete([*checked, *options])
 
 
 def with_run_settings(arguments: list[str]) -> list[str]:
-    """Return the arguments of train.py; if all they choose is a run to resume, with that run's own config.yaml.
-
-    Args:
-        arguments: the settings, then the options.
-    """
+    """Return the arguments of train.py; if they only name a run to resume, with the config.yaml of that run."""
     settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
-    chosen: dict[str, Any] = {}
-    groups = {"hydra", *declared("train").groups}
-    own = groups | {"data.root", "data.shards", "model.pretrained_model_name_or_path"}
+    own = {"hydra", *declared("train").groups, "data.root", "data.shards", "model.pretrained_model_name_or_path"}
     if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
         return arguments
-    with suppress(HydraException):  # which Hydra reports when it composes
+    chosen: dict[str, Any] = {}
+    with suppress(HydraException):  # reported by Hydra when it composes
         given = OverridesParser.create().parse_overrides([settings[key] for key in OF_A_START if key in settings])
         chosen = {one.key_or_group: one.value() for one in given}
     path, folder = chosen.get("ckpt_path"), chosen.get("output_dir")
@@ -80,10 +75,10 @@ def with_run_settings(arguments: list[str]) -> list[str]:
 
 
 def quote_values(arguments: list[str]) -> list[str]:
-    """Protect prompts and paths from Hydra, to which commas, brackets, quotes and letters beyond ASCII mean something.
+    """Quote prompts and paths, in which commas, brackets, quotes and non-ASCII letters have a meaning for Hydra.
 
-    `prompt=snow, please` becomes `prompt="snow, please"`, and a path's ~ the home folder. What is quoted, a list or
-    null stays as it is; so does a path with a comma that does not exist, which may be a sweep over two.
+    `prompt=snow, please` becomes `prompt="snow, please"`; in a path ~ becomes the home folder. Quoted text, lists and
+    null are left unchanged, and so are paths with a comma that do not exist: they may be a sweep.
     """
 
     def quote(argument: str) -> str:
@@ -116,9 +111,9 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
         value = value or next((one for one in following[:1] if one in settings and "=" not in one), "VALUE")
         near = name if known.knows(name) else known.nearest(name)
         raise UserError(f"{flag}: write KEY=VALUE, without dashes{f': {near}={value}' if near else ''}.")
-    for number, word in enumerate(settings):
+    for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):
-            _refuse_word(word, settings, number, known)
+            _refuse_word(word, settings[:index], settings[index:], known)
     rest = list(settings)
     for argument in arguments:
         if rest and argument == rest[0]:
@@ -128,15 +123,13 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
     return options, settings
 
 
-def _refuse_word(word: str, settings: list[str], number: int, known: Declared) -> NoReturn:
-    """Raise a UserError for a word that is no KEY=VALUE: an option of a group, a key, or the rest of a value."""
-    before = settings[number - 1] if number else ""
-    key, _, value = before.partition("=")
+def _refuse_word(word: str, before: list[str], rest: list[str], known: Declared) -> NoReturn:
+    """Raise a UserError for a word without =: a group's option, a key, or the continuation of a value."""
+    key, _, value = before[-1].partition("=") if before else ("", "", "")
     groups = [group for group, options in known.groups.items() if word in options]
     if before and (key in TEXTS | PATHS or not groups):
-        rest = [value, *settings[number:]]
-        end = next((place for place, one in enumerate(rest) if place and "=" in one), len(rest))
-        raise UserError(f'{word}: it is not KEY=VALUE. Quote the {key}: {key}="{" ".join(rest[:end])}".')
+        end = next((index for index, one in enumerate(rest) if "=" in one), len(rest))
+        raise UserError(f'{word}: it is not KEY=VALUE. Quote the {key}: {key}="{" ".join([value, *rest[:end]])}".')
     if groups:
         raise UserError(f"{word}: it is not KEY=VALUE. Write {groups[0]}={word}.")
     near = word if known.knows(word) else known.nearest(word)
@@ -144,7 +137,7 @@ def _refuse_word(word: str, settings: list[str], number: int, known: Declared) -
 
 
 def _checked(setting: str, known: Declared) -> str:
-    """Return a setting as Hydra is to get it; raise a UserError if its key is no setting."""
+    """Return a setting as Hydra accepts it; raise a UserError if its key is no setting."""
     try:
         override = OverridesParser.create().parse_override(setting)
     except HydraException as error:
@@ -155,31 +148,29 @@ def _checked(setting: str, known: Declared) -> str:
     key = override.key_or_group
     if key.startswith("hydra") or "@" in setting.partition("=")[0]:
         return setting.lstrip("+") if key.startswith("hydra/") else setting
-    value = setting.partition("=")[2]
     if override.value() is None and key in known.groups and not override.is_delete():
         if key not in known.may_be_null:
             raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
         return f"~{key}"
-    dotted = key.replace("/", ".")
-    is_new = override.is_add() or override.is_force_add()
-    of_class = known.takes_arguments(dotted)
-    if key not in known.groups and not known.knows(dotted) and not (is_new and of_class):
-        known.refuse(key, "" if override.is_delete() else f"={value}", of_class)
-    # What is there already may be given with a +: a group's as a choice, a setting's as one that may be there.
     if key in known.groups:
         return setting.lstrip("+")
+    dotted = key.replace("/", ".")
+    of_class = known.takes_arguments(dotted)
+    if not known.knows(dotted) and not (of_class and (override.is_add() or override.is_force_add())):
+        known.refuse(key, "" if override.is_delete() else f"={setting.partition('=')[2]}", of_class)
+    # An existing setting may be given with a +: ++ sets it in either case.
     return f"+{setting}" if override.is_add() and known.knows(dotted) else setting
 
 
 @contextmanager
 def hydras_errors(script: str) -> Iterator[None]:
-    """Turn Hydra's errors about settings into one line of ours, and exit status 1."""
+    """Temporarily turn Hydra's errors about settings into one line of ours, and exit status 1."""
     # Hydra would print its own advice, such as to write +KEY=VALUE, and exit.
     hydra._internal.utils.run_and_report = lambda func: func()
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        if type(error) is CompactHydraException:  # of a sweep's job, by `one_line_errors`
+        if type(error) is CompactHydraException:  # from a sweep's job, by `one_line_errors`
             print(error, file=sys.stderr)
             raise SystemExit(1) from None
         in_job = any(frame.f_code.co_name == "run_job" for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,4 +1,4 @@
-"""task=fit: build everything from the composed config, train, and say what came of it."""
+"""task=fit: build everything from the composed config, train, and report the result."""
 
 import contextlib
 import math
@@ -19,7 +19,6 @@ from callbacks.checkpointing import RaiseCheckpointing
 from callbacks.lifecycle import GracefulStop, SaveConfig, StartOfTraining, Watchdog
 from callbacks.metrics import Metrics
 from callbacks.rank_schedule import RankMasks
-from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.base import TrainingData
 from datamodules.cached import CachedDataModule
@@ -34,31 +33,23 @@ from tasks.encode import build_cache
 from tasks.folders import NOT_OF_A_RUN
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
-from tasks.resuming import End, check_resumable, find_checkpoint, read_end, start_anew, write_end
+from tasks.resuming import End, check_resumable, find_checkpoint, read_end, start_again, write_end
 from tasks.terminal import is_first_process, log, silence_libraries
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> float:
-    """Train; returns what a sweep compares."""
+    """Train, and return the monitored value, by which a sweep compares."""
     run = RunFolder(output_dir)
     with no_traces_unless_started(run, cfg.data.get("cache_dir")):
-        repository = OmegaConf.select(cfg, "hub.push")
-        if is_first_process():
-            sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-            if sweep and repository is not None and not OmegaConf.is_interpolation(cfg.hub, "push"):
-                raise UserError(
-                    f"hub.push={repository}: the jobs of a sweep would replace each other's weights there; name one "
-                    "for each, hub.push='owner/name-${hydra:job.num}'"
-                )
-            check_upload(repository)
-        max_steps = cfg.trainer.max_steps
+        check_settings(cfg)
+        max_steps, repository = cfg.trainer.max_steps, OmegaConf.select(cfg, "hub.push")
         if cfg.resume and (end := read_end(run, max_steps, cfg.early_stopping)) is not None:
             check_resumable(run_settings(cfg), run)
             how = "was stopped early; early_stopping=false resumes it" if end.stopped_early else "is finished"
             log.info(f"nothing to do: {run} {how}, at step {end.step} of trainer.max_steps={max_steps}")
             return end.value
         trainer = train(cfg, run)
-        if repository is not None and trainer.is_global_zero:  # after the run, for which other processes would wait
+        if repository is not None and trainer.is_global_zero:  # after the run, whose other processes would wait
             module: Any = trainer.lightning_module
             upload(run, module.adapter.folder, repository, cfg.hub.private)
         end = report(trainer, run, cfg)
@@ -67,13 +58,32 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
         return end.value
 
 
-def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
-    """The trainer, after its last step."""
+def check_settings(cfg: DictConfig) -> None:
+    """Raise a UserError for settings that contradict each other."""
+    repository = OmegaConf.select(cfg, "hub.push")
+    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    if in_sweep and repository is not None and not OmegaConf.is_interpolation(cfg.hub, "push"):
+        raise UserError(
+            f"hub.push={repository}: the jobs of a sweep would replace each other's weights there; name one "
+            "for each, hub.push='owner/name-${hydra:job.num}'"
+        )
+    if is_first_process():
+        check_upload(repository)
     if (epochs := cfg.trainer.max_epochs) not in (None, -1):
         length = f"{epochs} x samples / (data.batch_size x trainer.accumulate_grad_batches x processes)"
         raise UserError(
-            f"trainer.max_epochs={epochs}: a run's length is counted in steps. Pass trainer.max_steps, {length}"
+            f"trainer.max_epochs={epochs}: the length of a run is counted in steps. Pass trainer.max_steps, {length}"
         )
+    if cfg.early_stopping and cfg.callbacks.get("validation") is None:
+        raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
+    if cfg.sample_root is not None and cfg.callbacks.get("sample_images") is None:
+        raise UserError(
+            f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
+        )
+
+
+def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
+    """Return the trainer after its last step."""
     checkpoint, step = find_checkpoint(cfg.ckpt_path, cfg.resume, run) or (None, 0)
     # Before Hydra's instantiate, which resolves interpolations in place.
     settings, resolved = run_settings(cfg), OmegaConf.to_container(cfg, resolve=True)
@@ -81,21 +91,15 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
         check_resumable(settings, RunFolder.of_checkpoint(checkpoint))
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
-    # Plain lists and dicts: what goes into a checkpoint must load without this project's libraries.
+    # Plain lists and dicts: a checkpoint must load without this project's libraries.
     data = instantiate(cfg.data, _convert_="all")
     if isinstance(data, PairsDataModule) and data.sample_set.roots:
-        data.sample_set.scan()  # what is wrong with it comes before questions to the hub
+        data.sample_set.scan()  # its mistakes are reported before the hub is queried
     module = instantiate(cfg.model, _convert_="all")
     # Before the cache is built: a logger's library may be missing, or an image of sample_root.
     loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
-    if cfg.early_stopping and not any(isinstance(one, Validation) for one in configured):
-        raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
-    if cfg.sample_root is not None and not any(isinstance(one, SampleImages) for one in configured):
-        raise UserError(
-            f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
-        )
     if isinstance(data, CachedDataModule) and data.shards is None:
         data.sample_set.require_root()
         module.check()
@@ -104,26 +108,27 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
         module.objective.check_samples(learned)
         build_cache(cfg, data)
     first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
-    last = [RankMasks(), RaiseCheckpointing()]
-    callbacks = [*first, *configured, *last, SaveConfig(run, settings, resolved), GracefulStop()]
-    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, default_root_dir=run.path)
-    # A run that was killed after its last step was saved still lacks its last pictures and report. Lightning skips
-    # training where no step is left, so it is told of one more; StartOfTraining takes that back.
+    last = [RankMasks(), RaiseCheckpointing(), SaveConfig(run, settings, resolved), GracefulStop()]
+    trainer: L.Trainer = instantiate(
+        cfg.trainer, callbacks=[*first, *configured, *last], logger=loggers, default_root_dir=run.path
+    )
+    # A run that was killed after its last checkpoint still lacks its last images and report. Lightning skips training
+    # without a step left, so it gets one more; StartOfTraining takes that back.
     trainer.fit_loop.epoch_loop.max_steps = max(cfg.trainer.max_steps, step + 1)
     if is_first_process() and not run.checkpoint.is_file():
-        start_anew(run)
+        start_again(run)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    except Stopped as stopped:  # by a second signal, which does not wait for saving
+    except Stopped as stopped:  # by a second signal, which does not wait for a checkpoint
         saved = run.checkpoint.is_file()
         how = "by the same command" if cfg.resume else "with ckpt_path=last"
-        stopped.add_note(f"resume from the last saved step {how}" if saved else "nothing to save")
+        stopped.add_note(f"resume from the last checkpoint {how}" if saved else "nothing to save")
         raise
     return trainer
 
 
 def run_settings(cfg: DictConfig) -> dict[str, Any]:
-    """What config.yaml holds: the composed config as a primary config, its interpolations kept.
+    """Return the content of config.yaml: the composed config as a primary config, with its interpolations.
 
     A run is repeated from it by `python train.py -cp RUN -cn config output_dir=NEW`.
     """
@@ -131,25 +136,21 @@ def run_settings(cfg: DictConfig) -> dict[str, Any]:
     del primary.hydra.help
     hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
     settings: Any = OmegaConf.to_container(cfg)
-    hydra_settings = OmegaConf.to_container(primary.hydra)
     settings["ckpt_path"] = settings["resume"] = None
-    return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": hydra_settings}
+    return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": OmegaConf.to_container(primary.hydra)}
 
 
 def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
-    """Say how good the model is and where things are; return how the run ended."""
-    monitor = cfg.monitor
+    """Log the quality of the model and the places of the output; return the end of the run."""
     if run.checkpoint.is_file():
         more = "" if cfg.resume else f" and output_dir={shlex.quote(str(run))} ckpt_path=last"
-        where = f"after step {trainer.global_step}, saved in {run}"
-        stop.check(f"{where}; resume with the same command{more}")
+        stop.check(f"after step {trainer.global_step}, saved in {run}; resume with the same command{more}")
     stop.check("before the first step: nothing to save")
-    metrics = find_callback(trainer, Metrics)
-    if metrics is not None and not metrics.latest:
-        log.info(f"nothing to do: {run} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
-    validation = find_callback(trainer, Validation)
+    metrics, validation = find_callback(trainer, Metrics), find_callback(trainer, Validation)
     module: Any = trainer.lightning_module
     kind = module.adapter.folder
+    if metrics is not None and not metrics.latest:
+        log.info(f"nothing to do: {run} is at step {trainer.global_step}, trainer.max_steps={trainer.max_steps}")
     if validation is not None and validation.rows:
         log.info(validation.summary())
     if run.report.is_file():
@@ -160,8 +161,7 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
     photo, prompt = example(run, TrainingData.of(trainer))
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
     log.info(f"try it: {predict_command(module, weights, {'prompt': prompt}, photo)}")
-    if monitor is None:
-        monitor = validation.monitor if validation is not None and validation.rows else "loss_avg"
+    monitor = cfg.monitor or (validation.monitor if validation is not None and validation.rows else "loss_avg")
     measured = {**(metrics.latest if metrics else {}), **(validation.measured() if validation else {})}
     if trainer.is_global_zero and monitor not in measured and metrics is not None and metrics.latest:
         log.warning(f"note: monitor={monitor} has no value for these samples; there are {', '.join(measured)}")
@@ -176,10 +176,10 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
 
 @contextlib.contextmanager
 def no_traces_unless_started(run: RunFolder, cache_dir: str | None) -> Iterator[None]:
-    """Remove the folder of a run that ends before its config.yaml is written, unless it held files before.
+    """Remove the folder of a run that ends before its config.yaml is written, unless it contained files before.
 
     Args:
-        cache_dir: what is encoded stays; a folder that contains it is not removed.
+        cache_dir: a folder that contains it is not removed.
     """
     fresh = is_first_process() and all(path.name in NOT_OF_A_RUN for path in run.path.iterdir())
     if cache_dir is not None and local_folder(cache_dir).resolve().is_relative_to(run.path.resolve()):

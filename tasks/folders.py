@@ -1,4 +1,4 @@
-"""The folder that a command writes to: a new one for each that names none, and never two commands in one."""
+"""The output folder of a command: a new one unless it is named, and never two commands in one."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ from datamodules.errors import UserError, without_credentials
 from tasks.resuming import check_resume, newest_run
 from tasks.terminal import is_first_process, log, one_line_errors
 
-# How the first process of a run tells the others, which Lightning starts with the same command line, where it goes.
+# Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
 LOCK = ".lock"
 # A note on the run's copy in a bucket (`tasks.mirror`).
@@ -27,39 +27,37 @@ MIRROR = ".mirror.json"
 NOT_OF_A_RUN = (LOCK, MIRROR)
 # Tasks that write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")
-# False while a config is only shown (--cfg): then no folder is made.
+# False while a config is only shown (--cfg): then no folder is created.
 BEGINS = ContextVar("begins", default=False)
 
 
 def run_folder(ckpt_path: str | None) -> str:
-    """Where a run without output_dir= goes: a new folder, or with ckpt_path=last the newest one with a checkpoint."""
-    if ckpt_path == "last" and is_first_process():
-        newest = newest_run()
-        if newest is not None:
-            os.environ[INHERITED] = str(newest)
-            return os.environ[INHERITED]
+    """Return the default output_dir of a run: a new folder, or the newest run with ckpt_path=last."""
+    if ckpt_path == "last" and is_first_process() and (newest := newest_run()) is not None:
+        os.environ[INHERITED] = str(newest)
+        return os.environ[INHERITED]
     return new_folder("%Y-%m-%d_%H-%M-%S")
 
 
 def prediction_folder(task: str) -> str:
-    """Where a task of predict.py without output_dir= goes."""
+    """Return the default output_dir of a task of predict.py."""
     kind = re.sub(r"\W", "", task) if task != "edit" else "prediction"
     return new_folder(f"{kind}_%Y-%m-%d_%H-%M-%S")
 
 
 def new_folder(pattern: str) -> str:
-    """Make a folder under outputs/ that is named by the time: NAME, or where that exists NAME-2, NAME-3, ..."""
+    """Create a folder under outputs/ that is named by the time: NAME, or NAME-2, NAME-3, ... if that exists."""
     name = os.path.join("outputs", time.strftime(pattern))
     if not is_first_process():
         return os.environ.get(INHERITED, name)
     if not BEGINS.get():
         return name
-    for folder in itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2))):
+    for folder in itertools.chain([name], (f"{name}-{index}" for index in itertools.count(2))):
         try:
             Path(folder).mkdir(parents=True)
         except FileExistsError:
             continue
-        except OSError:  # reported by `MakeFolder`, which comes next
+        except OSError:  # reported by `MakeFolder`
             pass
         os.environ[INHERITED] = folder
         return folder
@@ -68,13 +66,13 @@ def new_folder(pattern: str) -> str:
 
 @contextmanager
 def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Keep other commands out of a folder; the lock goes with the process, however it ends.
+    """Temporarily keep other commands out of a folder; the lock ends with the process, however that ends.
 
     Args:
-        wait: for a command that holds the lock, in place of an error.
+        wait: for a command that holds the lock, instead of an error.
 
     Raises:
-        UserError: another command holds it.
+        UserError: another command holds the lock.
     """
     if not is_first_process():
         yield
@@ -99,11 +97,9 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
                     ) from error
                 log.info(f"another command is filling {folder}: waiting for it")
                 fcntl.lockf(file, fcntl.LOCK_EX)
-            try:
+            with suppress(FileNotFoundError):  # the command that held the lock has just removed the file
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     break
-            except FileNotFoundError:  # the command that held the lock has just removed the file
-                continue
         try:
             yield
         finally:
@@ -112,34 +108,34 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Let the processes that come here wait for each other; on a file system without locks they do not.
+    """Temporarily keep other processes waiting; without effect on a file system without locks.
 
     Args:
-        shared: wait only for those that do not share, and make them wait.
+        shared: wait only for processes that do not share, and keep only these waiting.
     """
-    place, how = os.open(folder, os.O_RDONLY), fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    descriptor, how = os.open(folder, os.O_RDONLY), fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         with suppress(OSError):
             try:
-                fcntl.flock(place, how | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
             except BlockingIOError:
                 log.info(f"waiting for another process, which uses {folder}")
-                fcntl.flock(place, how)
+                fcntl.flock(descriptor, how)
         yield
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def require_empty(folder: Path) -> None:
-    """Raise a UserError for a folder, in use by this command, that holds something: it would be replaced as a whole."""
+    """Raise a UserError if a folder, in use by this command, contains anything: it would be replaced as a whole."""
     if any(path.name != LOCK for path in folder.iterdir()):
         raise UserError(f"output_dir={folder} is not empty: choose another folder")
 
 
 class MakeFolder(Callback):
-    """A Hydra callback: makes the folder before Hydra does, whose errors are tracebacks.
+    """A Hydra callback that creates the folder before Hydra does, whose errors are tracebacks.
 
-    A sweep's is in use until its last job has ended.
+    The folder of a sweep is in use until its last job has ended.
     """
 
     def __init__(self) -> None:
@@ -157,15 +153,15 @@ class MakeFolder(Callback):
         self._sweep.close()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """What is sent to a job on another machine holds no lock."""
+        """Send no lock to a job on another machine."""
         return MakeFolder, ()
 
 
 def make_folder(config: DictConfig, key: str) -> Path:
-    """Make the folder that this setting names.
+    """Create the folder that a setting names.
 
     Raises:
-        UserError: it cannot be made; or the processes were started from elsewhere, and each would choose a folder.
+        UserError: it cannot be created, or each of several processes from outside would choose a folder of its own.
     """
     alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
     unnamed = OmegaConf.is_interpolation(config, "output_dir") and config.task not in IN_CACHE_DIR
@@ -179,7 +175,7 @@ def make_folder(config: DictConfig, key: str) -> Path:
     if not isinstance(name, str):
         raise UserError(f"output_dir={name}: name a folder, or leave it out")
     if "://" in name and "resume" not in config:
-        raise UserError(f"output_dir={without_credentials(name)}: pictures are written to a folder of this machine")
+        raise UserError(f"output_dir={without_credentials(name)}: images are written to a folder of this machine")
     folder = Path(OmegaConf.select(config, key))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The folder of the settings, and what their `${name:...}` values compute. Import this before Hydra composes."""
+"""The folder of the settings, and the functions behind their `${name:...}`. Import this before Hydra composes."""
 
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,22 @@ PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 
 
 def local_folder(output_dir: str) -> str:
-    """Where a run works: its output_dir, or a folder under outputs/ for one in a bucket."""
+    """Return the working folder of a run: its output_dir, or a folder under outputs/ for a bucket."""
     return str(stores.local_folder(output_dir, "outputs"))
 
 
 def local_cache(cache_dir: str | None) -> str | None:
-    """The folder of this machine that belongs to data.cache_dir."""
+    """Return the folder of this machine that belongs to data.cache_dir."""
     return cache_dir and str(stores.local_folder(cache_dir))
 
 
 def precision_for(dtype: str) -> str:
-    """Lightning's precision for weights of this dtype. Other dtypes are refused later, by the model."""
+    """Return Lightning's precision for weights of this dtype; the model refuses other dtypes later."""
     return PRECISION.get(dtype, "32-true")
 
 
 def unless_fp4(usual: float, fp4: float, *, _root_: DictConfig) -> float:
-    """Return the first value, or the second where the transformer is quantized to fp4."""
+    """Return the second value if the transformer is quantized to fp4, else the first."""
     chosen = OmegaConf.select(_root_, "model.quantization") or {}
     is_fp4 = chosen.get("format") == "fp4" and "transformer" in chosen.get("components_to_quantize", ())
     return fp4 if is_fp4 else usual
@@ -40,12 +40,12 @@ def when(key: str, value: Any, then: Any, otherwise: Any, *, _root_: DictConfig)
 
 
 def warmup_steps(most: int, max_steps: int) -> int:
-    """At most a tenth of a run: one that never comes to its learning rate would learn next to nothing."""
+    """Return `most`, but at most a tenth of the run, which must reach its learning rate."""
     return min(most, max_steps // 10)
 
 
-for _resolver in (local_folder, local_cache, precision_for, unless_fp4, warmup_steps, when):
+for _resolver in (local_folder, local_cache, precision_for, unless_fp4, when, warmup_steps):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
-# Computed once in a command: a sweep's jobs share the folder.
+# Computed once per command, so that the jobs of a sweep share the folder.
 for _folder in (run_folder, prediction_folder):
     OmegaConf.register_new_resolver(_folder.__name__, _folder, use_cache=True, replace=True)

@@ -1,4 +1,4 @@
-"""Resuming a run: from which checkpoint, and whether its settings fit."""
+"""Resuming a run: the checkpoint, the settings that must be those of the run, and the end of a finished run."""
 
 import json
 import pickle
@@ -13,15 +13,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError
 from datamodules.files import reading, replacing
+from report.quoting import SECRET
 from runs.run_folder import RunFolder
 from tasks.terminal import is_first_process, log
 
-# Restored from the checkpoint, which would hide a changed setting.
+# The checkpoint restores the state of these, which would hide a changed setting.
 RESTORED = ("adapter", "optimizer", "ema")
-# Settings that say where and how a run starts, not how it trains.
+# Settings of the start of a run, not of its training.
 OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
 ABSENT = object()
-# Of an adapter: weights of one cannot be those of another.
+# Settings of an adapter that determine the shapes of its weights.
 SHAPES = (
     *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
     *("decompose_factor", "full_matrix", "block_size"),
@@ -29,14 +30,14 @@ SHAPES = (
 
 
 def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -> tuple[Path, int] | None:
-    """The checkpoint to resume from, and its step; None for a new run.
+    """Return the checkpoint to resume from, and its step; None for a new run.
 
     Args:
-        ckpt_path: a path; or `last` for the last good one of the run.
-        resume: auto for `last` where the run has saved something.
+        ckpt_path: a path, or `last` for the last intact checkpoint of the run.
+        resume: auto for `last` if the run has saved a checkpoint.
 
     Raises:
-        UserError: it is not there or damaged, or the folder holds another run, which this one would overwrite.
+        UserError: the checkpoint is missing or damaged, or the folder contains another run, which would be overwritten.
     """
     if resume == "auto" and run.checkpoints():
         ckpt_path = "last"
@@ -51,30 +52,28 @@ def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -
     candidates = run.checkpoints() if path == last else [path] if path.is_file() else []
     if not candidates:
         nothing = path == last and run.config.is_file()
-        hint = "the run has saved nothing: leave ckpt_path out to start it anew" if nothing else "name another"
+        hint = "the run has saved nothing: leave ckpt_path out to start it again" if nothing else "name another"
         raise UserError(
             f"ckpt_path={ckpt_path}: there is no checkpoint {path}; {_from_weights(weights) if weights else hint}"
         )
-    for path, before in zip(candidates, [*candidates[1:], None], strict=True):
-        remedy = f"name another ckpt_path, or {_from_weights(weights)}" if before is None else f"{before} is tried"
+    *newer, oldest = candidates
+    for path, before in zip(newer, candidates[1:], strict=True):
         try:
-            return path, checkpoint_step(path, remedy)
+            return path, checkpoint_step(path, f"{before} is tried")
         except UserError as error:
-            if before is None:
-                raise
             log.info(f"note: {error}")
-    raise AssertionError
+    return oldest, checkpoint_step(oldest, f"name another ckpt_path, or {_from_weights(weights)}")
 
 
 def newest_run() -> RunFolder | None:
-    """Return the run below outputs/ that has saved last."""
+    """Return the run below outputs/ with the newest checkpoint."""
     checkpoints = Path("outputs").glob(str(RunFolder("**").checkpoint))
     newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else RunFolder.of_checkpoint(newest)
 
 
 def check_resume(cfg: DictConfig) -> None:
-    """Raise a UserError for a `resume` that cannot be."""
+    """Raise a UserError for an impossible `resume`."""
     if cfg.resume not in (None, "auto"):
         raise UserError(f"resume={cfg.resume}: choose auto, or leave it out; to name a checkpoint there is ckpt_path")
     if cfg.resume and cfg.ckpt_path is not None:
@@ -84,14 +83,12 @@ def check_resume(cfg: DictConfig) -> None:
 
 
 class End(NamedTuple):
-    """The end of a run, as finished.json has it.
+    """The end of a run, the content of finished.json.
 
     Attributes:
         step: the last one.
-        value: of the monitored figure, which a sweep compares.
-        monitor: its name.
-        more_is_better: of it.
-        stopped_early: whether early stopping ended the run.
+        value: of the monitored figure, by which a sweep compares.
+        monitor: name of the figure.
     """
 
     step: int
@@ -102,17 +99,13 @@ class End(NamedTuple):
 
 
 def write_end(run: RunFolder, end: End) -> None:
-    """Note that the run has ended."""
+    """Record that the run has ended."""
     with replacing(run.finished) as temporary:
         temporary.write_text(json.dumps(end._asdict()) + "\n")
 
 
 def read_end(run: RunFolder, max_steps: int, early_stopping: bool) -> End | None:
-    """Return the end of a run that has made so many steps; None if it has more to do.
-
-    Args:
-        early_stopping: whether a run that was stopped early is finished too.
-    """
+    """Return the end of a run that has reached max_steps or, with early_stopping, was stopped early; else None."""
     if not run.finished.is_file():
         return None
     with reading(run.finished, "delete it"):
@@ -121,25 +114,25 @@ def read_end(run: RunFolder, max_steps: int, early_stopping: bool) -> End | None
 
 
 def check_unused(run: RunFolder) -> None:
-    """Raise a UserError for a folder with what another run has learned."""
+    """Raise a UserError if the folder contains the weights of another run."""
     here = f"output_dir={run} already contains a run"
     if run.checkpoint.is_file():
         raise UserError(f"{here}: resume it with ckpt_path=last, or choose another folder")
-    # Where the first saving was not finished, the same weights will come again.
+    # After an interrupted first save the same weights will be written again.
     if not run.unfinished_checkpoints() and (weights := run.saved_weights()):
         raise UserError(f"{here} without a checkpoint: choose another folder, and {_from_weights(weights)}")
 
 
 def _from_weights(weights: Path | None) -> str:
-    """What to do instead of resuming."""
+    """Return what to do instead of resuming."""
     if weights is None:
-        return "start anew"
+        return "start again"
     setting = "model.pretrained_model_name_or_path" if weights.parent.name == "model" else "adapter.init_from"
     return f"start from the weights of this one by {setting}={weights}"
 
 
 def checkpoint_step(path: Path, remedy: str) -> int:
-    """The step of a checkpoint. Its structure is read as a whole; its tensors are not."""
+    """Return the step of a checkpoint, after checking its checksums and structure; its tensors are not loaded."""
     import torch
 
     with reading(path, remedy):
@@ -151,7 +144,7 @@ def checkpoint_step(path: Path, remedy: str) -> int:
         try:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:  # PyTorch's own message explains how to run its code all the same
-            raise ValueError("it holds more than tensors and numbers, which is not run") from error
+            raise ValueError("it contains more than tensors and numbers, which is not run") from error
         if not isinstance(checkpoint, dict):
             raise ValueError("it is no checkpoint")
         for part in ("state_dict", "loops", "optimizer_states", "lr_schedulers"):
@@ -159,20 +152,18 @@ def checkpoint_step(path: Path, remedy: str) -> int:
         return int(checkpoint["global_step"])
 
 
-def start_anew(run: RunFolder) -> None:
-    """Remove what an earlier run left in the folder that ended before it saved anything.
-
-    Nothing happens to a folder without a config.yaml: no run has started there.
+def start_again(run: RunFolder) -> None:
+    """Remove the output of an earlier run in this folder that ended before its first save.
 
     Raises:
-        UserError: the config.yaml is not a run's.
+        UserError: the folder's config.yaml is not a run's.
     """
     if not run.config.is_file():
         return
     with reading(run.config, "choose another output_dir"):
         if "_target_: lightning_modules." not in run.config.read_text(encoding="utf-8"):
             raise UserError(f"{run.config} is not a run's: choose another output_dir, or remove the file")
-    log.info(f"note: the run in {run} ended before it saved anything: it is started anew")
+    log.info(f"note: the run in {run} ended before it saved anything: it is started again")
     for path in run.leftovers():
         if path.is_dir():
             shutil.rmtree(path)
@@ -181,13 +172,12 @@ def start_anew(run: RunFolder) -> None:
 
 
 def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
-    """Compare the settings with those of the run that is resumed, and note each that has changed.
+    """Compare the settings with those of the resumed run, and note each change.
 
     Raises:
-        UserError: the checkpoint would restore the former value of a setting, and so hide that it has changed.
+        UserError: the checkpoint would restore the former value of a setting, and so hide the change.
     """
     from datamodules.shards.failures import shown
-    from report.quoting import SECRET
 
     if not run.config.is_file():
         return
@@ -207,12 +197,12 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         was, now = (shown(str(None if one is ABSENT else one)) for one in (value, now))
         if SECRET.search(key):
             was = now = "***"
-        what = f"{key} was {was} in {run} and is {now} now"
+        line = f"{key} was {was} in {run} and is {now} now"
         if path[0] in RESTORED or path == ("objective", "_target_"):
-            hidden.append(what)
+            hidden.append(line)
             shape |= path[0] == "adapter" and path[1] in SHAPES
         else:
-            log.info(f"note: {what}")
+            log.info(f"note: {line}")
     if hidden:
         weights = None if shape else run.saved_weights()
         raise UserError(
@@ -223,7 +213,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
 
 
 def _comparable(settings: Any) -> dict[str, Any]:
-    """Remove the settings that only start a run, and those of an EMA that is off."""
+    """Remove the settings of the start of a run, and those of a disabled EMA."""
     ema = settings.get("ema") or {}
     kept = {key: value for key, value in settings.items() if key not in OF_A_START}
     return {**kept, "ema": {} if ema.get("half_life") is None else ema}

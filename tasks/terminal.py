@@ -1,4 +1,4 @@
-"""What the terminal shows: Retouch's own lines, a person's mistakes in one line, and nothing from the libraries."""
+"""The terminal: Retouch's log lines, mistakes of users in one line, and nothing from libraries."""
 
 import ctypes
 import errno
@@ -21,18 +21,12 @@ from runs.signals import Stopped
 log = logging.getLogger("retouch")
 
 COMPILERS = ("torch._dynamo", "torch._inductor")
-# What a person can do something about: no room, no permission, no folder there.
+# No space, no permission, no such folder: a user can do something about these.
 DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EEXIST,
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES),
+    *(errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
 }
-# By task: the settings that it reads which save memory.
+# Settings that save memory, by the task that reads them.
 OUT_OF_MEMORY = {
     "fit": "lower data.batch_size (and raise trainer.accumulate_grad_batches) or data.resolution, set "
     "model.gradient_checkpointing=full or model.offload.blocks=N, or choose model/quantization=fp8 or fp4",
@@ -43,35 +37,35 @@ OUT_OF_MEMORY = {
     "caption": "lower captioner.batch_size or captioner.max_area, or choose captioner/quantization=nf4",
     "": "close other programs on the GPU, or compute on the CPU by trainer.accelerator=cpu",
 }
-# Seconds in which a process that has failed prints its error: those that only notice its end wait for that.
+# Seconds in which a failed process prints its error before the others, which only notice its end, print theirs.
 SECONDS_TO_SAY_WHY = 3.0
 LOST_PEER = (
     "another process of this run has ended. Its own line says why; if it has none, it was killed, as by a system that "
     "is out of memory, or its machine is gone. Start again; a run resumes from its last checkpoint by ckpt_path=last."
 )
-# Of prctl(2): the signal that a process gets when its parent ends.
+# prctl(2): the signal that a process receives when its parent ends.
 PARENT_DEATH_SIGNAL = 1
-# The variables by which Lightning, torchrun and SLURM tell a process its rank.
+# Variables by which Lightning, torchrun and Slurm pass a process its rank.
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
 def is_first_process() -> bool:
-    """Known from the environment, before Lightning knows of several processes."""
+    """Return whether the environment gives this process rank 0; Lightning need not have started the others yet."""
     return all(os.environ.get(name, "0") == "0" for name in RANKS)
 
 
 def launched_from_outside() -> bool:
-    """Whether torchrun or srun started this process: a process that Lightning starts has no RANK."""
+    """Return whether torchrun or srun started this process; Lightning sets no RANK."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def started_by_lightning() -> bool:
-    """Whether the first process of this machine started this one, in the middle of its work."""
+    """Return whether the first process of this machine started this one, in the middle of its work."""
     return os.environ.get("LOCAL_RANK", "0") != "0" and not launched_from_outside()
 
 
 def machine_count() -> int:
-    """On how many machines torchrun or srun has started processes."""
+    """Return the number of machines on which torchrun or srun has started processes."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
     return int(os.environ.get("SLURM_NNODES", 1))
@@ -79,18 +73,18 @@ def machine_count() -> int:
 
 @contextmanager
 def command_line(trains: bool = False) -> Iterator[None]:
-    """Around a whole command: set up logging, survive a closed or broken output pipe, answer mistakes in one line.
+    """Temporarily set up logging, survive a closed or broken output pipe, and answer mistakes in one line.
 
     Args:
-        trains: whether processes that Lightning has started are of no use without the first one, and end with it.
+        trains: whether processes that Lightning has started end with the first one.
     """
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
     if sys.platform == "linux":
-        # A killed torchrun leaves its processes running, next to those that are started in their place. Lightning stops
-        # the first process when another fails, and not the reverse; in NCCL the others react to nothing but SIGKILL.
-        alone = signal.SIGKILL if trains and started_by_lightning() else 0
-        number = signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else alone
+        # A killed torchrun leaves its processes running next to those of the next start. Lightning stops the first
+        # process if another fails, but not the reverse; NCCL reacts to nothing but SIGKILL.
+        ends_with_parent = signal.SIGKILL if trains and started_by_lightning() else 0
+        number = signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else ends_with_parent
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)
     try:
         yield
@@ -104,7 +98,7 @@ def command_line(trains: bool = False) -> Iterator[None]:
 
 
 class _TolerantPipe(io.FileIO):
-    """A pipe whose reader may leave, as in `| head`: what is written then is dropped, and the command continues."""
+    """A pipe whose reader may leave, as in `| head`: later output is dropped, and the command continues."""
 
     def write(self, data: Any) -> int:
         try:
@@ -116,18 +110,18 @@ class _TolerantPipe(io.FileIO):
 
 
 def _tolerant(stream: TextIO | None) -> TextIO:
-    """The stream; a `_TolerantPipe` where it is a pipe, and /dev/null where the process was started with it closed."""
+    """Return the stream, a `_TolerantPipe` in place of a pipe, or /dev/null in place of a closed stream."""
     if stream is None:
         return open(os.devnull, "w")
-    own = any(stream is one for one in (sys.__stdout__, sys.__stderr__))
-    if not own or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+    is_original = any(stream is one for one in (sys.__stdout__, sys.__stderr__))
+    if not is_original or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
         return stream
     buffer = io.BufferedWriter(_TolerantPipe(stream.fileno(), "w", closefd=False))
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream is sys.__stderr__)
 
 
 def configure_logging() -> None:
-    """Retouch's lines go to stderr as they are."""
+    """Write Retouch's log to stderr without decoration."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # These libraries log while they are imported.
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -139,14 +133,14 @@ def configure_logging() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the present sys.stderr: a progress bar replaces it, to keep lines above itself."""
+    """Output to the present sys.stderr, which a progress bar replaces to keep lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
 def silence_libraries() -> None:
-    """Show only the errors of libraries, and none of their progress bars."""
+    """Hide the progress bars of libraries and their messages below errors."""
     import diffusers.utils.logging
     import lightning.pytorch
     import transformers.utils.logging
@@ -154,11 +148,11 @@ def silence_libraries() -> None:
     # Importing lightning sets its level: this must come after.
     for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Names the process that has failed, before it kills the others.
+    # Names the failed process before it kills the others.
     logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp", "huggingface_hub"):
         warnings.filterwarnings("ignore", module=name)
-    # adapter=full under autocast: norms whose weights are float32.
+    # adapter=full under autocast: norms with float32 weights.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
@@ -166,26 +160,26 @@ def silence_libraries() -> None:
 
 
 def end_workers() -> None:
-    """Kill data workers that an error left behind: they ignore SIGTERM, by which Python would end them."""
+    """Kill data workers that an error left behind; they ignore Python's SIGTERM."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
 @contextmanager
 def one_line_errors(in_sweep: bool = False, task: str = "") -> Iterator[None]:
-    """Turn a person's mistake into one line and exit status 1; HYDRA_FULL_ERROR=1 shows the traceback.
+    """Temporarily turn users' mistakes into one line and status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
-    A signal becomes a line too, and status 128 and its number. What was noted on the way (`add_note`) is in the line.
+    A signal becomes a line and status 128 + its number. The line includes notes on the exception (`add_note`).
 
-    In a sweep it becomes an exception that Hydra keeps until the other jobs are done, and then prints in a line.
-    It carries neither cause nor traceback: these would keep the failed job's model in memory.
+    In a sweep it becomes an exception that Hydra prints in a line after the other jobs. It carries neither cause nor
+    traceback, which would keep the model of the failed job in memory.
     """
     try:
         yield
         return
     except Stopped as stopped:
         if not stopped.immediate and not is_first_process() and not launched_from_outside():
-            raise SystemExit(0) from None  # all stop alike: Lightning takes another status for a failure
+            raise SystemExit(0) from None  # all stop together, and Lightning regards another status as a failure
         if is_first_process():
             print(_with_notes(str(stopped), stopped), file=sys.stderr)
         raise SystemExit(128 + stopped.signal) from None
@@ -214,7 +208,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 
 
 def _one_line(error: BaseException, task: str = "") -> str | None:
-    """What to tell the person; None where it is no mistake of theirs but of ours."""
+    """Return the message for the user, or None if the error is not theirs but ours."""
     from hydra.errors import InstantiationException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -224,7 +218,7 @@ def _one_line(error: BaseException, task: str = "") -> str | None:
         if error.__cause__ is None:
             return str(error).splitlines()[0]
         error = error.__cause__
-    # A data worker's error arrives with the worker's traceback before it.
+    # The error of a data worker is preceded by its traceback.
     line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
     if isinstance(error, UserError):
         return line

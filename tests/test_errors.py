@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.find import find_weights
 from runs.run_folder import RunFolder
-from tasks.resuming import check_resumable, find_checkpoint, start_anew
+from tasks.resuming import check_resumable, find_checkpoint, start_again
 from tests.support.commands import compose, lora_bytes, short
 
 
@@ -137,7 +137,7 @@ def test_file_that_is_no_checkpoint(tmp_path, write, words):
     with pytest.raises(UserError) as raised:
         find_checkpoint(str(path), None, RunFolder(tmp_path / "new"))
     assert words in str(raised.value)
-    assert str(raised.value).endswith("name another ckpt_path, or start anew")
+    assert str(raised.value).endswith("name another ckpt_path, or start again")
     assert "\n" not in str(raised.value)
     assert not path.with_name("trap").exists()
 
@@ -156,7 +156,7 @@ def test_settings_of_something_else_are_not_taken_away(tmp_path):
     (tmp_path / "config.yaml").write_text("mine: true")
     (tmp_path / "samples").mkdir()
     with pytest.raises(UserError, match=r"config.yaml is not a run's: choose another output_dir"):
-        start_anew(RunFolder(tmp_path))
+        start_again(RunFolder(tmp_path))
     assert (tmp_path / "samples").is_dir()
 
 

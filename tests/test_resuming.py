@@ -138,10 +138,10 @@ def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monk
 
     error = run("train", *arguments, "ckpt_path=last", ok=False).error
     assert "there is no checkpoint" in error
-    assert "leave ckpt_path out to start it anew" in error
+    assert "leave ckpt_path out to start it again" in error
     (folder / "samples" / "step-000001").mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    assert "it is started anew" in run("train", *arguments, "trainer.max_steps=2").text
+    assert "it is started again" in run("train", *arguments, "trainer.max_steps=2").text
     assert [row["step"] for row in metrics(folder)] == ["1", "2"]
     assert not (folder / "samples").exists()
     assert (folder / "notes.txt").exists()
@@ -156,7 +156,7 @@ def test_a_run_is_not_resumed_with_a_changed_setting(run, tiny, pairs, tmp_path)
     # Weights of one shape start none of another.
     for setting in ("adapter.rank=8", "adapter.rank_pattern={*:2}", "adapter.layers=[transformer_blocks.0]"):
         error = run("train", *arguments, "ckpt_path=last", setting, ok=False).error
-        assert "Leave ckpt_path out and start anew" in error
+        assert "Leave ckpt_path out and start again" in error
         assert "init_from" not in error
     error = run("train", *arguments, "ckpt_path=last", "objective=slider", ok=False).error
     assert "cannot resume with a changed setting: objective._target_ was" in error
@@ -461,7 +461,7 @@ def test_a_run_that_was_killed_in_its_first_saving_starts_anew(run, start, tiny,
     weights, checkpoints = tmp_path / "run" / "lora" / "last", tmp_path / "run" / "checkpoints"
     assert weights.is_dir()
     assert not (checkpoints / "last.ckpt").exists()
-    assert "it is started anew" in run("train", *command).text
+    assert "it is started again" in run("train", *command).text
     assert {path.name for path in checkpoints.iterdir()} == {"last.ckpt", "step-000002.ckpt"}
     # Without that trace the weights may be all that is left of a run.
     shutil.rmtree(checkpoints)
@@ -483,7 +483,7 @@ def test_a_run_whose_first_saving_fails_starts_anew(run, tiny, pairs, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot write" in error
     assert (tmp_path / "run" / "lora" / "last").is_dir()
-    assert "it is started anew" in run("train", *command).text
+    assert "it is started again" in run("train", *command).text
     assert lora_bytes(tmp_path / "run") == lora_bytes(tmp_path / "whole")
 
 

@@ -15,7 +15,7 @@ KINDS = ("cut", "flipped", "flipped", "zeros", "empty")
 STRUCTURAL = ("cut", "empty")
 # The end of an error's line, and what it tells to do with the damaged file.
 RESTORE = re.compile(r"(copy|download|export|write) it again|copy them again|name a LoRA")
-DELETE = re.compile(r"delete it|remove the file|start it anew")
+DELETE = re.compile(r"delete it|remove the file|start it again")
 
 
 def damage(path: Path, random: Random, kinds: tuple[str, ...] = KINDS) -> str:
