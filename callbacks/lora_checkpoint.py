@@ -14,7 +14,7 @@ from datamodules.errors import UserError
 from datamodules.files import link_or_copy, replacing
 from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
-from lightning_modules.optimization import averaged_weights
+from lightning_modules.inference import averaged_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.origin import published
 from runs.run_folder import RunFolder

@@ -14,7 +14,6 @@ import torch
 
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.flops import matrix_peak
-from lightning_modules.optimization import reads_back
 from lightning_modules.timing import NOT_TRAINING
 from runs.run_folder import RunFolder
 
@@ -152,7 +151,7 @@ class Metrics(L.Callback):
         seconds = time.perf_counter() - self._run_start
         self._steps.append(_Step(self._step, self._lr, self._samples, self._tokens, self._flops, seconds, figures))
         self._losses, self._ranks, self._samples, self._tokens, self._flops = [], [], 0, 0, 0
-        if reads_back(trainer, self._first_step):
+        if pl_module.optimization.is_reported(trainer):
             self.read_back(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

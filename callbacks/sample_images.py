@@ -13,8 +13,7 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest, Requests, own_edits
 from datamodules.errors import UserError
 from lightning_modules.edit_module import EditModule
-from lightning_modules.inference import inference_weights
-from lightning_modules.picture_transformer import PictureTransformer
+from lightning_modules.inference import SamplingTransformer, inference_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.images import Strip, file_names, save_png, to_image
 from runs.run_folder import RunFolder, best_effort
@@ -68,7 +67,7 @@ class SampleImages(L.Callback):
         self.count = count
         self.seed = seed
         self.edits = None if root is None else own_edits(root, seed, max_area)
-        self._other: PictureTransformer | None = None
+        self._other: SamplingTransformer | None = None
         self._shown: list[Shown] | None = None  # this process's
         self._step = 0
         self.validation: TrainingData | None = None
@@ -81,7 +80,7 @@ class SampleImages(L.Callback):
         self.sampling = pl_module.sampler.sampling
         self.negative_prompt = pl_module.sampling_rules.negative_prompt(self.sampling)
         if self.sampling.transformer_name_or_path is not None:
-            self._other = PictureTransformer(pl_module, self.sampling.transformer_name_or_path)
+            self._other = SamplingTransformer(pl_module, self.sampling.transformer_name_or_path)
             self._other.check()
         if self.edits is not None:
             self.edits.configure_for(pl_module)

@@ -151,7 +151,10 @@ class Validation(L.Callback):
                 for band in range(BANDS):
                     t = torch.tensor([(band + place) / BANDS])
                     drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
-                    losses.append(module.flow.losses_at(batch, drawn, module.normalize, module.denoise))
+                    noised = module.flow.noised_by(batch, drawn, module.normalize)
+                    velocity = module.denoise(noised.x_t, noised.t, noised.controls, noised.prompt)
+                    loss = flow.flow_loss(velocity, noised.velocity, batch.mask)
+                    losses.append(loss if batch.weights is None else loss * batch.weights)
                 bands = torch.cat(losses).cpu()
                 made.append(torch.cat([bands, (bands * _visits(module, batch)).sum()[None]]))
         *means, weighted = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()

@@ -1,7 +1,7 @@
 """A frozen pipeline with a trainable adapter in its transformer: Lightning's hooks, nothing else."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -24,10 +24,9 @@ from lightning_modules.encoder import Encoder
 from lightning_modules.estimation.flops import StepFlops
 from lightning_modules.execution.last_block import ignored_by_ddp
 from lightning_modules.family import Family, Sampling
-from lightning_modules.flow import TimestepLaw, mix
-from lightning_modules.flow_matching import FlowMatching
+from lightning_modules.flow import FlowMatching, TimestepLaw, mix
 from lightning_modules.objectives.objective import Objective
-from lightning_modules.optimization import Optimization, reads_back
+from lightning_modules.optimization import Optimization
 from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.quantization.quantization import Quantization
@@ -35,27 +34,27 @@ from lightning_modules.sampling import Sampler
 
 log = logging.getLogger("retouch")
 
-# In a checkpoint: the fingerprint of the training samples.
+# Key of the training samples' fingerprint in a checkpoint.
 SAMPLES = "samples"
 
 
 class EditModule(L.LightningModule, Family):
-    """What all model families share.
+    """The shared part of all model families.
 
     Args:
-        adapter: what trains; None in prediction.
-        timesteps, vae_encode_mode, seed: of `FlowMatching`.
-        objective: what a step minimizes; None in prediction.
-        optimizer, scheduler, max_nonfinite_steps, ema: of `Optimization`.
-        recipe: the model's defaults of other groups' settings, which conf/ reads from here.
+        pretrained_model_name_or_path, transformer_name_or_path, revision, dtype, devices, quantization: of
+            `FrozenBase`.
         offload, gradient_checkpointing, compile, attention_backend, training_adapter: of `Execution`.
-        sampling, loras: of `Sampler`, for prediction.
-        pretrained_model_name_or_path and the others: of `FrozenBase`.
+        timesteps, vae_encode_mode, seed: of `FlowMatching`.
+        resolution: of `Geometry`.
+        recipe: the model's defaults for other groups, which conf/ reads from here.
+        sampling, loras: of `Sampler`; loras in prediction only.
+        adapter, objective, optimization: None in prediction.
 
     Attributes:
-        base: the frozen pipeline. It is no submodule: Lightning would move and save it.
-        transformer: once it is loaded. text_encoders: those that train.
-        encoder, flow, sampler: RawBatch -> LatentBatch, LatentBatch -> Noised, LatentBatch -> pictures.
+        base: the frozen pipeline. It is not a submodule: Lightning would move and save it.
+        transformer: once it is loaded. text_encoders: the trainable ones.
+        encoder, flow, denoise, sampler: RawBatch -> LatentBatch -> Noised -> velocities; LatentBatch -> images.
     """
 
     def __init__(
@@ -75,15 +74,12 @@ class EditModule(L.LightningModule, Family):
         training_adapter: str | None,
         timesteps: TimestepLaw,
         vae_encode_mode: str,
-        max_nonfinite_steps: int,
         seed: int,
         recipe: Mapping[str, Any],
         sampling: Sampling | None = None,
         adapter: Adapter | None = None,
         objective: Objective | None = None,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None = None,
-        ema: Mapping[str, Any] | None = None,
+        optimization: Optimization | None = None,
         loras: AppliedLoRAs | None = None,
     ) -> None:
         super().__init__()
@@ -93,20 +89,39 @@ class EditModule(L.LightningModule, Family):
         self.transformer: Any = None
         self.text_encoders = nn.ModuleDict()
         self.adapter = adapter
-        how = gradient_checkpointing, compile, attention_backend, offload
-        self.execution = Execution(self, self.base, adapter, training_adapter, *how)
+        computing = gradient_checkpointing, compile, attention_backend, offload
+        self.execution = Execution(self, self.base, adapter, training_adapter, *computing)
         self.denoise = Denoiser(self, self.execution)
         self.encoder = Encoder(self, self.base, vae_encode_mode)
         self.flow = FlowMatching(timesteps, vae_encode_mode, seed)
         self.objective = objective
-        self.optimization = Optimization(optimizer, scheduler, max_nonfinite_steps, ema)
+        self._optimization = optimization
         self.sampler = Sampler(self, self.base, self.encoder, loras or AppliedLoRAs([]), sampling)
         self.step_flops = StepFlops(self, self.execution.adapted_meta_transformer, lambda: self.rank_gates)
-        # The checkpoint holds the adapter only; on_load_checkpoint compares its keys.
+        # The checkpoint contains the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
 
     def _main_device(self) -> torch.device:
         return self.trainer.strategy.root_device if self._trainer is not None else self.device
+
+    @property
+    def optimization(self) -> Optimization:
+        """The optimizer step, in training."""
+        assert self._optimization is not None
+        return self._optimization
+
+    @property
+    def rank_gates(self) -> list[RankGate]:
+        """The gates of T-LoRAs: `Denoiser` opens them in training, `callbacks.rank_schedule.RankMasks` in sampling."""
+        return self.sampler.loras.rank_gates if self.adapter is None else self.execution.rank_gates
+
+    @property
+    def trained(self) -> TrainedParts:
+        """The transformer and the trainable text encoders, once they are loaded."""
+        assert self.adapter is not None
+        return TrainedParts(self.adapter, self.transformer, self.text_encoders)
+
+    # Setup
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -123,22 +138,23 @@ class EditModule(L.LightningModule, Family):
             self.encoder.keep_prompts(PromptData.of(self.trainer).all_prompts(), self.trainer.num_devices)
 
     def check(self) -> None:
-        """Raise a UserError for what would go wrong, before any weights are read."""
+        """Raise a UserError for settings that cannot work, before any weights are read."""
         sharded = self.device_mesh is not None
         self.base.check()
         self.execution.check(sharded)
         self.sampler.check()
-        self.optimization.check()
+        if self._optimization is not None:
+            self.optimization.check_optimizer()
         if self.adapter is not None and self.objective is not None:
             training = Training(self.optimization.optimizer, sharded, self.condition_images.text_sees_them)
             self.adapter.check(self.base, training)
-            self.objective.check(self, self.adapter)
+            self.objective.check_model(self, self.adapter)
 
     def configure_model(self) -> None:
-        """Load the transformer where it trains or makes pictures; can be called twice."""
+        """Load the transformer to train or to sample; can be called twice."""
         if self.transformer is not None:
             return
-        # Lightning calls this with the trainer's device as PyTorch's default: what belongs there is put there by name.
+        # Lightning makes the trainer's device PyTorch's default: tensors for it are placed explicitly.
         with torch.device("cpu"):
             if self.adapter is not None:
                 self._load_to_train()
@@ -159,7 +175,7 @@ class EditModule(L.LightningModule, Family):
         self._ddp_params_and_buffers_to_ignore = ignored_by_ddp(self)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all but the text encoders, whose dropout would draw from PyTorch's global generator."""
+        """Set the mode, except of the text encoders, whose dropout would draw from PyTorch's global generator."""
         super().train(mode)
         self.text_encoders.eval()
         return self
@@ -169,19 +185,20 @@ class EditModule(L.LightningModule, Family):
             self.base.load_encoders()
 
     def cpu(self) -> Self:
-        """Lightning's last call in every run: let the weights go, instead of copying them to the host's memory."""
+        """Release the weights: Lightning's last call in every run would copy them to CPU memory."""
         self.transformer = None
         self.sampler.use(None)
         self.base.release()
         return super().cpu()
 
+    # Training
+
     def training_step(self, batch: RawBatch | LatentBatch, batch_idx: int) -> dict[str, Any]:
-        """The loss; and for callbacks each sample's (B,), on the device, and what the step had to do."""
+        """Return the loss and, for callbacks, per-sample losses (B,), token and FLOP counts."""
         assert self.objective is not None
         latents = self.encoder.latents(batch, self.flow.caption_dropout_rate > 0 or self.objective.needs_empty_prompt)
-        noised = self.flow.noised(
-            latents, self.base.dynamic_shift(self.geometry.tokens(latents).target), self.normalize
-        )
+        shift = self.base.dynamic_shift(self.geometry.tokens(latents).target)
+        noised = self.flow.noised(latents, shift, self.normalize)
         with self._dropout(latents.draws):
             losses = self.objective.losses(latents, noised, self.denoise, self.global_step)
         self.optimization.note(latents.keys, losses.detach())
@@ -203,17 +220,6 @@ class EditModule(L.LightningModule, Family):
             torch.manual_seed(reduce(mix, draws, self.flow.seed))
             yield
 
-    @property
-    def rank_gates(self) -> list[RankGate]:
-        """The gates of T-LoRAs: `Denoiser` opens them in training, `callbacks.rank_schedule.RankMasks` in sampling."""
-        return self.sampler.loras.rank_gates if self.adapter is None else self.execution.rank_gates
-
-    @property
-    def trained(self) -> TrainedParts:
-        """The transformer and the text encoders that train, once they are loaded."""
-        assert self.adapter is not None
-        return TrainedParts(self.adapter, self.transformer, self.text_encoders)
-
     def configure_optimizers(self) -> Any:
         return self.optimization.configure(
             self.trained, self.base.source.precision == "fp4", self.device_mesh is not None
@@ -229,20 +235,24 @@ class EditModule(L.LightningModule, Family):
         self.optimization.after_step()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if reads_back(self.trainer, self.optimization.began_after):
+        if self.optimization.is_reported(self.trainer):
             self.optimization.nonfinite.report()
 
     def on_train_end(self) -> None:
         self.optimization.nonfinite.report()
 
+    # Prediction
+
     def predict_step(self, batch: EditRequest | EncodeRequest, batch_idx: int) -> Any:
-        """The latents of a sample, or the pictures of an edit."""
+        """Return the latents of a sample, or an iterator over the images of an edit."""
         if isinstance(batch, EncodeRequest):
             return self.encoder.to_cache(batch)
         return self.sampler.generate(batch, lambda: self.trainer.should_stop)
 
     def on_predict_end(self) -> None:
         self.sampler.loras.unmerge()
+
+    # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.trained.reduce_checkpoint(checkpoint)

@@ -1,4 +1,4 @@
-"""Exponential moving averages (EMA) of what trains, and of nothing else."""
+"""Exponential moving average (EMA) of the trainable parameters."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,31 +13,33 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.peft_layers import full_tensor
 
 # The half-life is at most this share of the samples seen so far, as in the code of arXiv 2312.02696. Until it is
-# reached the average follows a power function of relative standard deviation 0.10 (there, section 3.1): the start is
-# forgotten.
+# reached, the average follows a power function of relative standard deviation 0.10 (there, section 3.1), which forgets
+# the start.
 RAMP_UP = 0.09
 KEY = "ema"
 
 
 class EMA:
-    """The average of each parameter that trains, in float32 on its device.
+    """The average of each trainable parameter, in float32 on its device.
 
     After each optimizer step, of n samples in all its batches on all processes,
 
         average += (1 - 0.5 ** (n / h)) * (parameter - average),   h = min(half_life, RAMP_UP * samples so far).
 
-    A step that is left out, because its gradient is not finite, leaves the average alone, and its samples do not count.
-    Nothing waits for the device: n, h and the weight are tensors there.
+    A step that is skipped, because its gradient is not finite, leaves the average unchanged, and its samples do not
+    count. Nothing waits for the GPU: n, h and the weight are tensors there.
 
     Args:
-        half_life: in samples.
-        sample_with: which weights make sample pictures and validation: `ema` or `raw`.
+        half_life: in samples; None for no average.
+        sample_with: the weights of sample images and validation: `ema` or `raw`.
 
     Attributes:
-        in_use: whether the averages are in the parameters now.
+        in_use: whether the parameters are the averages now.
     """
 
-    def __init__(self, half_life: float, sample_with: str) -> None:
+    def __init__(self, half_life: float | None, sample_with: str) -> None:
+        if sample_with not in ("ema", "raw"):
+            raise UserError(f"ema.sample_with={sample_with}: choose ema or raw")
         self.half_life = half_life
         self.sample_with = sample_with
         self.in_use = False
@@ -47,26 +49,17 @@ class EMA:
         self._samples = torch.zeros((), dtype=torch.int64)
         self._restored: dict[str, Any] | None = None
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any] | None) -> "EMA | None":
-        """That of the settings; None where they have none."""
-        if settings is None:
-            return None
-        if settings["sample_with"] not in ("ema", "raw"):
-            raise UserError(f"ema.sample_with={settings['sample_with']}: choose ema or raw")
-        return None if settings["half_life"] is None else cls(**settings)
-
     @property
     def other(self) -> str:
-        """The weights that do not make the sample pictures: `raw` or `ema`."""
+        """The weights that sample images do not use: `raw` or `ema`."""
         return "raw" if self.sample_with == "ema" else "ema"
 
     def metadata(self) -> dict[str, Any]:
-        """What a file of averages says of them."""
+        """Return the settings that a file of averages records."""
         return {"half_life": self.half_life}
 
     def start(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Begin with the parameters as they are, or with what a checkpoint held."""
+        """Begin with the present parameters, or with the averages of a loaded checkpoint."""
         self._parameters = parameters
         self._averages = {name: one.detach().clone() for name, one in parameters.items()}
         self._samples = self._samples.to(next(iter(parameters.values())).device)
@@ -74,16 +67,17 @@ class EMA:
             self._restore(self._restored)
 
     def note(self, samples: int) -> None:
-        """A batch of the step that is under way."""
+        """Count the samples of a batch of the current step."""
         self._noted += samples
 
     @torch.no_grad()
     def after_step(self, finite: Tensor) -> None:
-        """Called after each optimizer step.
+        """Update the averages after an optimizer step.
 
         Args:
-            finite: whether it was made, on the device.
+            finite: whether the step was made, on the device.
         """
+        assert self.half_life is not None
         samples = torch.full((), self._noted, dtype=torch.int64, device=finite.device) * finite
         self._noted = 0
         if torch.distributed.is_initialized():
@@ -96,7 +90,7 @@ class EMA:
 
     @contextmanager
     def averages_in_place(self) -> Iterator[None]:
-        """Inside, the parameters are the averages; bit for bit they come back."""
+        """Temporarily replace the parameters by their averages; they come back bit for bit."""
         self._swap()
         try:
             yield
@@ -112,24 +106,24 @@ class EMA:
             average.copy_(raw)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each average and its parameter; of what is split over processes this one's part."""
+        """Return each average and its parameter; of sharded ones this process's part."""
         return [(_local(average), _local(self._parameters[name])) for name, average in self._averages.items()]
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Put it into a checkpoint; all processes take part."""
+        """Add the averages to a checkpoint; all processes take part."""
         weights = {name: full_tensor(average) for name, average in self._averages.items()}
         checkpoint[KEY] = {"samples": self._samples, "weights": weights}
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with the averages of a checkpoint, whose adapter is this one.
+        """Resume with the averages of a checkpoint, whose adapter has been compared.
 
         Raises:
-            UserError: it has none.
+            UserError: it contains none.
         """
         if KEY not in checkpoint:
             raise UserError(
-                "ckpt_path: the checkpoint is of a run without ema.half_life, whose average would begin here: leave "
-                "ema.half_life out"
+                f"ema.half_life={self.half_life:g}: the checkpoint is of a run without an average, which would begin "
+                "here. Leave ema.half_life out."
             )
         self._restored = checkpoint[KEY]
         if self._averages:
@@ -149,6 +143,6 @@ class EMA:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """A tensor, or of one that is split over processes this one's part."""
+    """Return a tensor, or this process's part of a sharded one."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

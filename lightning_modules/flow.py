@@ -1,13 +1,18 @@
-"""Rectified flow, as pure functions. One convention: x_t = (1 - t) x0 + t eps, t in [0, 1], t = 1 is noise."""
+"""Rectified flow: pure functions, and batches at random timesteps.
+
+One convention: x_t = (1 - t) x0 + t eps, t in [0, 1], t = 1 is noise. All randomness is a function of the seed and of a
+sample's draw.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from datamodules.batch import LatentBatch, copy_to, pad_to
 from datamodules.errors import UserError
 
 
@@ -18,29 +23,28 @@ def interpolate(x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
 
 
 def velocity_target(x0: Tensor, eps: Tensor) -> Tensor:
-    """dx_t / dt."""
+    """Return dx_t / dt."""
     return eps - x0
 
 
 def flow_loss(velocity: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean squared error of each sample in float32: (B, C, h, w) -> (B,).
+    """Return each sample's mean squared error in float32: (B, C, h, w) -> (B,).
 
-    `mask` (B, 1, H, W) weighs the pixels; it is averaged down to the latent's size, and the weights of a
-    sample sum to one.
+    `mask` (B, 1, H, W) weights the pixels. It is averaged down to the latent's size, and normalised for each sample.
     """
     error = (velocity.float() - target.float()).square()
     if mask is None:
         return error.mean(dim=(1, 2, 3))
-    return weighted_mean(error.mean(dim=1, keepdim=True), area_weights(mask, error))
+    return mean_over_positions(error.mean(dim=1, keepdim=True), area_weights(mask, error))
 
 
 def area_weights(mask: Tensor, like: Tensor) -> Tensor:
-    """The mean of a mask (B, 1, H, W) over the area of each of the latent's places, (B, 1, h, w)."""
+    """Average a mask (B, 1, H, W) over the area of each position of the latent: (B, 1, h, w)."""
     return torch.nn.functional.interpolate(mask.float(), size=like.shape[-2:], mode="area")
 
 
-def weighted_mean(error: Tensor, weight: Tensor | None) -> Tensor:
-    """(B, 1, h, w) -> (B,): how large an area has weight does not weigh the sample."""
+def mean_over_positions(error: Tensor, weight: Tensor | None) -> Tensor:
+    """(B, 1, h, w) -> (B,), normalised by the total weight, so the size of the weighted area does not matter."""
     if weight is None:
         return error.mean(dim=(1, 2, 3))
     return (error * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3)).clamp_min(1e-6)
@@ -52,10 +56,10 @@ def shift_time(t: Tensor, shift: float | Tensor) -> Tensor:
 
 
 def dynamic_shift(tokens: int, config: Mapping[str, Any]) -> float:
-    """The pipelines' resolution-dependent shift: exp(mu), mu linear in the target's token count.
+    """Return the pipelines' resolution-dependent shift: exp(mu), mu linear in the target's token count.
 
     Args:
-        config: a scheduler's; pipelines take FLUX.1's numbers for those that it lacks.
+        config: of a scheduler; as in the pipelines, missing numbers are FLUX.1's.
     """
     base_tokens, most_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
@@ -69,7 +73,7 @@ MODE_SCALE = 1.29
 
 @dataclass(frozen=True)
 class TimestepLaw:
-    """How training timesteps are distributed.
+    """The distribution of training timesteps.
 
     Args:
         law: `uniform`; `logit_normal`, sigmoid(N(logit_mean, logit_std)); `mode`, 1 - u - MODE_SCALE *
@@ -87,7 +91,7 @@ class TimestepLaw:
             raise UserError(f"model.timesteps.law={self.law}: choose uniform, logit_normal or mode")
 
     def draw(self, generator: torch.Generator, pipeline_shift: float) -> Tensor:
-        """One timestep, a float32 scalar in [0, 1]; `pipeline_shift` is what `shift: dynamic` stands for."""
+        """Draw one timestep, a float32 scalar in [0, 1]; `shift: dynamic` is `pipeline_shift`."""
         if self.law == "logit_normal":
             t = torch.sigmoid(self.logit_mean + self.logit_std * torch.randn((), generator=generator))
         else:
@@ -105,8 +109,8 @@ class Noise:
 
     Attributes:
         t: (B,) timesteps.
-        eps: (B, C, h, w) the noise to add.
-        latent_eps: (B, C, h, w) picks the target from the autoencoder's distribution.
+        eps: (B, C, h, w) noise to add.
+        latent_eps: (B, C, h, w) noise that picks the target from the autoencoder's distribution.
         dropout: (B,) uniform in [0, 1); the caption is dropped below the rate.
     """
 
@@ -117,14 +121,18 @@ class Noise:
 
 
 def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLaw, pipeline_shift: float) -> Noise:
-    """All that is random about samples number `draws`; `shape` is one sample's latent (C, h, w).
+    """Draw all randomness of some samples.
 
-    A function of (seed, number) alone: the same in any batch, on any rank, at any accumulation, on any device,
-    and after a resume.
+    A function of (seed, draw) only: the same in any batch, on any rank and device, with any accumulation, and after a
+    resume.
+
+    Args:
+        draws: the numbers of their draws.
+        shape: of one sample's latent, (C, h, w).
     """
     t, eps, latent_eps, dropout = [], [], [], []
-    for number in draws:
-        generator = _generator(seed, number)
+    for draw in draws:
+        generator = torch.Generator().manual_seed(mix(seed, draw))
         t.append(law.draw(generator, pipeline_shift))
         dropout.append(torch.rand((), generator=generator))
         eps.append(torch.randn(shape, generator=generator))
@@ -133,17 +141,128 @@ def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLa
 
 
 def draw_timesteps(seed: int, count: int, law: TimestepLaw, pipeline_shift: float) -> Tensor:
-    """(count,), what `sample_noise` gives as t of the first samples."""
-    return torch.stack([law.draw(_generator(seed, number), pipeline_shift) for number in range(count)])
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(mix(seed, number))
+    """Return t (count,) of the first draws, as `sample_noise` draws them."""
+    generators = (torch.Generator().manual_seed(mix(seed, draw)) for draw in range(count))
+    return torch.stack([law.draw(generator, pipeline_shift) for generator in generators])
 
 
 def mix(seed: int, number: int) -> int:
-    """One 63-bit seed from two integers (splitmix64), so that neighbours are unrelated."""
+    """Make one 63-bit seed from two integers (splitmix64), so that neighbours are unrelated."""
     z = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return (z ^ (z >> 31)) >> 1
+
+
+class Noised(NamedTuple):
+    """A batch at its timesteps, on the device.
+
+    Attributes:
+        x0: (B, C, h, w) target.
+        mean: (B, C, h, w) of the distribution that x0 is drawn from.
+        eps: (B, C, h, w) noise.
+        t: (B,).
+        controls: each (B, C, h, w).
+        prompt: the text conditioning; the empty prompt's where the caption was dropped.
+        dropped: (B,) bool, on the CPU: True where the caption was dropped.
+        rejected: (B, C, h, w) result to be liked less than x0; None if unknown.
+    """
+
+    x0: Tensor
+    mean: Tensor
+    eps: Tensor
+    t: Tensor
+    controls: list[Tensor]
+    prompt: Mapping[str, Tensor]
+    dropped: Tensor
+    rejected: Tensor | None = None
+
+    @property
+    def x_t(self) -> Tensor:
+        """The noised target (B, C, h, w)."""
+        return self.x_t_of(self.x0)
+
+    def x_t_of(self, x0: Tensor) -> Tensor:
+        """Noise another target."""
+        return interpolate(x0, self.eps, self.t)
+
+    @property
+    def velocity(self) -> Tensor:
+        """The velocity to learn (B, C, h, w)."""
+        return velocity_target(self.x0, self.eps)
+
+
+class FlowMatching:
+    """Takes batches to their timesteps.
+
+    Args:
+        timesteps: the distribution of training timesteps.
+        vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
+
+    Attributes:
+        caption_dropout_rate: share of samples that are trained with the empty prompt; a setting of the data.
+    """
+
+    def __init__(self, timesteps: TimestepLaw, vae_encode_mode: str, seed: int) -> None:
+        if vae_encode_mode not in ("sample", "mode"):
+            raise UserError(f"model.vae_encode_mode={vae_encode_mode}: choose sample or mode")
+        self.timesteps = timesteps
+        self.vae_encode_mode = vae_encode_mode
+        self.seed = seed
+        self.caption_dropout_rate = 0.0
+
+    def noised(self, batch: LatentBatch, pipeline_shift: float, normalize: Callable[[Tensor], Tensor]) -> Noised:
+        """Noise a batch by the numbers of its draws.
+
+        Args:
+            pipeline_shift: of the timesteps, if `shift: dynamic`.
+            normalize: of `Family`.
+        """
+        assert batch.target_mean is not None
+        noise = sample_noise(self.seed, batch.draws, batch.target_mean.shape[1:], self.timesteps, pipeline_shift)
+        return self.noised_by(batch, noise, normalize)
+
+    def noised_by(self, batch: LatentBatch, noise: Noise, normalize: Callable[[Tensor], Tensor]) -> Noised:
+        """Noise a batch with this noise."""
+        mean = batch.target_mean
+        assert mean is not None
+        t, eps = copy_to(noise.t, mean.device), copy_to(noise.eps, mean.device)
+        latent_eps = copy_to(noise.latent_eps, mean.device) if self.vae_encode_mode == "sample" else None
+
+        def drawn(mean: Tensor, std: Tensor | None) -> Tensor:
+            if latent_eps is None:
+                return normalize(mean.float())
+            assert std is not None
+            return normalize(mean.float() + std.float() * latent_eps)
+
+        rejected = batch.rejected_mean
+        dropped = noise.dropout < self.caption_dropout_rate
+        return Noised(
+            drawn(mean, batch.target_std),
+            normalize(mean.float()),
+            eps,
+            t,
+            [normalize(control.float()) for control in batch.controls],
+            drop_captions(batch, dropped),
+            dropped,
+            None if rejected is None else drawn(rejected, batch.rejected_std),
+        )
+
+
+def drop_captions(batch: LatentBatch, drop: Tensor) -> Mapping[str, Tensor]:
+    """Return the text conditioning with the empty prompt's for some samples.
+
+    Args:
+        drop: (B,) bool, on the CPU.
+    """
+    if not drop.any():
+        return batch.prompt
+    if drop.all():
+        return {name: empty.expand(len(drop), *empty.shape[1:]) for name, empty in batch.empty_prompt.items()}
+    mixed = {}
+    for name, tensor in batch.prompt.items():
+        empty = batch.empty_prompt[name]
+        longest = max(tensor.shape[1], empty.shape[1])
+        chosen = copy_to(drop, tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+        mixed[name] = torch.where(chosen, pad_to(empty, longest), pad_to(tensor, longest))
+    return mixed

@@ -1,20 +1,136 @@
-"""The weights that pictures are made with while a module trains."""
+"""The weights of sample images, validation and LoRA files while a module trains."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.adapters.applied import AppliedLoRAs
+from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.edit_module import EditModule
-from lightning_modules.optimization import averaged_weights
+from lightning_modules.execution.fsdp import gather_anew
+from lightning_modules.pretrained.transformer import TransformerSource
+
+
+@contextmanager
+def averaged_weights(module: EditModule, other: bool = False) -> Iterator[None]:
+    """Temporarily replace the trainable parameters by their average, if it is to be sampled with.
+
+    The average is the EMA's, or a schedule-free optimizer's.
+
+    Args:
+        other: in a run with an EMA, use the weights that are not sampled with.
+    """
+    optimizer: Any = module.optimizers(use_pl_optimizer=False)
+    ema = module.optimization.ema
+    with ExitStack() as stack:
+        if module.device_mesh is not None:
+            gather_anew(module.transformer)
+            stack.callback(gather_anew, module.transformer)
+        if ema is not None and (ema.sample_with == "ema") != other:
+            stack.enter_context(ema.averages_in_place())
+        elif hasattr(optimizer, "eval"):
+            stack.enter_context(_average_of(optimizer, module.trained.parameters().values()))
+        yield
+
+
+@contextmanager
+def _average_of(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Temporarily replace the parameters by a schedule-free optimizer's average."""
+    # The optimizer's own way back rounds: saving would change the run.
+    originals = {parameter: parameter.data.clone() for parameter in parameters}
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        for parameter, data in originals.items():
+            parameter.data.copy_(data)
 
 
 @contextmanager
 def inference_weights(module: EditModule) -> Iterator[None]:
-    """Inside, in evaluation mode and with the weights as a loader will have them, for pictures and validation."""
+    """Temporarily use evaluation mode and the weights as a loader of the file will have them."""
     module.eval()
     with ExitStack() as stack:
         stack.enter_context(averaged_weights(module))
         stack.enter_context(module.execution.for_inference())
-        if module.device_mesh is None:  # those that are split over processes stay as they train
+        if module.device_mesh is None:  # sharded weights stay as they train
             stack.enter_context(module.trained.in_dtype(module.base.dtype))
         stack.callback(module.train)
         yield
+
+
+class SamplingTransformer:
+    """Another transformer to sample with, for instance the distilled one that the LoRA is meant for.
+
+    It is loaded for each set of sample images, gets the LoRA from its file, and is released. It is quantized, offloaded
+    and placed as the transformer that trains, which keeps its memory meanwhile.
+
+    Args:
+        module: in training.
+        name: folder or hub id of a whole pipeline, or of a transformer only.
+    """
+
+    def __init__(self, module: EditModule, name: str) -> None:
+        self.module = module
+        trains = module.base.source
+        revision = module.base.revision if name == module.base.name else None
+        self.source = TransformerSource(
+            trains.class_name, name, revision, trains.dtype, trains.quantization, trains.streamed
+        )
+
+    def check(self) -> None:
+        """Raise a UserError for a transformer that cannot take the LoRA, before any weights are read."""
+        adapter, base = self.module.adapter, self.module.base
+        assert adapter is not None
+        setting = f"sampling.transformer_name_or_path={self.source.name}"
+        if adapter.trains_base:
+            raise UserError(f"{setting}: adapter=full trains no LoRA that another transformer could use")
+        if self.module.device_mesh is not None:
+            raise UserError(f"{setting}: trainer=fsdp shards one transformer only")
+        self.source.check_class(type(self.module).__name__)
+        self.source.check()
+        self.module.sampler.check_source(self.source)
+        layers = self.module.layers.native
+        if LayerNames(self.source.meta, layers).sides != LayerNames(base.source.meta, layers).sides:
+            raise UserError(f"{setting} has other layers than {base.transformer_name}: a LoRA of one does not fit both")
+        self.source.check_files()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Temporarily sample with it."""
+        module = self.module
+        with module.execution.without_compiling():
+            try:
+                module.sampler.use(self._load(), self.source)
+                yield
+            finally:
+                module.sampler.use(module.transformer)
+                gc.collect()  # layers and hooks refer to each other
+                if module.base.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _load(self) -> Any:
+        """Return the transformer with the LoRA, by way of its file."""
+        module = self.module
+        assert module.adapter is not None
+        transformer = self.source.load(module.base.device)
+        with TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):  # peft draws what is then replaced
+            with averaged_weights(module):
+                write = module.trained.export(module.base, {"adapter": module.adapter.metadata()}, torch.float32)
+            write(Path(folder))
+            loras = AppliedLoRAs([find_weights(folder)])
+            loras.load(transformer, module.base)
+        module.execution.prepare(transformer)
+        if loras.rank_gates:
+            mask_forwards(transformer, loras.rank_gates, lambda *_: module.sampler.current_step())
+        return transformer

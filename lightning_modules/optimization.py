@@ -1,40 +1,92 @@
-"""What trains is updated: the optimizer, clipping, averaged weights."""
+"""The optimizer step: clipping, steps that are skipped, update, EMA."""
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from lightning_modules.adapters.peft_layers import full_tensor
 from lightning_modules.adapters.trained import TrainedParts
 from lightning_modules.ema import EMA, KEY
-from lightning_modules.nonfinite import NonfiniteSteps
 
 log = logging.getLogger("retouch")
 
-# Libraries whose optimizers take weights that are split over processes.
+# Libraries whose optimizers work with sharded weights.
 TAKE_SHARDS = ("torch", "schedulefree")
 
 
-class Optimization:
-    """How weights are updated.
+class NonfiniteSteps:
+    """Skips optimizer steps whose gradient is not finite, without waiting for the GPU if the optimizer allows.
+
+    PyTorch's fused optimizers skip a step on the device if `found_inf` is set; for others each step waits. Either way
+    weights, moments and decay stay unchanged. All processes skip the same steps, since they have the same gradients.
 
     Args:
-        optimizer: called with the trainable parameters.
+        most: consecutive skipped steps at which the run stops.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._in_a_row = 0
+        self._window: list[tuple[list[str], Tensor]] = []
+        self._steps: list[tuple[int, Tensor, list[tuple[list[str], Tensor]]]] = []
+
+    def note(self, keys: list[str], losses: Tensor) -> None:
+        """Remember the samples of a batch and their losses (B,)."""
+        self._window.append((keys, losses))
+
+    def before_step(self, optimizer: Any, step: int, grad_norm: Tensor) -> None:
+        """Skip the coming step if its gradient is not finite."""
+        self._steps.append((step, grad_norm, self._window))
+        self._window = []
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale, optimizer.found_inf = None, (~torch.isfinite(grad_norm)).float()
+        elif not torch.isfinite(grad_norm):  # optimizers skip parameters without a gradient
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def report(self) -> None:
+        """Log the skipped steps since the last report; waits for the GPU.
+
+        Raises:
+            UserError: too many in a row.
+        """
+        steps, self._steps = self._steps, []
+        norms = torch.stack([norm for _, norm, _ in steps]).isfinite().tolist() if steps else []
+        for (step, _, window), finite in zip(steps, norms, strict=True):
+            if finite:
+                self._in_a_row = 0
+                continue
+            losses = [(key, loss) for keys, values in window for key, loss in zip(keys, values.tolist(), strict=True)]
+            bad = [key for key, loss in losses if not abs(loss) < float("inf")]
+            samples = f"the loss of {listing(bad)}" if bad else f"the gradient of {listing([key for key, _ in losses])}"
+            log.warning(f"step {step} is skipped: {samples} is not finite")
+            self._in_a_row += 1
+            if self._in_a_row >= self.most:
+                raise UserError(
+                    f"{self._in_a_row} steps in a row were not finite, the last in {samples}: look at these samples, "
+                    "lower optimizer.lr, or start again from an earlier checkpoint"
+                )
+
+
+class Optimization:
+    """The update of the trainable parameters.
+
+    Args:
+        optimizer: called with the trainable parameters; None in prediction.
         scheduler: called with the optimizer; counts optimizer steps.
-        max_nonfinite_steps: stop after so many steps in a row whose gradient is not finite.
-        ema: of `EMA`; None, or a half_life of None, for none.
+        max_nonfinite_steps: consecutive steps with a gradient that is not finite at which the run stops.
+        ema: the average of the weights; a half_life of None, or None: no average.
 
     Attributes:
-        ema: the averages of the weights; None where there are none.
-        began_after: the step that the run began after; -1 before its first one.
+        began_after: the step after which the run began; -1 before its first step.
         grad_norm: of the latest step, before clipping; on the device.
-        nonfinite: the steps that were left out.
+        nonfinite: the skipped steps.
     """
 
     def __init__(
@@ -42,12 +94,12 @@ class Optimization:
         optimizer: Callable[..., torch.optim.Optimizer] | None,
         scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None,
         max_nonfinite_steps: int,
-        ema: Mapping[str, Any] | None = None,
+        ema: EMA | None,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
-        self.ema = EMA.of(ema)
+        self.ema = None if ema is None or ema.half_life is None else ema
         self.began_after = -1
         self.grad_norm: Tensor | None = None
 
@@ -65,39 +117,39 @@ class Optimization:
         name, warmup = keywords.get("name", name).removesuffix("_with_warmup"), keywords.get("num_warmup_steps")
         return name + (f" after {warmup} warm-up steps" if warmup else "")
 
-    def check(self) -> None:
+    def check_optimizer(self) -> None:
         """Raise a UserError for settings that the optimizer refuses, and for an EMA of weights that it averages."""
         if self.optimizer is None:
             return
         made = self._make([nn.Parameter(torch.ones(1, 1))])
         if self.ema is not None and hasattr(made, "eval"):
             raise UserError(
-                f"ema.half_life={self.ema.half_life:g} does not go with {type(made).__name__}, which averages its "
-                "weights already: leave ema.half_life out, or use optimizer=adamw"
+                f"ema.half_life={self.ema.half_life:g}: {type(made).__name__} averages its weights already. Leave "
+                "ema.half_life out, or use optimizer=adamw."
             )
 
     def configure(self, trained: TrainedParts, fp4: bool, sharded: bool) -> Any:
-        """What Lightning's `configure_optimizers` gives.
+        """Return Lightning's `configure_optimizers`.
 
         Args:
-            trained: what trains.
+            trained: the trainable parameters.
             fp4: whether the base is quantized to fp4.
             sharded: whether the weights are split over several GPUs.
 
         Raises:
-            UserError: the optimizer does not take its settings, or split weights.
+            UserError: the optimizer refuses its settings, or sharded weights.
         """
         by_factor = trained.by_learning_rate()
         optimizer = self._make([{"params": group} for group in by_factor.values()])
         if sharded and type(optimizer).__module__.partition(".")[0] not in TAKE_SHARDS:
             raise UserError(
-                f"trainer=fsdp does not go with {type(optimizer).__name__}, which needs whole weights: use "
-                "optimizer=adamw or adamw_schedule_free"
+                f"trainer=fsdp: {type(optimizer).__name__} needs whole weights. Use optimizer=adamw or "
+                "adamw_schedule_free."
             )
         for group, factor in zip(optimizer.param_groups, by_factor, strict=True):
             if factor != 1.0:
                 group["lr"] *= factor
-        if hasattr(optimizer, "train"):  # a schedule-free one
+        if hasattr(optimizer, "train"):  # schedule-free
             optimizer.train()
         if self.ema is not None:
             self.ema.start(trained.parameters())
@@ -120,7 +172,7 @@ class Optimization:
             raise UserError(f"optimizer: {error}") from error
 
     def note(self, keys: list[str], losses: Tensor) -> None:
-        """The samples of a batch of the step that is under way, and their losses (B,)."""
+        """Remember the samples of a batch of the current step, and their losses (B,)."""
         self.nonfinite.note(keys, losses)
         if self.ema is not None:
             self.ema.note(len(keys))
@@ -128,10 +180,10 @@ class Optimization:
     def before_step(
         self, optimizer: torch.optim.Optimizer, step: int, clip_val: float | None, clip_algorithm: str | None
     ) -> None:
-        """Clip the gradients, keep their norm, and leave out a step whose gradient is not finite.
+        """Clip the gradients, keep their norm, and skip a step whose gradient is not finite.
 
         Args:
-            step: its number.
+            step: its number, from 1.
             clip_val, clip_algorithm: of Lightning's gradient clipping: `norm` (or None), or `value`.
         """
         self.began_after = step - 1 if self.began_after < 0 else self.began_after
@@ -143,21 +195,33 @@ class Optimization:
         self.nonfinite.before_step(optimizer, step, self.grad_norm)
 
     def after_step(self) -> None:
-        """Called when the weights are those of the next step."""
+        """Update the EMA."""
         if self.ema is not None:
             assert self.grad_norm is not None
             self.ema.after_step(torch.isfinite(self.grad_norm))
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Put into a checkpoint what Lightning does not know of; all processes take part."""
+        """Add the EMA to a checkpoint; all processes take part."""
         if self.ema is not None:
             self.ema.save(checkpoint)
 
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Load the EMA from a checkpoint; the schedule is followed instead (`follow_schedule`).
+
+        Raises:
+            UserError: only one of the checkpoint and the run has an EMA.
+        """
+        checkpoint["lr_schedulers"] = []
+        if self.ema is not None:
+            self.ema.load(checkpoint)
+        elif KEY in checkpoint:
+            raise UserError("ckpt_path: the checkpoint is of a run with ema.half_life. Pass the same.")
+
     @staticmethod
     def follow_schedule(scheduler: Any, steps: int) -> None:
-        """Set the learning rates to those of the configured schedule after this many steps.
+        """Set the learning rates of the configured schedule after this many steps.
 
-        The checkpoint restores the rates of the schedule it was saved with, which may have had another length.
+        A checkpoint has the rates of the schedule that it was saved with, whose length may differ.
 
         Args:
             scheduler: at its first step; None for a constant rate.
@@ -167,65 +231,11 @@ class Optimization:
         for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # no step of the optimizer comes between
+            warnings.simplefilter("ignore", UserWarning)  # no optimizer step comes between
             for _ in range(steps):
                 scheduler.step()
 
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Load the EMA from a checkpoint; the schedule is not restored but followed.
-
-        Raises:
-            UserError: only one of the checkpoint and the run has an EMA.
-        """
-        checkpoint["lr_schedulers"] = []
-        if self.ema is not None:
-            self.ema.load(checkpoint)
-        elif KEY in checkpoint:
-            raise UserError("ckpt_path: the checkpoint is of a run with ema.half_life: give that run's")
-
-
-@contextmanager
-def averaged_weights(module: Any, other: bool = False) -> Iterator[None]:
-    """Inside, an `EditModule` has the weights to use: those that train, or their average.
-
-    The average is that of `EMA`, where it is to be sampled with, or of a schedule-free optimizer.
-
-    Args:
-        other: of a run with an EMA, use the other of the two.
-    """
-    optimizer, ema = module.optimizers(use_pl_optimizer=False), module.optimization.ema
-    with ExitStack() as stack:
-        if module.device_mesh is not None:
-            from lightning_modules.execution.fsdp import gather_anew
-
-            gather_anew(module.transformer)
-            stack.callback(gather_anew, module.transformer)
-        if ema is not None and (ema.sample_with == "ema") != other:
-            stack.enter_context(ema.averages_in_place())
-        elif hasattr(optimizer, "eval"):
-            stack.enter_context(_average_of(optimizer, module.trained.parameters().values()))
-        yield
-
-
-@contextmanager
-def _average_of(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, the parameters are a schedule-free optimizer's average."""
-    # Its own way back rounds: a saving would change the run.
-    originals = {parameter: parameter.data.clone() for parameter in parameters}
-    optimizer.eval()
-    try:
-        yield
-    finally:
-        optimizer.train()
-        for parameter, data in originals.items():
-            parameter.data.copy_(data)
-
-
-def reads_back(trainer: Any, first_step: int) -> bool:
-    """Whether what a step left on the device is read at its end: not in each, for that waits for the device.
-
-    Args:
-        first_step: the step that the run began after.
-    """
-    step = trainer.global_step
-    return step in (first_step + 1, trainer.max_steps) or step % trainer.log_every_n_steps == 0
+    def is_reported(self, trainer: Any) -> bool:
+        """Return whether this step's metrics are copied to the CPU; each copy waits for the GPU."""
+        step = trainer.global_step
+        return step in (self.began_after + 1, trainer.max_steps) or step % trainer.log_every_n_steps == 0

@@ -61,9 +61,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model.compile", "model.attention_backend"), ("edit", "compare_precision")),
     "model.training_guidance_scale": ("compare_precision",),
     "model.vae_encode_mode": ("cache", "clean", "compare_precision"),
-    **dict.fromkeys(
-        ("model.timesteps", "model.recipe", "model.gradient_checkpointing", "model.max_nonfinite_steps"), ()
-    ),
+    **dict.fromkeys(("model.timesteps", "model.recipe", "model.gradient_checkpointing", "model.optimization"), ()),
     **dict.fromkeys(("model.training_adapter", "model.offload.activations", "model.seed"), ()),
 }
 

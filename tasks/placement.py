@@ -68,4 +68,4 @@ def frozen_model(cfg: DictConfig, **more: Any) -> Any:
     """
     from hydra.utils import instantiate
 
-    return instantiate(cfg.model, adapter=None, optimizer=None, scheduler=None, _convert_="all", **more)
+    return instantiate(cfg.model, adapter=None, optimization=None, _convert_="all", **more)

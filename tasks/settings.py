@@ -89,7 +89,7 @@ _SETTINGS: dict[Number, str] = {
         model.quantization.bnb_4bit_use_double_quant model.quantization.cache
         data.upscale data.flip data.caption_per_line data.alpha_mask
         early_stopping callbacks.validation.early_stopping hub.private
-        adapter.full_matrix adapter.use_rslora adapter.update_masked adapter.text_encoders
+        adapter.full_matrix adapter.use_rslora adapter.text_encoders
         optimizer.fused optimizer.nesterov optimizer.decouple optimizer.use_bias_correction
         optimizer.safeguard_warmup optimizer.scale_parameter optimizer.relative_step optimizer.warmup_init
         merge_lora fuse delete overwrite
@@ -98,7 +98,7 @@ _SETTINGS: dict[Number, str] = {
     SEED: "seed model.seed data.seed data.source.seed adapter.seed objective.seed callbacks.sample_images.seed",
     COUNT: """
         trainer.num_nodes trainer.max_steps trainer.accumulate_grad_batches trainer.log_every_n_steps
-        model.max_nonfinite_steps model.sampling.num_inference_steps
+        model.optimization.max_nonfinite_steps model.sampling.num_inference_steps
         data.batch_size data.preview_count data.shard_size data.source.count
         keep_checkpoints callbacks.validation.patience callbacks.metrics.window
         callbacks.lora_checkpoint.keep_checkpoints callbacks.report.preview_count

@@ -121,9 +121,9 @@ def test_shards_alone_and_streamed_train_like_their_pictures(run, tiny, preferen
 
 
 REFUSALS = {
-    "full and slider": (["adapter=full", "objective=slider"], "learns the opposite of an update"),
+    "full and slider": (["adapter=full", "objective=slider"], "needs an adapter whose update can be negated"),
     "full and dpo": (["adapter=full", "objective=dpo"], "adapter=full changes the base"),
-    "dpo without rejected": (["objective=dpo"], "and 00, 01, 02 and 5 more have no rejected one: add rejected_images/"),
+    "dpo without rejected": (["objective=dpo"], "which 00, 01, 02 and 5 more lack. Add rejected_images/"),
     "beta": (["objective=dpo", "objective.beta=0"], "objective.beta=0: must be a number above 0"),
 }
 
@@ -140,7 +140,7 @@ def test_what_does_not_go_together_is_a_line(run, tiny, pairs, tmp_path, overrid
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("flux_dev", "sees no picture to edit"),
+        ("flux_dev", "takes no image to edit"),
         ("qwen_image_edit_plus", "the text encoder of QwenImageEditPlusPipeline"),
     ],
 )
@@ -156,7 +156,7 @@ def test_slider_on_pictures_of_two_sizes_or_with_two_controls_is_a_line(run, tin
     photograph("cat", 48, 32).save(sizes / "control_images" / "01.png")
     several = make_pairs(tmp_path / "several", [(32, 32)] * 2)
     photograph("cat", 32, 32).save(several / "control_images" / "01_control_1.png")
-    for root, words in ((sizes, "a sample's are 48x32 and 32x32: give both"), (several, "has 2")):
+    for root, words in ((sizes, "a sample's are 48x32 and 32x32. Use"), (several, "has 2")):
         overrides = [*short(tiny, root, tmp_path / "run", 1, "pairs"), f"task={task}", "objective=slider"]
         assert words in run("train", *overrides, ok=False).error
 
@@ -166,7 +166,7 @@ def test_rejected_pictures_are_left_alone_without_dpo(run, tiny, preferences, tm
     plain = shutil.copytree(preferences, tmp_path / "plain")
     shutil.rmtree(plain / "rejected_images")
     outcome = run("train", *short(tiny, preferences, tmp_path / "with", 3))
-    assert "note: samples have rejected pictures, which objective=dpo learns from; here they are unused" in outcome.text
+    assert "note: samples have rejected images, which objective=dpo learns from; here they are unused" in outcome.text
     run("train", *short(tiny, plain, tmp_path / "without", 3))
     assert lora_bytes(tmp_path / "with") == lora_bytes(tmp_path / "without")
 

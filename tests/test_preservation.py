@@ -187,8 +187,8 @@ def test_dry_run_says_and_counts_what_it_costs(run, tiny, tmp_path):
     root = make_pairs(tmp_path / "data", [(128, 96)] * 2)
     overrides = [*short(tiny, root, tmp_path / "run", 1), f"data.cache_dir={tmp_path / 'cache'}"]
     text = run("train", "task=dry_run", *overrides, *ALL).text
-    said = "a forward of the base, and a forward and backward more, for preserve.prompts in one of 2 steps"
-    assert f"a forward and backward; a forward of the base for what is outside of the edit; {said}" in text
+    said = "a forward of the base, and another forward and backward, for preserve.prompts in one of 2 steps"
+    assert f"a forward and backward; a forward of the base for preserve.outside; {said}" in text
     plans = []
     for more in ([], ALL):
         cfg = compose("train", *overrides, *more)

@@ -350,7 +350,12 @@ def test_notes_of_changed_settings_show_no_secrets(tmp_path, monkeypatch):
 def test_what_was_learned_is_kept_when_a_run_fails(run, tiny, pairs, tmp_path):
     """Between two savings, and although the failing picture was fine when the run started."""
     arguments = [*short(tiny, pairs, tmp_path / "run", 9), "save_every=0"]
-    settings = ["optimizer.lr=1e20", "scheduler=constant", "model.max_nonfinite_steps=2", "trainer.log_every_n_steps=3"]
+    settings = [
+        "optimizer.lr=1e20",
+        "scheduler=constant",
+        "model.optimization.max_nonfinite_steps=2",
+        "trainer.log_every_n_steps=3",
+    ]
     run("train", *arguments, *settings, ok=False)
     checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 3

@@ -98,7 +98,7 @@ def test_samples_in_the_middle_of_a_window_change_nothing(run, tiny, pairs, tmp_
 
 def test_loss_that_is_not_finite_is_not_applied_and_stops_after_some(run, tiny, pairs, tmp_path):
     """A first step of absurd size; from then on nothing is finite, and nothing is applied."""
-    settings = ["save_every=1", "optimizer.lr=1e20", "scheduler=constant", "model.max_nonfinite_steps=3"]
+    settings = ["save_every=1", "optimizer.lr=1e20", "scheduler=constant", "model.optimization.max_nonfinite_steps=3"]
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 9), *settings, ok=False)
     assert outcome.error.startswith("error: 3 steps in a row were not finite, the last in the loss of 0")
     for step in (2, 3, 4):

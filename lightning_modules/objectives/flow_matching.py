@@ -1,4 +1,4 @@
-"""Flow matching, with what can be added to it: weights of places and of t, guidance, preservation."""
+"""Flow matching with its options: weights of positions and of t, contrastive guidance, preservation of the base."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,29 +13,70 @@ from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.estimation.flops import Passes
 from lightning_modules.family import Family
-from lightning_modules.flow import area_weights, weighted_mean
-from lightning_modules.flow_matching import Noised, drop_captions
-from lightning_modules.objectives.losses import EditWeight, timestep_weighting
+from lightning_modules.flow import Noised, area_weights, drop_captions, flow_loss, mean_over_positions
+from lightning_modules.objectives.losses import WEIGHTINGS, EditWeight
 from lightning_modules.objectives.objective import Objective
-from lightning_modules.objectives.preservation import Preservation
 
 log = logging.getLogger("retouch")
 
 
-class FlowMatchingObjective(Objective):
-    """The velocity's error, weighed by place and by t; and how far the model has moved where it should not.
-
-    A sample has weighting(t) (sum(w e) / sum(w) + preserve.outside ...) + preserve.weight ..., with the error e of each
-    place and its weight w: that of the mask times that of the edit.
+class Preservation:
+    """Keeps the trained model near its base, whose own velocity is the target: no images are needed.
 
     Args:
-        loss: the error of each number, by (velocity - target, t).
-        mask: `outside`, the weight outside of a sample's mask, where inside it is 1.
-        edit_weight: by how much the edit changes a place.
-        weighting: of t: None, `cosine`, or the full name of a function.
-        contrastive_guidance: the scale s of contrastive guidance, for bases that are distilled from guided ones: the
-            target is u + s (target - u), with the model's own velocity u for the empty prompt; 1 for none.
-        preserve: what must stay.
+        outside: weight of the distance outside of the mask; without a mask, outside of the edited region. It is the
+            mean over all positions, so that an edit of the whole image preserves nothing.
+        prompts: further prompts, for which the model should behave as its base; "" is the empty prompt.
+        weight: of the distance for these prompts.
+        every: optimizer steps from one use of `prompts` to the next.
+    """
+
+    def __init__(self, outside: float, prompts: Sequence[str], weight: float, every: int) -> None:
+        if isinstance(prompts, str):
+            raise UserError(f'objective.preserve.prompts={prompts}: pass a list, as ["{prompts}"]')
+        self.outside = outside
+        self.prompts = tuple(prompts) if weight else ()
+        self.weight = weight
+        self.every = every
+
+    def uses_prompts(self, step: int) -> bool:
+        """Return whether this optimizer step has a loss for the prompts."""
+        return bool(self.prompts) and step % self.every == 0
+
+    def outside_losses(self, velocity: Tensor, region: Tensor, noised: Noised, model: Denoiser) -> Tensor:
+        """Return the weighted distance from the base (B,) outside of a region (B, 1, h, w) from 0 to 1."""
+        base = model.base(noised.x_t, noised.t, noised.controls, noised.prompt)
+        error = (velocity.float() - base.float()).square().mean(dim=1, keepdim=True)
+        return self.outside * (error * (1 - region)).mean(dim=(1, 2, 3))
+
+    def prompt_losses(self, batch: LatentBatch, noised: Noised, model: Denoiser) -> Tensor:
+        """Return the weighted distance from the base (B,) for each sample's further prompt.
+
+        The image is the edited one if it has the target's size, since a prompt that the adapter does not know should
+        leave it as the base does; else it is the target.
+        """
+        x0 = noised.x0
+        if noised.controls and noised.controls[0].shape == x0.shape:
+            x0 = noised.controls[0]
+        inputs = noised.x_t_of(x0), noised.t, noised.controls, batch.preserve_prompt
+        base = model.base(*inputs)
+        return self.weight * flow_loss(model(*inputs), base)
+
+
+class FlowMatchingObjective(Objective):
+    """The velocity's error, weighted by position and by t, plus distances from the base.
+
+    The loss is weighting(t) (sum(w e) / sum(w) + preserve.outside ...) + preserve.weight ..., with the error e of each
+    position and its weight w, the mask's times the edit's.
+
+    Args:
+        loss: element-wise error, from (velocity - target, t).
+        mask: `outside`, the weight outside of a sample's mask; inside it is 1.
+        edit_weight: weight by how much the edit changes a position.
+        weighting: of t, a name in `WEIGHTINGS`.
+        contrastive_guidance: the scale s for guidance-distilled bases: the target is u + s (target - u), with the
+            model's own velocity u for the empty prompt; 1 for none.
+        preserve: distances from the base.
     """
 
     def __init__(
@@ -47,10 +88,12 @@ class FlowMatchingObjective(Objective):
         contrastive_guidance: float,
         preserve: Preservation,
     ) -> None:
+        if weighting not in WEIGHTINGS:
+            raise UserError(f"objective.weighting={weighting}: choose null or cosine")
         self.loss = loss
         self.mask_outside = mask["outside"]
         self.edit_weight = edit_weight
-        self.weighting = timestep_weighting(weighting)
+        self.weighting = WEIGHTINGS[weighting]
         self.contrastive_guidance = contrastive_guidance
         self.preserve = preserve
         self.needs_base = preserve.outside > 0 or bool(preserve.prompts)
@@ -58,50 +101,50 @@ class FlowMatchingObjective(Objective):
         self.compares = "objective.contrastive_guidance" if contrastive_guidance != 1 else ""
         self.preserve_prompts = preserve.prompts
 
-    def check(self, family: Family, adapter: Adapter) -> None:
-        super().check(family, adapter)
+    def check_model(self, family: Family, adapter: Adapter) -> None:
+        super().check_model(family, adapter)
         if self.edit_weight.floor < 1 and family.condition_images.most == 0:
             raise UserError(
-                "objective.edit_weight weighs what differs from the picture that is edited, and "
-                f"{family.pipeline_name} sees none: use masks"
+                f"objective.edit_weight.floor={self.edit_weight.floor:g} weights differences from the edited image, "
+                f"which {family.pipeline_name} does not take. Use masks."
             )
 
     def check_sizes(self, sizes: Sequence[Size]) -> None:
-        if any("rejected" in beside for _, beside in sizes):
-            log.info("note: samples have rejected pictures, which objective=dpo learns from; here they are unused")
-        region_is_known = any(controls or "mask" in beside for (_, *controls), beside in sizes)
+        if any("rejected" in names for _, names in sizes):
+            log.info("note: samples have rejected images, which objective=dpo learns from; here they are unused")
+        region_is_known = any(controls or "mask" in names for (_, *controls), names in sizes)
         if self.preserve.outside and sizes and not region_is_known:
             raise UserError(
-                f"objective.preserve.outside={self.preserve.outside:g} is about what is outside of a mask or an edit, "
-                "and no sample has a mask or a picture that is edited: leave it out, or add masks"
+                f"objective.preserve.outside={self.preserve.outside:g} preserves the outside of a mask or an edit, and "
+                "no sample has a mask or a control image. Leave it out, or add masks."
             )
 
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
-        target = self._target(batch, noised, model)  # before what is kept for the backward pass
+        target = self._target(batch, noised, model)  # before activations are kept for the backward pass
         velocity = model(noised.x_t, noised.t, noised.controls, noised.prompt)
         error = self.loss(velocity.float() - target, noised.t).mean(dim=1, keepdim=True)
-        losses = weighted_mean(error, self._weights(batch, noised, error))
+        losses = mean_over_positions(error, self._weights(batch, noised, error))
         if self.preserve.outside:
             losses = losses + self.preserve.outside_losses(velocity, self._region(batch, noised, error), noised, model)
         if self.weighting is not None:
             losses = losses * self.weighting(noised.t)
-        if self.preserve.looks_at_prompts(step):
+        if self.preserve.uses_prompts(step):
             losses = losses + self.preserve.prompt_losses(batch, noised, model)
         return losses if batch.weights is None else losses * batch.weights
 
     def _target(self, batch: LatentBatch, noised: Noised, model: Denoiser) -> Tensor:
-        """The velocity to learn."""
+        """Return the velocity to learn."""
         if self.contrastive_guidance == 1:
             return noised.velocity
         empty = drop_captions(batch, torch.ones_like(noised.dropped))
         with torch.no_grad():
             unguided = model(noised.x_t, noised.t, noised.controls, empty).float()
-        # A sample that is shown without its caption is what others are guided away from.
+        # A sample whose caption is dropped teaches the velocity that others are guided away from.
         scale = torch.where(noised.dropped, 1.0, self.contrastive_guidance)
         return unguided + copy_to(scale, unguided.device).view(-1, 1, 1, 1) * (noised.velocity - unguided)
 
     def _weights(self, batch: LatentBatch, noised: Noised, error: Tensor) -> Tensor | None:
-        """Of each place (B, 1, h, w), as `error` is; None where all count alike."""
+        """Return the weight of each position (B, 1, h, w), as `error`; None if all are equal."""
         weights = None
         if batch.mask is not None:
             weights = self.mask_outside + (1 - self.mask_outside) * area_weights(batch.mask, error)
@@ -111,7 +154,7 @@ class FlowMatchingObjective(Objective):
         return weights
 
     def _region(self, batch: LatentBatch, noised: Noised, error: Tensor) -> Tensor:
-        """What the edit is about, (B, 1, h, w) from 0 to 1: the mask, or what changes; all where neither is known."""
+        """Return the region of the edit, (B, 1, h, w) from 0 to 1: the mask, or the changes; else everything."""
         if batch.mask is not None:
             return area_weights(batch.mask, error)
         if noised.controls:
@@ -119,7 +162,7 @@ class FlowMatchingObjective(Objective):
         return torch.ones_like(error)
 
     def passes(self, step: int) -> Passes:
-        prompts = self.preserve.looks_at_prompts(step)
+        prompts = self.preserve.uses_prompts(step)
         return Passes(1 + prompts, prompts + (self.contrastive_guidance != 1) + (self.preserve.outside > 0))
 
     def describe(self) -> str:
@@ -127,8 +170,8 @@ class FlowMatchingObjective(Objective):
         if self.contrastive_guidance != 1:
             extra.append("a forward without gradient for contrastive guidance")
         if self.preserve.outside:
-            extra.append("a forward of the base for what is outside of the edit")
+            extra.append("a forward of the base for preserve.outside")
         if self.preserve.prompts:
             often = "" if self.preserve.every == 1 else f" in one of {self.preserve.every} steps"
-            extra.append(f"a forward of the base, and a forward and backward more, for preserve.prompts{often}")
+            extra.append(f"a forward of the base, and another forward and backward, for preserve.prompts{often}")
         return "; ".join(extra)

@@ -1,4 +1,4 @@
-"""Pure parts of the flow-matching loss: errors of single numbers, weights of t, weights of places."""
+"""Pure parts of the flow-matching loss: element-wise errors, weights of t, weights of positions."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from hydra.utils import get_method
 from torch import Tensor
 
 from datamodules.errors import UserError
@@ -20,14 +19,12 @@ def squared_error(difference: Tensor, t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Huber:
-    """Quadratic below a threshold and linear above it: what a few outliers say counts less.
-
-    Scaled so that small errors count as squared ones do.
+    """Quadratic below a threshold and linear above it, so that outliers count less; small errors count as squares.
 
     Args:
-        delta: the threshold; of `exponential` at t = 1.
-        schedule: `constant`; or `exponential`, delta ** t: 1 at t = 0, where x_t tells nothing of the noise and errors
-            are large (kohya-ss/sd-scripts, huber_schedule).
+        delta: the threshold; for `exponential` at t = 1.
+        schedule: `constant`; or `exponential`, delta ** t: 1 at t = 0, where x_t contains no noise to predict and
+            errors are large (kohya-ss/sd-scripts, huber_schedule).
     """
 
     delta: float
@@ -49,7 +46,7 @@ class Huber:
 
 
 class PseudoHuber(Huber):
-    """The same, smooth: 2 d (sqrt(x^2 + d^2) - d) of an error x and the threshold d."""
+    """The smooth version: 2 d (sqrt(x^2 + d^2) - d) of an error x and the threshold d."""
 
     def __call__(self, difference: Tensor, t: Tensor) -> Tensor:
         delta = self.threshold(t)
@@ -58,25 +55,11 @@ class PseudoHuber(Huber):
 
 
 def cosine(t: Tensor) -> Tensor:
-    """(B,) -> (B,): 2 / (pi (1 - 2 t + 2 t^2)), most at t = 1/2 (`cosmap` of arXiv 2403.03206)."""
+    """(B,) -> (B,): 2 / (pi (1 - 2 t + 2 t^2)), largest at t = 1/2 (`cosmap` of arXiv 2403.03206)."""
     return 2 / (math.pi * (1 - 2 * t + 2 * t.square()))
 
 
-def timestep_weighting(name: str | None) -> Callable[[Tensor], Tensor] | None:
-    """A setting objective.weighting as a function of t (B,): None, `cosine`, or one named by its full name.
-
-    Raises:
-        UserError: there is no such function.
-    """
-    if name in (None, "cosine"):
-        return cosine if name else None
-    try:
-        return get_method(str(name))
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"objective.weighting={name}: null, cosine or a function of t (B,), as my_module.my_function: {error}"
-        ) from error
-
+WEIGHTINGS: dict[str | None, Callable[[Tensor], Tensor] | None] = {None: None, "cosine": cosine}
 
 # Side of the square of latent positions over which changes are averaged; odd, to have a centre.
 SMOOTH = 3
@@ -84,26 +67,26 @@ SMOOTH = 3
 
 @dataclass(frozen=True)
 class EditWeight:
-    """Weighs each place by how much the edit changes it: a small edit in a large picture is not drowned.
+    """Weights each position by how much the edit changes it, so that a small edit of a large image is not drowned.
 
     A function of the latents that are cached with the sample.
 
     Args:
-        floor: weight of what the edit leaves alone, where the most that it changes has 1; 1 weighs all alike.
+        floor: weight of unchanged positions; the most changed position has weight 1. 1: no weights.
     """
 
     floor: float
 
     def __call__(self, target: Tensor, control: Tensor) -> Tensor:
-        """The weights (B, 1, h, w); arguments as of `region`."""
+        """Return the weights (B, 1, h, w); arguments as for `region`."""
         return self.floor + (1 - self.floor) * self.region(target, control)
 
     def region(self, target: Tensor, control: Tensor) -> Tensor:
-        """How much of a sample's largest change is at a place, (B, 1, h, w) from 0 to 1; 0 where nothing changes.
+        """Return each position's change relative to the sample's largest, (B, 1, h, w); 0 if nothing changes.
 
         Args:
             target: (B, C, h, w) normalized latents.
-            control: the same of the picture that is edited; of another size both are compared at the smaller one.
+            control: latents of the edited image; if its size differs, both are compared at the smaller one.
         """
         size = target.shape[-2:]
         grid = [min(sides) for sides in zip(size, control.shape[-2:], strict=True)]

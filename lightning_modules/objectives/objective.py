@@ -1,4 +1,4 @@
-"""What trains towards what: the interface of objectives."""
+"""The interface of objectives, which training steps minimize."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.estimation.flops import Passes
 from lightning_modules.family import Family
-from lightning_modules.flow_matching import Noised
+from lightning_modules.flow import Noised
 
 
 class Objective(ABC):
-    """What a training step minimizes.
+    """A loss of each sample.
 
     Attributes:
-        name: what a LoRA's file says of it.
-        scales: of the LoRA, at which pictures show what was learned.
-        needs_base: whether it asks for the base's velocity.
-        compares: what of it compares two of the model's predictions, which dropout would make unlike; else empty.
-        needs_empty_prompt: whether batches must have the empty prompt's conditioning.
-        preserve_prompts: the prompts of which each sample has one beside its own, in `LatentBatch.preserve_prompt`.
+        name: as recorded in a LoRA's file.
+        scales: of the LoRA, at which sample images show the result.
+        needs_base: whether it uses the base's velocity.
+        compares: the setting that compares two predictions of the model, for which dropout would differ; else empty.
+        needs_empty_prompt: whether batches must contain the empty prompt's conditioning.
+        preserve_prompts: further prompts; `LatentBatch.preserve_prompt` holds one of them for each sample.
     """
 
     name: str = "flow_matching"
@@ -40,16 +40,16 @@ class Objective(ABC):
         """The name to show in summaries; empty for the default objective."""
         return "" if self.name == Objective.name else self.name
 
-    def check(self, family: Family, adapter: Adapter) -> None:
+    def check_model(self, family: Family, adapter: Adapter) -> None:
         """Raise a UserError for a model or an adapter that it cannot train, before any weights are read."""
         if self.needs_base and adapter.trains_base:
             raise UserError(
-                "objective: the base's own output is its target, and adapter=full changes the base: use adapter=lora"
+                "adapter=full changes the base, whose own output is the target of this objective. Use adapter=lora."
             )
         if self.compares and adapter.dropout:
             raise UserError(
-                f"adapter.dropout={adapter.dropout:g} does not go with {self.compares}, which compares two predictions "
-                "of the model: each would see other inputs. Leave one of the two out"
+                f"adapter.dropout={adapter.dropout:g}: {self.compares} compares two predictions of the model, which "
+                "dropout would give different inputs. Leave one of the two out."
             )
 
     def check_samples(self, samples: Sequence[Sample]) -> None:
@@ -57,24 +57,24 @@ class Objective(ABC):
         return
 
     def check_sizes(self, sizes: Sequence[Size]) -> None:
-        """The same by all that is known of samples once they are encoded; none where they are streamed."""
+        """Raise a UserError for encoded samples that it cannot learn from; streamed samples are not checked."""
         return
 
     @abstractmethod
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
-        """Each sample's loss (B,), its weight in it.
+        """Return each sample's loss (B,), multiplied by its weight.
 
-        A function of the sample, its draw and the step alone: the same in any batch and on any rank.
+        A function of the sample, its draw and the step only: the same in any batch and on any rank.
 
         Args:
             noised: the batch at its timesteps.
-            step: the number of the optimizer step that is under way, from 0.
+            step: index of the current optimizer step, from 0.
         """
 
     def passes(self, step: int) -> Passes:
-        """Each sample's through the transformer in an optimizer step; no step has more than the first, 0."""
+        """Return the passes of each sample through the transformer; no step has more than step 0."""
         return Passes()
 
     def describe(self) -> str:
-        """What it costs beyond one forward and backward a step, for the summary; nothing for none."""
+        """Return the cost beyond one forward and backward a step, for the summary; empty for none."""
         return ""

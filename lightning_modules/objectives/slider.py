@@ -13,19 +13,18 @@ from datamodules.images.samples import Sample
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.family import Family
-from lightning_modules.flow import mix
-from lightning_modules.flow_matching import Noised
+from lightning_modules.flow import Noised, mix
 from lightning_modules.objectives.flow_matching import FlowMatchingObjective
 
-# Keeps a draw's direction apart from the rest of its randomness.
+# Separates a draw's direction from the rest of its randomness.
 DIRECTION = 0x736C6964
 
 
 class SliderObjective(FlowMatchingObjective):
-    """Half of the draws are control -> target at LoRA scale 1, the others target -> control at scale -1.
+    """Half of the draws learn control -> target at LoRA scale 1, the others target -> control at scale -1.
 
     Args:
-        seed: draws the directions.
+        seed: of the directions.
         flow_matching: arguments of `FlowMatchingObjective`.
     """
 
@@ -36,21 +35,21 @@ class SliderObjective(FlowMatchingObjective):
         super().__init__(**flow_matching)
         self.seed = seed
 
-    def check(self, family: Family, adapter: Adapter) -> None:
-        super().check(family, adapter)
+    def check_model(self, family: Family, adapter: Adapter) -> None:
+        super().check_model(family, adapter)
         if not adapter.is_linear:
             raise UserError(
-                f"objective=slider learns the opposite of an update, too, and that of this adapter ({adapter}) has "
-                "none: use adapter=lora, tlora or ortho_tlora"
+                f"objective=slider needs an adapter whose update can be negated; {adapter} cannot be. Use "
+                "adapter=lora, tlora or ortho_tlora."
             )
         images = family.condition_images
         if images.most == 0:
-            raise UserError(f"objective=slider learns from pairs, and {family.pipeline_name} sees no picture to edit")
+            raise UserError(f"objective=slider learns from pairs, and {family.pipeline_name} takes no image to edit")
         if images.text_sees_them:
             raise UserError(
                 "objective=slider exchanges control and target, and the text encoder of "
-                f"{family.pipeline_name} has seen the control: choose a model whose text encoder sees no pictures, as "
-                "flux_kontext or flux2_klein_4b"
+                f"{family.pipeline_name} has seen the control. Choose a model whose text encoder sees no images, as "
+                "flux_kontext or flux2_klein_4b."
             )
 
     def check_samples(self, samples: Sequence[Sample]) -> None:
@@ -60,11 +59,12 @@ class SliderObjective(FlowMatchingObjective):
     def check_sizes(self, sizes: Sequence[Size]) -> None:
         super().check_sizes(sizes)
         for (target, *controls), _ in sizes:
-            _require_one(len(controls), f"a sample of {_by(target)}")
+            size, *others = ("x".join(map(str, one)) for one in (target, *controls))
+            _require_one(len(controls), f"a sample of {size}")
             if controls[0] != target:
                 raise UserError(
-                    f"objective=slider exchanges control and target, and a sample's are {_by(controls[0])} and "
-                    f"{_by(target)}: give both one size; data.buckets=aspect crops pairs of like proportions so"
+                    f"objective=slider exchanges control and target, and a sample's are {others[0]} and {size}. Use "
+                    "one size for both; data.buckets=aspect crops pairs of similar proportions so."
                 )
 
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
@@ -76,13 +76,13 @@ class SliderObjective(FlowMatchingObjective):
             return super().losses(batch, exchanged(noised, sign), model, step)
 
     def signs(self, draws: Sequence[int]) -> Tensor:
-        """Return the direction of each draw (B,), 1 or -1: a function of the seed and the draw's number."""
+        """Return the direction of each draw (B,), 1 or -1: a function of the seed and the draw."""
         generators = (torch.Generator().manual_seed(mix(mix(self.seed, draw), DIRECTION)) for draw in draws)
         return torch.stack([1.0 - 2 * torch.randint(2, (), generator=one) for one in generators])
 
 
 def exchanged(noised: Noised, sign: Tensor) -> Noised:
-    """Control and target in each other's place where the sign (B,) is negative."""
+    """Exchange control and target where the sign (B,) is negative."""
     backwards = sign.view(-1, 1, 1, 1) < 0
     [control] = noised.controls
     return noised._replace(
@@ -92,10 +92,6 @@ def exchanged(noised: Noised, sign: Tensor) -> Noised:
     )
 
 
-def _require_one(controls: int, whose: str) -> None:
+def _require_one(controls: int, sample: str) -> None:
     if controls != 1:
-        raise UserError(f"objective=slider needs one condition image for each target, and {whose} has {controls}")
-
-
-def _by(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
+        raise UserError(f"objective=slider needs one condition image for each target, and {sample} has {controls}")

@@ -93,5 +93,4 @@ def test_parameters_come_back_bit_for_bit_also_after_an_error():
 
 def test_what_to_sample_with_is_one_of_two():
     with pytest.raises(UserError, match=r"ema\.sample_with=both: choose ema or raw"):
-        EMA.of({"half_life": None, "sample_with": "both"})
-    assert EMA.of({"half_life": None, "sample_with": "raw"}) is None
+        EMA(None, "both")

@@ -13,4 +13,4 @@ from lightning_modules.optimization import Optimization
 def test_settings_that_an_optimizer_refuses_are_said_before_a_model_is_loaded(settings):
     refused = Optimization(partial(torch.optim.AdamW, lr=1e-4, **settings), None, 1, None)
     with pytest.raises(UserError, match=r"^optimizer: "):
-        refused.check()
+        refused.check_optimizer()

@@ -32,9 +32,9 @@ ON_HOST = {
     ("flow.py", "sample_noise"): "drawn by generators of the host, the same on any device",
     ("flow.py", "draw"): "drawn by generators of the host, the same on any device",
     ("flow.py", "shift_time"): "of what was drawn there",
-    ("flow_matching.py", "noised_by"): "which captions are dropped is known on the host",
+    ("flow.py", "noised_by"): "which captions are dropped is known on the host",
     (
-        "flow_matching.py",
+        "flow.py",
         "drop_captions",
     ): "which captions are dropped is known on the host, and masks of prompts are there",
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",

@@ -172,17 +172,17 @@ class CountShares(L.Callback):
         self.made = {"pictures": 0, "losses": 0}
 
     def on_fit_start(self, trainer, pl_module):
-        sample, losses_at = pl_module.sampler.sample, pl_module.flow.losses_at
+        sample, noised_by = pl_module.sampler.sample, pl_module.flow.noised_by
 
         def counted_sample(*args):
             self.made["pictures"] += 1
             return sample(*args)
 
-        def counted_losses(*args):
+        def counted_losses(*args):  # noised without gradient: validated
             self.made["losses"] += not torch.is_grad_enabled()
-            return losses_at(*args)
+            return noised_by(*args)
 
-        pl_module.sampler.sample, pl_module.flow.losses_at = counted_sample, counted_losses
+        pl_module.sampler.sample, pl_module.flow.noised_by = counted_sample, counted_losses
 
     def on_train_end(self, trainer, pl_module):
         (self.folder / f"rank{trainer.global_rank}").write_text(json.dumps(self.made))

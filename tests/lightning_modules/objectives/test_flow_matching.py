@@ -10,8 +10,7 @@ from hydra.utils import instantiate
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
 from lightning_modules.families.flux.module import FluxKontext
-from lightning_modules.flow import TimestepLaw, sample_noise
-from lightning_modules.flow_matching import FlowMatching
+from lightning_modules.flow import FlowMatching, TimestepLaw, flow_loss
 from tests.support.commands import compose
 from tests.support.losses import EVERYTHING
 
@@ -73,8 +72,9 @@ def losses(one, batch, model=None, step=0):
 
 def test_default_is_the_plain_loss_to_the_bit():
     batch = make_batch(weights=True)
-    noise = sample_noise(FLOW.seed, batch.draws, batch.target_mean.shape[1:], FLOW.timesteps, 1.0)
-    assert torch.equal(losses(objective(), batch), FLOW.losses_at(batch, noise, normalize, TwoNumbers()))
+    noised = FLOW.noised(batch, 1.0, normalize)
+    velocity = TwoNumbers()(noised.x_t, noised.t, noised.controls, noised.prompt)
+    assert torch.equal(losses(objective(), batch), flow_loss(velocity, noised.velocity, batch.mask) * batch.weights)
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -173,8 +173,8 @@ def test_no_weight_is_no_preservation():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("objective.preserve.prompts=sky", 'objective.preserve.prompts=sky: a list, as ["sky"]'),
-        ("objective.weighting=cosmap", "objective.weighting=cosmap: null, cosine or a function"),
+        ("objective.preserve.prompts=sky", 'objective.preserve.prompts=sky: pass a list, as ["sky"]'),
+        ("objective.weighting=cosmap", "objective.weighting=cosmap: choose null or cosine"),
     ],
 )
 def test_wrong_settings_are_refused_in_a_line(override, message):
@@ -188,10 +188,10 @@ def test_what_would_do_nothing_or_compare_what_dropout_makes_unlike_is_refused()
     outside = objective("objective.preserve.outside=1")
     outside.check_sizes([(size, ()), (size[:1], ())])
     outside.check_sizes([(size[:1], ("mask",))])
-    with pytest.raises(UserError, match=r"objective\.preserve\.outside=1 is about .* no sample has a mask"):
+    with pytest.raises(UserError, match=r"objective\.preserve\.outside=1 preserves .* no sample has a mask"):
         outside.check_sizes([(size[:1], ())])
     adapter = instantiate(compose("train", "adapter.dropout=0.1").adapter, _convert_="all")
     for one, name in (("objective.contrastive_guidance=2", r"contrastive_guidance"), ("objective=dpo", "dpo")):
-        with pytest.raises(UserError, match=rf"adapter\.dropout=0\.1 does not go with objective[.=]{name}"):
-            objective(one).check(FluxKontext, adapter)
-    objective("objective.preserve.outside=1").check(FluxKontext, adapter)
+        with pytest.raises(UserError, match=rf"adapter\.dropout=0\.1: objective[.=]{name}"):
+            objective(one).check_model(FluxKontext, adapter)
+    objective("objective.preserve.outside=1").check_model(FluxKontext, adapter)

@@ -9,19 +9,15 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from datamodules.errors import UserError
 from lightning_modules.objectives.losses import (
+    WEIGHTINGS,
     EditWeight,
     Huber,
     PseudoHuber,
     squared_error,
-    timestep_weighting,
 )
 
 DIFFERENCE = torch.linspace(-3, 3, 32).reshape(2, 1, 4, 4)
 T = torch.tensor([0.25, 1.0])
-
-
-def half(t):
-    return t / 2
 
 
 def gradient(loss, t=T):
@@ -64,17 +60,7 @@ def test_schedule_is_exponential_in_t_and_of_each_sample(kind):
 
 def test_cosine_weighting_is_diffusers_cosmap():
     sigmas = torch.linspace(0, 1, 11)
-    weighting = timestep_weighting("cosine")
-    torch.testing.assert_close(weighting(sigmas), compute_loss_weighting_for_sd3("cosmap", sigmas))
-
-
-def test_weighting_is_none_cosine_or_a_users_function():
-    assert timestep_weighting(None) is None
-    assert torch.equal(timestep_weighting(f"{__name__}.half")(T), T / 2)
-    with pytest.raises(UserError, match=r"objective\.weighting=cosmap: null, cosine or a function of t"):
-        timestep_weighting("cosmap")
-    with pytest.raises(UserError, match=r"objective\.weighting=no_module\.f"):
-        timestep_weighting("no_module.f")
+    torch.testing.assert_close(WEIGHTINGS["cosine"](sigmas), compute_loss_weighting_for_sd3("cosmap", sigmas))
 
 
 def pair(side=8, change=2.0):

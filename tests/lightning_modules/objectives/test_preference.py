@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.flow import TimestepLaw
-from lightning_modules.flow_matching import FlowMatching
+from lightning_modules.flow import FlowMatching, TimestepLaw
 from lightning_modules.objectives.preference import PreferenceObjective
 from tests.support.combinations import first
 from tests.support.objectives import gradients, latent_batch, losses, noised
@@ -126,5 +125,5 @@ def test_batch_is_its_samples_alone_and_computing_again_changes_nothing(tiny, ad
 
 
 def test_a_batch_without_rejected_pictures_is_refused(tiny):
-    with pytest.raises(UserError, match="and 0 has no rejected one: add rejected_images"):
+    with pytest.raises(UserError, match="rejected image, which 0 lack"):
         losses(made(tiny), latent_batch(DRAWS))

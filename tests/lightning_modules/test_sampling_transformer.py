@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.picture_transformer import PictureTransformer
+from lightning_modules.inference import SamplingTransformer
 from lightning_modules.pretrained.transformer import TransformerSource
 from report.images import read_strip
 from tests.support.combinations import first
@@ -165,5 +165,5 @@ def test_what_cannot_take_the_lora_is_refused_before_the_start(fails, repositori
     assert str(file) in refused(broken)
     settings = [f"model.pretrained_model_name_or_path={tiny}", f"model.sampling.transformer_name_or_path={distilled}"]
     module = instantiate(compose("train", "model=flux_kontext", "adapter=full", *settings).model, _convert_="all")
-    with pytest.raises(UserError, match="does not go with adapter=full"):
-        PictureTransformer(module, str(distilled)).check()
+    with pytest.raises(UserError, match="adapter=full trains no LoRA"):
+        SamplingTransformer(module, str(distilled)).check()
