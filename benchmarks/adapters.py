@@ -1,4 +1,4 @@
-"""Averages of what was trained, and adapters of as many parameters."""
+"""Compare averages of weights, and adapters of equal size, on Shapes."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from benchmarks.shapes_runs import Rows, command, run, table
 from report.tables import read_rows
 
 AVERAGES = {"cosine": [], "constant": ["scheduler=constant"]}
-HALF_LIVES = (100, 400)  # samples; 16 are a step
+HALF_LIVES = (100, 400)  # samples; a step has 16
 
 
-def averages(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None:
-    """The last weights against averages kept in training, and against those made of saved files afterwards."""
+def averages(pairs: Path, steps: int, seeds: range, images: Path | None) -> None:
+    """Compare the last weights with an EMA in training and with averages of saved files."""
 
     def measured(seed: int, weights: Path) -> dict[str, float]:
         output, _ = run(pairs, 1, f"seed={seed}", f"adapter.init_from={weights}")
@@ -58,12 +58,12 @@ ADAPTERS: dict[str, list[str]] = {
     "lokr, factor 4, full_matrix": ["adapter=lokr", "adapter.decompose_factor=4", "adapter.full_matrix=true"],
     "oft, blocks of 32": ["adapter=oft"],
 }
-# Each adapter gets the one that is best for it with the first seed.
+# Each adapter gets its best one with the first seed.
 LEARNING_RATES = ("1.5e-3", "5e-3", "1.5e-2")
 
 
-def adapters(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None:
-    """The same edit by each adapter, at about as many parameters."""
+def adapters(pairs: Path, steps: int, seeds: range, images: Path | None) -> None:
+    """Compare adapters with about the same number of parameters on one edit."""
 
     def loss(seed: int, lr: str, overrides: list[str]) -> float:
         output, _ = run(pairs, steps, f"seed={seed}", *overrides, f"optimizer.lr={lr}")

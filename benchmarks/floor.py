@@ -1,10 +1,10 @@
-"""The floor: the same training as a plain loop over diffusers and peft, no framework, nothing logged.
+"""Train in a plain loop over diffusers and peft, without framework or logging: the floor for training_speed.py.
 
-It takes the same liberties as train.py: a prompt is encoded once, AdamW is fused. `cached` encodes each picture once
-too, and keeps it in memory.
+As in train.py, each prompt is encoded once and AdamW is fused. `cached` also encodes each image once, and keeps it in
+memory.
 
-Run by training_speed.py as `python benchmarks/floor.py pairs|cached MODEL DATA STEPS BATCH RANK OUT`; writes a line to
-OUT after each step, as train.py does with metrics.csv.
+training_speed.py runs `python benchmarks/floor.py pairs|cached MODEL DATA STEPS BATCH RANK OUT`, which writes a line to
+OUT after each step, like metrics.csv.
 """
 
 import random
@@ -22,7 +22,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 
 
 def load(path: Path) -> torch.Tensor:
-    """(3, H, W) in [-1, 1]."""
+    """Load an image as (3, H, W) in [-1, 1]."""
     return torch.from_numpy(np.asarray(Image.open(path).convert("RGB"), dtype=np.float32)).permute(2, 0, 1) / 127.5 - 1
 
 

@@ -1,4 +1,4 @@
-"""What must stay: old edits beside a new one, and what is outside of a small edit."""
+"""Measure preservation on Shapes: old edits after learning a new one, and the surroundings of a small edit."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from benchmarks.shapes_runs import Made, Rows, distance, run, samples, save_grid
 from datamodules.images.shapes import EDITS, KNOWN, draw, random_scene, write_pairs
 from report.tables import read_rows
 
-# How many held-out pictures of each old edit, and of none.
+# Number of held-out images of each old edit, and of no edit.
 OLD = 4
 INSTRUCTIONS = [
     *(f"make the {kind} {color}" for kind in ("circle", "square") for color in ("red", "blue")),
@@ -35,7 +35,7 @@ PRESERVATION = {
 
 
 def draw_old_edits(folder: Path) -> None:
-    """Held-out pairs of the edits that the base knows, of which one is no edit: a shape gets its own colour."""
+    """Draw held-out pairs of the edits that the base knows, and pairs without a change: a shape gets its own colour."""
     random, rows = Random(7), []
     for edit in KNOWN:
         count = 0
@@ -54,15 +54,15 @@ def draw_old_edits(folder: Path) -> None:
 
 
 def old_edits(pairs: Path, *overrides: str) -> dict[str, Made]:
-    """Pictures of the old edits, before the first step of a run."""
+    """Return the images of the old edits before the first step of a run."""
     count = OLD * (len(KNOWN) + 1)
     data = ["data.val_root=PAIRS/old/held_out.jsonl", f"callbacks.sample_images.count={count}"]
     output, _ = run(pairs, 1, *data, *overrides)
     return samples(output, 0)
 
 
-def preservation(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None:
-    """A segment LoRA: how good it is, and how far the base's old edits have moved."""
+def preservation(pairs: Path, steps: int, seeds: range, images: Path | None) -> None:
+    """Measure a segment LoRA, and how much it changes the base's old edits."""
     draw_old_edits(pairs / "old")
     (pairs / "others").mkdir()
     write_pairs(pairs / "others", [edit.__name__ for edit in KNOWN], 20, seed=5, change_weight=1)
@@ -98,10 +98,10 @@ def preservation(pairs: Path, steps: int, seeds: range, pictures: Path | None) -
     old = _mean(wrong, [name for name in base if name not in no_edit])
     print(f"the base's own error: old edits {old:.4g}, no edit {_mean(wrong, no_edit):.4g}")
     table("preservation", rows())
-    if pictures is not None:
+    if images is not None:
         names = list(base)[::OLD]
         grid = [[base[name].control for name in names], *([one[name].result for name in names] for one in shown)]
-        save_grid(grid, pictures / "preservation.png")
+        save_grid(grid, images / "preservation.png")
 
 
 def _mean(values: dict[str, float], names: Sequence[str]) -> float:
@@ -118,7 +118,7 @@ SMALL_EDIT = {
 
 
 def smallest(random: Random) -> tuple[Image.Image, Image.Image, str]:
-    """A scene whose smallest shape, four to five pixels around, turns white."""
+    """Draw a scene whose smallest shape, 4 to 5 pixels in radius, turns white."""
     while True:
         scene = random_scene(random)
         few = scene.background != "white" and len(scene.shapes) > 1
@@ -130,8 +130,8 @@ def smallest(random: Random) -> tuple[Image.Image, Image.Image, str]:
     return draw(scene), draw(scene.changed(small, replace(small, color="white"))), "mark the smallest shape"
 
 
-def small_edit(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None:
-    """The smallest shape turns white: the error inside of what changes, and outside."""
+def small_edit(pairs: Path, steps: int, seeds: range, images: Path | None) -> None:
+    """Measure the error of a small edit, where the image changes and elsewhere."""
     random = Random(11)
     write_table(pairs / "small", [smallest(random) for _ in range(40)], 24)
     data = ["data.root=PAIRS/small/train.jsonl", "data.val_root=PAIRS/small/held_out.jsonl"]
@@ -158,8 +158,8 @@ def small_edit(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> 
             yield label, measured
 
     table("small edit", rows())
-    if pictures is not None:
+    if images is not None:
         names = list(shown[0])[:8]
         ends = [[shown[0][name].control for name in names], [shown[0][name].target for name in names]]
         middle = [[one[name].result for name in names] for one in shown]
-        save_grid([ends[0], *middle, ends[1]], pictures / "small_edit.png")
+        save_grid([ends[0], *middle, ends[1]], images / "small_edit.png")

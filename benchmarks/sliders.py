@@ -1,4 +1,4 @@
-"""Whether a slider's strength rises with its scale."""
+"""Measure how the strength of a slider rises with its scale."""
 
 import json
 from dataclasses import replace
@@ -12,19 +12,19 @@ from benchmarks.shapes_runs import Rows, command, run, save_grid, table, write_t
 from datamodules.images.shapes import COLORS, Scene, draw, random_scene
 
 SCALES = (-2, -1, 0, 1, 2)
-# How many held-out pictures of each are in the picture.
+# Number of held-out images of each slider in the grid.
 SHOWN = 2
 
 
 def lit(random: Random) -> tuple[Image.Image, Image.Image, str]:
-    """A scene, darker and lighter."""
+    """Draw a scene, darker and lighter."""
     scene = draw(random_scene(random))
     black, white = (Image.new("RGB", scene.size, color) for color in ("black", "white"))
     return Image.blend(scene, black, 0.25), Image.blend(scene, white, 0.25), "more light"
 
 
 def grown(random: Random) -> tuple[Image.Image, Image.Image, str]:
-    """A shape, smaller and larger."""
+    """Draw a shape, smaller and larger."""
     shape = random.choice(random_scene(random).shapes)
     ground = random.choice([color for color in COLORS if color != shape.color])
     sizes = (replace(shape, radius=radius, x=32, y=32) for radius in (9, 14))
@@ -32,21 +32,21 @@ def grown(random: Random) -> tuple[Image.Image, Image.Image, str]:
     return small, large, "a larger shape"
 
 
-def light(picture: np.ndarray) -> float:
-    """The mean level of a picture."""
-    return float(picture.mean())
+def light(image: np.ndarray) -> float:
+    """Return the mean level of an image."""
+    return float(image.mean())
 
 
-def area(picture: np.ndarray) -> float:
-    """The share of a picture that is not of its ground's colour, which is in the corner."""
-    return float((np.abs(picture - picture[2, 2]).max(axis=-1) > 60).mean())
+def area(image: np.ndarray) -> float:
+    """Return the share of an image that differs from the colour of its ground, which is in the corner."""
+    return float((np.abs(image - image[2, 2]).max(axis=-1) > 60).mean())
 
 
 SLIDERS = {"more light": (lit, light), "a larger shape": (grown, area)}
 
 
-def slider(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None:
-    """Whether more strength is more of the edit, from twice backwards to twice forwards, on held-out pictures."""
+def slider(pairs: Path, steps: int, seeds: range, images: Path | None) -> None:
+    """Measure whether a larger scale makes more of the edit, from -2 to 2, on held-out images."""
     shown: list[list[np.ndarray]] = []
 
     def rows() -> Rows:
@@ -67,8 +67,8 @@ def slider(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None
                 found: dict[float, list[np.ndarray]] = {scale: [] for scale in SCALES}
                 for line in (made / "predictions.jsonl").read_text().splitlines():
                     facts = json.loads(line)
-                    with Image.open(made / facts["file"]) as picture:
-                        found[facts["lora_scale"]].append(np.asarray(picture.convert("RGB"), dtype=np.float32))
+                    with Image.open(made / facts["file"]) as image:
+                        found[facts["lora_scale"]].append(np.asarray(image.convert("RGB"), dtype=np.float32))
                 values = np.array([[strength(one) for one in found[scale]] for scale in SCALES])
                 rising = np.diff(values, axis=0) > 0
                 means = {f"{scale:+d}": float(mean) for scale, mean in zip(SCALES, values.mean(axis=1), strict=True)}
@@ -81,5 +81,5 @@ def slider(pairs: Path, steps: int, seeds: range, pictures: Path | None) -> None
             yield label, measured
 
     table("slider", rows())
-    if pictures is not None:
-        save_grid(shown, pictures / "slider.png")
+    if images is not None:
+        save_grid(shown, images / "slider.png")

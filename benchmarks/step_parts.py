@@ -1,10 +1,10 @@
-"""Where the time of train.py's steps goes: data, forward, backward, optimizer, and what the framework adds.
+"""Measure the parts of train.py's steps: data, forward, backward, optimizer and framework.
 
     python benchmarks/step_parts.py
     python benchmarks/step_parts.py model=flux_kontext data.root=my_pairs trainer.max_steps=100
 
-Runs train.py in this process on drawn pictures, or with other overrides. `optimizer` is clipping, its step, zeroing and
-the scheduler. On a GPU the host's time: a step's work is only queued. Medians over the steps after 30.
+It runs train.py in this process on drawn images, or with other overrides. `optimizer` includes clipping, zeroing and
+the scheduler. On a GPU this is CPU time, since a step's work is only queued. Medians over the steps after 30.
 """
 
 import sys
@@ -50,7 +50,7 @@ class Parts:
         setattr(owner, method, timed)
 
     def step(self, owner: Any, method: str) -> None:
-        """Count what a method takes as a step."""
+        """Measure the time of a method in each step."""
         self.time(owner, method, "step")
         timed: Callable[..., Any] = getattr(owner, method)
 

@@ -1,10 +1,10 @@
-"""A step with T-LoRA, and with orthogonal T-LoRA, against one with LoRA of the same rank: alternating, in one process.
+"""Compare steps of T-LoRA and orthogonal T-LoRA with steps of a LoRA of the same rank, alternating in one process.
 
     python benchmarks/tlora_speed.py                          # the embedded model in float32
     python benchmarks/tlora_speed.py --model flux_dev --depth 2 --size 256
 
-A step is training_step, backward and the optimizer, on latents that are at hand. Each round takes one step of each; the
-figures are medians over the rounds, the ratios are taken within a round.
+A step is training_step, backward and the optimizer, on latents in memory. Each round takes one step of each; figures
+are medians over the rounds, ratios are within a round.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ADAPTERS = ("lora", "tlora", "ortho_tlora")
 
 
 def build(adapter: str, options: argparse.Namespace, folder: str) -> tuple[Any, torch.optim.Optimizer]:
-    """A module with random weights in the model's real widths, and its optimizer."""
+    """Build a module with random weights at the model's real widths, and its optimizer."""
     cfg = compose(options.model, folder, "float32", f"adapter={adapter}", f"adapter.rank={options.rank}")
     module = instantiate(cfg.model, _convert_="all")
     if options.model == "embedded":
