@@ -1,4 +1,4 @@
-"""A model card beside all weights: what they are, how they were made, how to use them."""
+"""Model cards alongside the weights of a run."""
 
 from functools import cached_property
 from pathlib import Path
@@ -21,14 +21,12 @@ README = "README.md"
 
 
 class ModelCard(L.Callback):
-    """Writes README.md, with pictures, into each folder of the run's weights whose own is missing or older.
-
-    At the end `last` and `best` get theirs anew. The first process writes.
+    """Write README.md, with images, to each folder of weights that has none or an older one; at the end to all.
 
     Args:
         output_dir: the run's folder.
-        model_name: the name of the model's YAML.
-        repository: where the weights are uploaded to; None for nowhere.
+        model_name: name of the model's YAML.
+        repository: destination of the upload, None without one.
     """
 
     def __init__(self, output_dir: str, model_name: str, repository: str | None) -> None:
@@ -51,12 +49,12 @@ class ModelCard(L.Callback):
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer, pl_module, anew=("last", "best"))
+        self._write(trainer, pl_module, again=("last", "best"))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._write(trainer, pl_module)
 
-    def _write(self, trainer: L.Trainer, module: L.LightningModule, anew: tuple[str, ...] = ()) -> None:
+    def _write(self, trainer: L.Trainer, module: L.LightningModule, again: tuple[str, ...] = ()) -> None:
         assert isinstance(module, EditModule)
         if self._origin is None or module.transformer is None:  # another process, or a run that did not start
             return
@@ -67,7 +65,7 @@ class ModelCard(L.Callback):
         with module.base.timer.stage(NOT_TRAINING), best_effort(README):
             for folder, step in self._weights(trainer, module).items():
                 with best_effort(f"{README} in {folder}"):
-                    if is_outdated(folder) or (folder.name in anew and (folder / README).is_file()):
+                    if is_outdated(folder) or (folder.name in again and (folder / README).is_file()):
                         names = self.model_name, self.repository
                         card = Card(self.run, module, *names, self._config, self._origin, folder, step, seed, lines)
                         card.write(trainer, folder / README)
@@ -77,7 +75,7 @@ class ModelCard(L.Callback):
         return OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
 
     def _weights(self, trainer: L.Trainer, module: EditModule) -> dict[Path, int]:
-        """The run's folders of weights that pictures are made with, and the step of each."""
+        """Return the folders of weights that images are sampled with, and the step of each."""
         assert module.adapter is not None
         found = {folder: step for step, folder in self.run.saved_steps(module.adapter.folder).items()}
         keeper, validation = find_callback(trainer, LoRACheckpoint), find_callback(trainer, Validation)
@@ -89,12 +87,8 @@ class ModelCard(L.Callback):
 
 
 def is_outdated(folder: Path) -> bool:
-    """Whether a folder of weights has no card, or an older one; not of a folder without weights."""
-    weights = [path for path in folder.rglob("[!.]*") if path.is_file() and not _is_of_card(path)]
+    """Return whether a folder with weights has no card, or one that is older than they are."""
+    files = [path for path in folder.rglob("[!.]*") if path.is_file()]
+    weights = [path.stat().st_mtime_ns for path in files if path.name != README and path.suffix != ".png"]
     card = folder / README
-    written = max((path.stat().st_mtime_ns for path in weights), default=None)
-    return written is not None and (not card.is_file() or card.stat().st_mtime_ns < written)
-
-
-def _is_of_card(path: Path) -> bool:
-    return path.name == README or path.suffix == ".png"
+    return bool(weights) and (not card.is_file() or card.stat().st_mtime_ns < max(weights))

@@ -1,4 +1,4 @@
-"""How to use what was trained: predict.py's command line, and the same in diffusers."""
+"""Commands that use a trained model: of predict.py, and the same in diffusers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +14,11 @@ from runs.run_folder import RunFolder, shorten
 
 
 class Names(NamedTuple):
-    """What stands in commands for what is on this machine.
+    """Names of the weights, models and images in commands.
 
     Attributes:
         arguments: of predict.py.
-        weights: for diffusers, a folder of weights, or a repository on the hub.
+        weights: for diffusers: a folder of weights, or a repository on the hub.
         models: for the base and the transformer, by their settings.
         photo: for the image to edit.
     """
@@ -30,7 +30,7 @@ class Names(NamedTuple):
 
     @classmethod
     def of_run(cls, module: EditModule, run: RunFolder, model_name: str) -> "Names":
-        """Of its last weights, to be entered where the run was started."""
+        """Name the last weights of a run, for commands in the folder where the run was started."""
         assert module.adapter is not None
         folder = portable_path(str(run))
         chosen = module.sampler.sampling and module.sampler.sampling.transformer_name_or_path
@@ -41,19 +41,20 @@ class Names(NamedTuple):
         return cls(module.adapter.predict_arguments(folder, model_name), weights, models, photo)
 
     def shown(self, model: str) -> str:
-        """What stands for a base or a transformer, by its setting; for a folder that is none of these its last part."""
+        """Return the name of a base or a transformer by its setting; for other folders their last part."""
         path = Path(model).expanduser()
         return self.models.get(model, f"PATH_TO/{path.absolute().name}" if path.is_dir() else model)
 
 
 def commands(module: EditModule, names: Names, seed: int | None, sample: Strip | None) -> dict[str, str]:
-    """Return the commands that make the sample images again, by the place where they are entered.
+    """Return the commands that sample the sample images again, by the place where they are entered.
 
     Args:
         seed: of the sample images; None without these.
+        sample: the image that is edited.
     """
     used = module.sampler.sampling if seed is not None else None
-    sampling, fixed = ({}, {}) if used is None else (_sampling(module, used), used.scheduler_config)
+    sampling, fixed = ({}, {}) if used is None else (_pipeline_arguments(module, used), used.scheduler_config)
     prompt = sample.prompt if sample is not None and sample.prompt else "..."
     width, height = sample.result.size if sample is not None else (1024, 1024)
     images = int(module.condition_images.most != 0) if sample is None else len(sample.controls)
@@ -65,7 +66,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     shift = {name: value for name, value in fixed.items() if name.startswith("shift") and value is not None}
     settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed or 0}
     found = {"Here": predict_command(module, names.arguments, settings, names.photo)}
-    # The stock Kontext pipeline takes one condition image.
+    # The stock Kontext pipeline accepts one condition image.
     if images <= 1 or module.condition_images.most is not None:
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
         whole = other is not None and repository_file(resolve_repository(other), "model_index.json") is not None
@@ -74,7 +75,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
 
 
 def example(run: RunFolder, data: TrainingData) -> tuple[str, str]:
-    """Return the image and the prompt of the first sample picture, or without these of the first sample."""
+    """Return the image and the prompt of the first sample image, or of the first sample without these."""
     samples = getattr(data.validation or data, "samples", [])
     made = sample_files(run)
     prompt, found = "...", samples[0] if samples else None
@@ -86,11 +87,11 @@ def example(run: RunFolder, data: TrainingData) -> tuple[str, str]:
         prompt = found.prompts[0]
     if found is not None and found.controls and isinstance(found.controls[0], Path):
         return str(shorten(found.controls[0])), prompt
-    return str(run.control) if run.control.is_file() else "PHOTO.png", prompt  # its own is inside of a larger file
+    return str(run.control) if run.control.is_file() else "PHOTO.png", prompt  # its own is inside a larger file
 
 
 def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any], photo: str) -> str:
-    """A command line of predict.py; `weights` are its arguments that name these."""
+    """Return a command line of predict.py; `weights` are its arguments that name these."""
     image = {} if module.condition_images.most == 0 else {"image": photo}
     return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
 
@@ -105,46 +106,45 @@ def diffusers_code(
     images: int,
     fixed: Mapping[str, Any],
 ) -> str:
-    """Python code for the stock diffusers pipeline.
+    """Return Python code for the stock diffusers pipeline.
 
     Args:
-        transformer: what it is called that makes the pictures.
-        whole: whether that is another pipeline than the base, which brings its scheduler, too.
-        arguments: of the pipeline's call, without those below.
-        images: condition images.
+        transformer: name of the transformer that samples.
+        whole: whether that is another pipeline than the base, with a scheduler of its own.
+        arguments: of the pipeline's call, without the image and the generator.
+        images: number of condition images.
         fixed: settings of the scheduler that differ from its repository's.
     """
     assert module.adapter is not None
-    changes = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
     loading = module.adapter.loading_code(names.weights, module.pipeline_name)
-    base = names.models[module.base.name] if loading else names.weights
-    base = transformer if whole else base
+    base = transformer if whole else names.models[module.base.name] if loading else names.weights
     base = "assets/shapes" if base == "embedded" else base
-    files = [names.photo] if images == 1 else [f"PHOTO_{number}.png" for number in range(1, images + 1)]
+    files = [names.photo] if images == 1 else [f"PHOTO_{index}.png" for index in range(1, images + 1)]
     photos = ", ".join(f"load_image({name!r})" for name in files)
-    image = photos if images == 1 else f"[{photos}]"
-    lines = [
-        "import torch",
-        f"from diffusers import {module.pipeline_name}",
-        *(["from diffusers.utils import load_image"] if images else []),
-        "",
-        f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base.dtype)[6:]})",
-        *loading,
-        *([f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})"] if fixed else []),
-        "picture = pipe(",
-        *([f"    image={image},"] if images else []),
-        *(f"    {name}={value!r}," for name, value in arguments.items()),
-        f"    generator=torch.Generator().manual_seed({seed}),",
-        ").images[0]",
-        "picture.save('edited.png')",
-    ]
-    if not whole and transformer != names.shown(module.base.name):
-        lines.insert(0, f"# Its transformer is that of {transformer}.")
-    return "\n".join(lines)
+    changes = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
+    other = not whole and transformer != names.shown(module.base.name)
+    return "\n".join(
+        [
+            *([f"# Its transformer is that of {transformer}."] if other else []),
+            "import torch",
+            f"from diffusers import {module.pipeline_name}",
+            *(["from diffusers.utils import load_image"] if images else []),
+            "",
+            f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base.dtype)[6:]})",
+            *loading,
+            *([f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})"] if fixed else []),
+            "picture = pipe(",
+            *([f"    image={photos if images == 1 else f'[{photos}]'},"] if images else []),
+            *(f"    {name}={value!r}," for name, value in arguments.items()),
+            f"    generator=torch.Generator().manual_seed({seed}),",
+            ").images[0]",
+            "picture.save('edited.png')",
+        ]
+    )
 
 
-def _sampling(module: EditModule, sampling: Sampling) -> dict[str, Any]:
-    """The sample pictures' settings, as arguments of a pipeline."""
+def _pipeline_arguments(module: EditModule, sampling: Sampling) -> dict[str, Any]:
+    """Return the settings of the sample images as arguments of a pipeline."""
     arguments = {"num_inference_steps": sampling.num_inference_steps, **module.sampling_rules.scales(sampling)}
     negative = module.sampling_rules.negative_prompt(sampling)
     if negative is None:

@@ -1,4 +1,4 @@
-"""Where a base comes from, as others know it: its id on the hub, and its licence."""
+"""Origin of a base model as others know it: its id on the hub, and its licence."""
 
 import json
 import os
@@ -17,20 +17,20 @@ from lightning_modules.pretrained.repository import EMBEDDED, repository_file
 from report.quoting import code
 from runs.run_folder import best_effort
 
-MODELS = Path(__file__).parent.parent.parent / "conf" / "model"
+MODELS = Path(__file__).parent.parent / "conf" / "model"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # A folder of the hub's cache.
 SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", re.ASCII)
 
 
 class Origin(NamedTuple):
-    """Of a base.
+    """Origin of a base.
 
     Attributes:
-        repositories: its id on the hub, and its transformer's where that is another; those that are known.
-        shown: what stands for base and transformer in commands, by their settings.
-        base: its name in a sentence, where it is not on the hub.
-        licence: `licence`, of all of it.
+        repositories: known ids on the hub, of the base and of another transformer.
+        shown: names of base and transformer in commands, by their settings.
+        base: its name in a sentence, if it is not on the hub.
+        licence: result of `licence`, if it is the same for all parts.
     """
 
     repositories: list[str]
@@ -40,10 +40,10 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, base: FrozenBase, model_name: str) -> "Origin":
-        """Reads the README.md of the base.
+        """Read the origin from the settings and the README.md of a base.
 
         Args:
-            model_name: the name of the model's YAML.
+            model_name: name of the model's YAML.
         """
         names = list(dict.fromkeys((base.name, base.transformer_name)))
         known = {name: hub_id(name, model_name) for name in names}
@@ -57,11 +57,11 @@ class Origin(NamedTuple):
 
 
 def hub_id(name: str, model_name: str) -> str | None:
-    """The repository on the hub that a setting names; None for a folder of which that is not known.
+    """Return the repository on the hub that a setting names, None for a folder of unknown origin.
 
     Args:
         name: a folder or a hub id.
-        model_name: the name of the model's YAML: a folder that is called as its default is a copy of that.
+        model_name: name of the model's YAML; a folder with the name of its default is a copy of that.
     """
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -78,7 +78,7 @@ def hub_id(name: str, model_name: str) -> str | None:
 
 
 def published(value: Any, model_name: str) -> Any:
-    """Return what a file for others says in place of a value: folders and files of this machine by their names alone.
+    """Return a value for a published file: folders and files of this machine become their names only.
 
     Args:
         model_name: as for `hub_id`.
@@ -93,7 +93,7 @@ def published(value: Any, model_name: str) -> Any:
 
 
 def default_base(model_name: str) -> str | None:
-    """The base that a model's YAML names, or the YAML that it is made of."""
+    """Return the base of a model's YAML, or of the YAML that it builds on."""
     path = MODELS / f"{model_name}.yaml"
     if not path.is_file():
         return None
@@ -105,18 +105,18 @@ def default_base(model_name: str) -> str | None:
 
 
 def licence(name: str, repository: str | None, revision: str | None) -> dict[str, str]:
-    """What the base's own README.md says: license, and with it license_name and license_link; else nothing.
+    """Return license, license_name and license_link from the base's README.md; nothing without these.
 
     Args:
         name: a folder or a hub id.
-        repository: its `hub_id`, for a link to a file of it.
+        repository: its `hub_id`, for a link to one of its files.
     """
     if name == EMBEDDED:
         return {}
     from huggingface_hub.repocard import metadata_load
 
     facts: Any = None
-    # What is suppressed: the base is not to be reached, has none, or one without YAML.
+    # The base may be unreachable, or have no README.md, or one without YAML.
     with best_effort("licence of the base"), suppress(UserError, OSError, YAMLError, *DAMAGED):
         path = repository_file(str(Path(name).expanduser()), "README.md", revision)
         facts = None if path is None else metadata_load(path)
@@ -125,11 +125,11 @@ def licence(name: str, repository: str | None, revision: str | None) -> dict[str
     if "license" not in found:
         return {}
     link = found.pop("license_link", "")
-    if re.fullmatch(r"[\w./-]+", link) and repository is not None:  # a file beside it
+    if re.fullmatch(r"[\w./-]+", link) and repository is not None:  # a file next to it
         link = f"https://huggingface.co/{repository}/blob/main/{link.removeprefix('./')}"
     return {**found, "license_link": link} if re.fullmatch(r"https?://[^\s()<>\"]+", link) else found
 
 
 def _without_folders(name: str) -> str:
-    """A folder by its last part, to fill in the rest; or the name of what comes with Retouch."""
+    """Return PATH_TO/NAME for a folder, or the name of the embedded base."""
     return name if name == EMBEDDED else f"PATH_TO/{Path(name).expanduser().absolute().name}"

@@ -1,4 +1,4 @@
-"""What a run's tables say: the numbers at the head of its report, and the curves."""
+"""Tables of a run, metrics.csv and validation.csv, with the numbers and curves that a report shows of them."""
 
 import csv
 import math
@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What a metric compares beside result and target, by their places in (source, result, target).
+# Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 400  # of a curve, about
-FEWEST = 20  # from so many points on, those that are far from all others are left outside
+FEWEST = 20  # points of a curve from which outliers are drawn outside
 COLORS = "abcd"
 
 
@@ -28,9 +28,8 @@ def monitored(monitor: str | None, usual: str, metrics: Collection[str]) -> str:
     """Return the figure by which steps and runs with held-out samples are compared.
 
     Args:
-        monitor: the setting; None or loss_avg for
-        usual: the model's, if it is among
-        metrics: the names of what is measured; else val_loss.
+        monitor: the setting; None or loss_avg for the default.
+        usual: the model's default; val_loss if it is not among `metrics`.
     """
     if monitor not in (None, "loss_avg"):
         return str(monitor)
@@ -38,23 +37,27 @@ def monitored(monitor: str | None, usual: str, metrics: Collection[str]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """A run's validation.csv; nothing where it has none."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    """Return the rows of a run's validation.csv; none without the file."""
+    return [{name: float(value) for name, value in row.items() if value} for row in read_metrics(path)]
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """A run's metrics.csv; nothing where it has none."""
+    """Return the rows of a run's metrics.csv; none without the file."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
+def metric_names(row: Mapping[str, float]) -> list[str]:
+    """Return the names of the metrics in a row of validation.csv."""
+    return [
+        name for name in row if name != "step" and not name.startswith("val_loss") and not name.endswith(tuple(ENDS))
+    ]
+
+
 def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """The numbers at the top of the page: name and value."""
+    """Return names and values of the numbers at the top of the page."""
     numbers = []
     if validation:
         first, now = validation[0], validation[-1]
@@ -71,7 +74,7 @@ def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[
 
 
 def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """What the page draws: charts, each of some lines."""
+    """Return the charts of the page, each with its lines."""
     charts = [_chart(metrics, Line("", "loss", "a", faint=True), Line("training loss", "loss_avg", "a"))]
     if validation:
         columns = validation[-1].keys() - {"step"}
@@ -81,7 +84,7 @@ def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
         charts.append(_chart(validation, *map(Line, names, bands, COLORS)))
         for name in metric_names(validation[-1]):
             lines = [Line(name, name, "c")]
-            if f"{name}_nothing" in columns:  # there is a picture that was edited
+            if f"{name}_nothing" in columns:  # only of edits
                 lines.append(Line("to the source", f"{name}_source", "b"))
                 lines.append(Line("of doing nothing", f"{name}_nothing", "a", dashed=True))
             charts.append(_chart(validation, *lines))
@@ -89,8 +92,13 @@ def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
 
 
 def _chart(rows: Sequence[Mapping[str, Any]], *lines: Line) -> dict[str, Any]:
-    """Lines thinned out, the range of the axis, and what does not lie in it: a few spikes must not flatten the rest."""
-    known = {line: [(_step(row), float(row[line.column])) for row in rows if _filled(row, line)] for line in lines}
+    """Return the thinned lines, the range of the axis without outliers, which would flatten the rest, and a note."""
+    known = {
+        line: [
+            (int(float(row["step"])), float(row[line.column])) for row in rows if row.get(line.column) not in (None, "")
+        ]
+        for line in lines
+    }
     finite = {line: [point for point in points if math.isfinite(point[1])] for line, points in known.items()}
     finite = {line: points for line, points in finite.items() if points}
     if not finite:
@@ -115,26 +123,11 @@ def _chart(rows: Sequence[Mapping[str, Any]], *lines: Line) -> dict[str, Any]:
     }
 
 
-def _step(row: Mapping[str, Any]) -> int:
-    return int(float(row["step"]))
-
-
-def _filled(row: Mapping[str, Any], line: Line) -> bool:
-    return row.get(line.column) not in (None, "")
-
-
 def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The lowest and the highest of each few points, and the last: no spike goes."""
+    """Return the lowest and the highest of every few points, and the last one, so that no spike is lost."""
     few = -(-2 * len(points) // POINTS)
     if few <= 2:
         return list(points)
     parts = [points[start : start + few] for start in range(0, len(points), few)]
     kept = {pick(part, key=lambda point: point[1]) for part in parts for pick in (min, max)}
     return sorted(kept | {points[-1]})
-
-
-def metric_names(row: Mapping[str, float]) -> list[str]:
-    """The names of the metrics in a row of validation.csv."""
-    return [
-        name for name in row if name != "step" and not name.startswith("val_loss") and not name.endswith(tuple(ENDS))
-    ]

@@ -90,7 +90,7 @@ def test_card_of_every_family(run, tmp_path, arguments, model):
     card = read(tmp_path / "run/lora/last")
     edits = bool(MODELS[model].controls)
     assert card.data.pipeline_tag == ("image-to-image" if edits else "text-to-image")
-    assert ("to make pictures from text" in card.text) != edits
+    assert ("to create images from text" in card.text) != edits
     assert ("2511" in card.text) == (model == "qwen_image_edit_plus")
     assert ("FluxKontextMultiReferenceLatentMethod" in card.text) == (model == "flux_kontext")
     assert ("Control, before, after" in card.text) == edits
@@ -323,7 +323,7 @@ def test_damaged_pictures_cost_the_pictures_alone(run, tiny, pairs, tmp_path):
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"no picture")
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1, shown=True), *SHOWN)
-    assert "note: no pictures in" in outcome.text
+    assert "note: no images in" in outcome.text
     assert read(tmp_path / "run/lora/last").data.get("widget") is None
 
 
