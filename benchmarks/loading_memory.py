@@ -47,8 +47,8 @@ LOADING, LOADED = "loading", "loaded"
 
 def load(way: str, folder: str) -> int:
     """What the child process does; gives the bytes of what stays."""
-    from lightning_modules.pretrained.assembly import save_quantized
     from lightning_modules.pretrained.components import Components
+    from lightning_modules.pretrained.weights import save_quantized
     from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
     from tasks.compare_precision import compare_velocities
@@ -94,8 +94,7 @@ def flux(folder: str, format: str | None) -> Any:
     """The family's module for this folder."""
     quantized = format in QUANTIZED
     more = ["model/quantization=fp8", f"model.quantization.format={format}"] if quantized else []
-    alone = ["model.quantization.cache=false"] if quantized else []
-    return frozen_model(compose("flux_kontext", folder, "bfloat16", *more, *alone))
+    return frozen_model(compose("flux_kontext", folder, "bfloat16", *more))
 
 
 def quantization_settings(format: str) -> Any:
@@ -103,7 +102,7 @@ def quantization_settings(format: str) -> Any:
     from omegaconf import OmegaConf
 
     settings = OmegaConf.load(ROOT / "conf" / "model" / "quantization" / "fp8.yaml")
-    settings.merge_with({"format": format, "cache": False})
+    settings.merge_with({"format": format})
     return settings
 
 
@@ -168,7 +167,7 @@ def largest_tensor(folder: Path) -> int:
 
 def prepare(way: str, folder: Path, depth: int) -> Path:
     """The repository that this way reads, made once."""
-    from lightning_modules.pretrained.assembly import save_quantized
+    from lightning_modules.pretrained.weights import save_quantized
 
     dtype = torch.float32 if way.endswith("float32") else torch.bfloat16
     if way.startswith("encoder"):

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 
 from benchmarks.memory import compose, empty_batch, write_shallow
 from lightning_modules.estimation.flops import Product, StepFlops, Tokens
-from lightning_modules.quantization.formats import FORMATS
+from lightning_modules.quantization.quantization import FORMATS
 from tasks.terminal import silence_libraries
 
 WIDTH = 2  # bytes of an activation
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--gb_per_second", type=float, help="of the device's memory")
     options = parser.parse_args()
     silence_libraries()
-    bits = 16 if options.format == "bf16" else FORMATS[options.format].bits_with_scales
+    bits = 16 if options.format == "bf16" else FORMATS[options.format].bits
     columns = ["linear", "attention", "adapter", "backward", "useful", "again"]
     print(f"pairs, batch {options.batch}, weights in {options.format}; TFLOPs of a step")
     print(f"{'':18}{'side':>6}{'rank':>6}{'tokens':>8}" + "".join(f"{one:>11}" for one in columns) + f"{'GB':>8}")

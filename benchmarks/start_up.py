@@ -90,23 +90,16 @@ def main() -> None:
         files = sorted((Path(folder) / "transformer").glob("*.safetensors"))
         gigabytes = sum(file.stat().st_size for file in files) / 1e9
         print(f"{options.model}, {gigabytes:.2f} GB of weights on {device}; imports {taken['imports']:.1f} s")
-        cache = Path(temporary, "cache")
         for precision in options.precisions:
             forget(files)
             with timed(taken, "read"):
                 read(files)
-            cfg = compose(options.model, folder, "bfloat16", *PRECISIONS[precision], f"data.cache_dir={cache}")
+            cfg = compose(options.model, folder, "bfloat16", *PRECISIONS[precision])
             with timed(taken, "settings"):
                 module = instantiate(cfg.model, _convert_="all")
-            source = module.base.source
-            ways = ["load"] if source.quantization is None else ["load", "load and keep", "load again"]
-            for way in ways:
-                if source.quantization is not None:
-                    source.quantization.cache_dir = None if way == "load" else str(cache)
-                module.transformer = None
-                forget([*files, *cache.rglob("*.safetensors")])
-                with timed(taken, way):
-                    module.transformer = source.load(device)
+            forget(files)
+            with timed(taken, "load"):
+                module.transformer = module.base.source.load(device)
             with timed(taken, "adapter"):
                 module.execution.adapt(module.transformer)
             set_checkpointing(module.transformer, "full", module.adapter.bind_rank_mask)
@@ -114,7 +107,7 @@ def main() -> None:
                 step(module, random_batch(module, options.side, 1, device))
             parts = ", ".join(f"{part} {taken[part]:.2f} s" for part in ("settings", "adapter", "first step"))
             speeds = ", ".join(
-                f"{part} {taken[part]:.1f} s ({gigabytes / taken[part]:.2f} GB/s)" for part in ("read", *ways)
+                f"{part} {taken[part]:.1f} s ({gigabytes / taken[part]:.2f} GB/s)" for part in ("read", "load")
             )
             print(f"  {precision}: {speeds}, {parts}", flush=True)
             del module

@@ -80,6 +80,3 @@ class RaiseCheckpointing(L.Callback):
             f"{decimal(usable)} that are free"
         )
         self._calibration = None
-        if pl_module.device_mesh is None:
-            # As much as a step takes stays free: pictures and validation have their own sizes.
-            pl_module.execution.use_memory(pl_module.transformer, usable - 2 * expected)

@@ -23,7 +23,7 @@ log = logging.getLogger("retouch")
 
 # Settings of a run, and of the machine that it ran on.
 NOT_OF_THE_MODEL = (
-    *("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "cache", "cache_dir"),
+    *("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend"),
     "training_adapter",  # for training alone
 )
 

@@ -12,7 +12,7 @@ from PIL import Image
 from datamodules.errors import UserError, listing
 from datamodules.files import reading, reason
 from datamodules.images.decoding import fit_area
-from lightning_modules.pretrained.component_files import check_component, read_json
+from lightning_modules.pretrained.checks import check_component, read_json
 from lightning_modules.pretrained.repository import (
     load_model,
     repository_file,

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_modules.adapters.gate import Gate
 from lightning_modules.adapters.peft_layers import ADAPTER, without_adapter
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
-from lightning_modules.execution.autocast import compute_dtype
+from lightning_modules.execution.blocks import compute_dtype
 from lightning_modules.family import Family
 from lightning_modules.prepare import Execution
 

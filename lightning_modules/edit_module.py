@@ -22,7 +22,7 @@ from lightning_modules.adapters.trained import TrainedParts
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.encoder import Encoder
 from lightning_modules.estimation.flops import StepFlops
-from lightning_modules.execution.last_block import ignored_by_ddp
+from lightning_modules.execution.blocks import ignored_by_ddp
 from lightning_modules.family import Family, Sampling
 from lightning_modules.flow import FlowMatching, TimestepLaw, mix
 from lightning_modules.objectives.objective import Objective

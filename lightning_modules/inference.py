@@ -98,7 +98,7 @@ class SamplingTransformer:
         if self.module.device_mesh is not None:
             raise UserError(f"{setting}: trainer=fsdp shards one transformer only")
         self.source.check_class(type(self.module).__name__)
-        self.source.check()
+        self.source.check_settings()
         self.module.sampler.check_source(self.source)
         layers = self.module.layers.native
         if LayerNames(self.source.meta, layers).sides != LayerNames(base.source.meta, layers).sides:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.execution.last_block import target_tokens_only
+from lightning_modules.execution.blocks import target_tokens_only
 
 
 def pack(latents: Tensor) -> Tensor:

@@ -17,16 +17,17 @@ from lightning_modules.adapters.peft_layers import cast_inputs
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.adapters.training_adapter import TrainingAdapter
 from lightning_modules.estimation.calibration import DeviceMemory
-from lightning_modules.execution.activation_offload import ActivationOffload
-from lightning_modules.execution.autocast import cast_inputs_once
-from lightning_modules.execution.block_offload import BlockStream, streamed_blocks
+from lightning_modules.execution.blocks import (
+    cast_inputs_once,
+    check_attention_backend,
+    compile_blocks,
+    set_attention_backend,
+)
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
 from lightning_modules.execution.host_memory import all_weights
-from lightning_modules.execution.kernels import check_attention_backend, compile_blocks, set_attention_backend
+from lightning_modules.execution.offload import ActivationOffload, BlockStream, streamed_blocks
 from lightning_modules.family import Family
-from lightning_modules.pretrained.distilled import note_distilled
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.quantization.fp8 import store_transposes
 
 
 class Execution:
@@ -96,7 +97,7 @@ class Execution:
         if self._adapter is not None and self.training_adapter is not None:
             self.training_adapter.check(self.base, self._adapter, sharded)
         elif trains:
-            note_distilled(self.base)
+            self.base.note_distilled()
 
     def check_data(self, data: TrainingData) -> None:
         """Raise a UserError for data that the adapter cannot be trained on."""
@@ -199,11 +200,6 @@ class Execution:
             return again if self.direction is None else self.direction.bind(again)
 
         set_checkpointing(transformer, policy, bind, self.compile_blocks)
-
-    def use_memory(self, transformer: nn.Module, free: int) -> None:
-        """Spend memory that steps leave free on what makes them faster; bytes."""
-        if not self.compile_blocks:  # it would compile them once more
-            store_transposes(transformer, free)
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         """Around a training step's forward: where what autograd saves goes."""

@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
@@ -15,16 +14,12 @@ from rich.filesize import decimal
 from datamodules.errors import UserError, count_of, listing, without_credentials
 from datamodules.shards.cache import USED, Cache
 from datamodules.shards.manifest import MANIFEST
-from lightning_modules.pretrained.quantized_cache import quantized_transformers
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
 from tasks.folders import in_use
 from tasks.inspect import counted, faults_of
 from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
-
-# Of other machines, which may share the folder.
-DEVICES = ("cpu", "cuda", "mps")
 
 
 def cache(cfg: DictConfig, _: Path) -> None:
@@ -61,14 +56,12 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
 
 
 def clean(cfg: DictConfig, _: Path) -> None:
-    """Name what the present settings do not use, caches and quantized transformers; with delete=true, delete it."""
+    """Name the caches that the present settings do not use; with delete=true, delete them."""
     data, module = cached_data(cfg), frozen_model(cfg)
     used = data.cache(module).folder
     if "://" in data.cache_dir:
         where = without_credentials(data.cache_dir)
         raise UserError(f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these.")
-    places = (module.base.source.kept(torch.device(kind)) for kind in DEVICES)
-    kept = [place.folder for place in places if place is not None]
     found: list[tuple[Path, str, float]] = []
     held = ExitStack()  # until they are deleted
     for note in used.parent.glob(f"{'?' * len(used.name)}/{USED}"):
@@ -85,9 +78,6 @@ def clean(cfg: DictConfig, _: Path) -> None:
     if newest is not None and newest[2] > _last_used(used):
         log.info(f"{newest[0]}, {newest[1]}, was used last: it stays. Remove the folder by hand to free it")
         found.remove(newest)
-    for transformer in quantized_transformers(used.parent):
-        if transformer.folder not in kept:
-            found.append((transformer.folder, transformer.describe(), transformer.folder.stat().st_mtime))
     total = 0
     for folder, what, last_used in sorted(found):
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

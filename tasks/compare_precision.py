@@ -17,8 +17,7 @@ from datamodules.batch import LatentBatch
 from datamodules.files import replacing
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
-from lightning_modules.quantization.formats import FORMATS
-from lightning_modules.quantization.quantization import Quantization, nbytes
+from lightning_modules.quantization.quantization import FORMATS, Quantization, nbytes
 from tasks.encode import build_cache, cached_data
 from tasks.placement import compute_device, frozen_model
 from tasks.resolvers import CONF
@@ -39,12 +38,12 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     device = compute_device(cfg)
     module = frozen_model(cfg)
     module.check()
-    module.base.source.check_unquantized("task=compare_precision")
+    module.base.source.require_unquantized("task=compare_precision")
     build_cache(cfg, data := cached_data(cfg))
     data.configure_for(module)
     data.open(data.cache(module))
     settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
-    alone = {"backend": None, "components_to_quantize": ["transformer"], "cache": False}
+    alone = {"backend": None, "components_to_quantize": ["transformer"]}
     quantizations = [instantiate(settings, format=format, **alone) for format in FORMATS]
     examples = [example.batch for example in data.examples(slice(EXAMPLES), negative_prompt=None)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]

@@ -110,9 +110,6 @@ def rows(
     host |= beside if offloaded else {}
     host |= {"weights without the training adapter": originals} if originals else {}
     disk = {"cache": plan.cache} if caches else {}
-    source = module.base.source
-    if source.quantization is not None and source.quantization.is_kept and "quantization_config" not in source.config():
-        disk["quantized transformer"] = plan.weights
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]
     return {

@@ -65,13 +65,11 @@ def fuse(cfg: DictConfig, lora: LoRA, model: KnownModel, output_dir: Path) -> No
         raise UserError(f"fuse=true needs the model itself: pass model=NAME, as in model={model.name}")
     silence_libraries()
     device = compute_device(cfg)
-    if cfg.model.quantization is not None:
-        cfg.model.quantization.cache = False
     module = frozen_model(cfg)
     module.check()
     source = module.base.source
-    if source.stored_format is None and source.quantization is not None and source.quantization.on_disk is None:
-        raise UserError(f"fuse=true cannot write {source.backend}'s layers: leave model.quantization.backend out")
+    if source.stored_format is None and source.quantization is not None:
+        source.quantization.require_layout("fuse=true")
     rounding = write_fused(source, lora.updates, output_dir, device)
     size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} holds {model.base}'s transformer with the LoRA in it, {source.precision}, {decimal(size)}")

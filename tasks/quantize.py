@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
-from lightning_modules.pretrained.assembly import save_quantized
+from lightning_modules.pretrained.weights import save_quantized
 from tasks.folders import require_empty
 from tasks.placement import compute_device, frozen_model
 from tasks.terminal import log, silence_libraries
@@ -20,21 +20,16 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
     """Quantize the transformer and write it to output_dir, which must be empty."""
     silence_libraries()
     device = compute_device(cfg)
-    if cfg.model.quantization is not None:
-        cfg.model.quantization.cache = False  # it is kept in output_dir
     module = frozen_model(cfg)
     quantization = module.base.source.quantization
     if quantization is None:
         raise UserError(
             "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model/quantization=fp4, ..."
         )
-    if quantization.on_disk is None:
-        raise UserError(
-            f"task=quantize cannot write {quantization.backend}'s layers: leave model.quantization.backend out"
-        )
+    quantization.require_layout("task=quantize")
     require_empty(output_dir)
     module.check()
-    module.base.source.check_unquantized("task=quantize")
+    module.base.source.require_unquantized("task=quantize")
     transformer = module.to(device).base.load_transformer()
     with replacing_folder(output_dir) as unfinished:
         save_quantized(transformer, quantization, unfinished)

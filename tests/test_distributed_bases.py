@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from report.tables import read_rows
-from tests.lightning_modules.quantization.test_quantized_linear import WAYS
 from tests.support.commands import ROOT, lora_bytes, short
-from tests.support.quantized import MODEL, quantized
+from tests.support.quantized import MODEL, WAYS, quantized
 from tests.support.same_runs import assert_close, assert_close_losses, assert_close_models, column
 from tests.support.several_runs import DDP, FSDP, arguments_of
 

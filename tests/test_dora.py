@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.lightning_modules.quantization.test_quantized_linear import WAYS
 from tests.support.combinations import first
 from tests.support.commands import lora_bytes, short
-from tests.support.quantized import quantized
+from tests.support.quantized import WAYS, quantized
 from tests.support.same_runs import SMOOTH_ADAM, assert_close
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_pipelines import FLUX

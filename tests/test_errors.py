@@ -47,7 +47,7 @@ def test_lora_that_is_not_there(fails, run):
     [
         ("model.devices.vae=cuda:7", "model.devices.vae=cuda:7: this machine has cpu"),
         ("model.devices.transformer=cuda", "model.devices.transformer=cuda: this machine has cpu"),
-        ("model.devices.vae=gpu7", "model.devices.vae=gpu7 is no device"),
+        ("model.devices.vae=gpu7", "model.devices.vae=gpu7 is not a device"),
         ("trainer.accelerator=gpu", "No supported gpu backend found"),
         ("model.dtype=float8", "model.dtype=float8: choose float32 or bfloat16"),
         ("trainer.precision=bf16-true", "use 32-true"),

@@ -132,7 +132,7 @@ def test_dora_is_scaled_before_its_rows_get_their_norms(predict, stock, photo, t
 
 
 def test_on_a_quantized_base_all_layers_by_a_pattern_are_one_scale(predict, trained):
-    quantized = [f"lora={trained}", "model/quantization=fp8", "model.quantization.cache=false"]
+    quantized = [f"lora={trained}", "model/quantization=fp8"]
     picture, _ = predict(*quantized, "lora_scale={*:0.6}")
     one, _ = predict(*quantized, "lora_scale=0.6")
     full, _ = predict(*quantized)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from lightning_modules.execution import kernels
 from tests.support.commands import assert_same_weights, lora_bytes, metrics, short
 from tests.support.losses import EVERYTHING
 from tests.support.same_runs import assert_close, assert_close_losses
@@ -44,7 +43,7 @@ def test_two_processes_are_one_with_the_doubled_batch(run, in_two_processes, tin
 @pytest.mark.slow
 def test_steps_do_not_compile_anew(run, tiny, pairs, tmp_path, monkeypatch):
     """Two kinds of steps, with and without prompts to preserve, compile once each."""
-    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     graphs = []
     for steps in (2, 8):

@@ -15,7 +15,6 @@ from lightning_modules.adapters.applied import AppliedLoRAs, load_adapter
 from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.training_adapter import TrainingAdapter
-from lightning_modules.execution import kernels
 from tests.support.combinations import first
 from tests.support.commands import assert_same_weights, lora_bytes, short, weights
 from tests.support.other_adapters import KINDS, OTHERS, build_other, short_of
@@ -243,7 +242,7 @@ def test_accumulated_steps_are_those_of_the_batch(run, tiny, pairs, tmp_path, ad
     ("adapter", "base"), first(1, [*zip(KINDS, ("fp8", "nf4", "int8"), strict=True), ("oft", "fp8")])
 )
 def test_recomputed_and_compiled_blocks_give_the_same_bits(tiny, adapter, base, monkeypatch):
-    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     results = []
     for more in (["none"], ["full"], ["selective", "model.compile=true"]):

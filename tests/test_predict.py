@@ -10,7 +10,7 @@ from PIL import Image
 
 from lightning_modules.adapters.applied import MergedLoRAs
 from lightning_modules.adapters.peft_layers import ADAPTER
-from lightning_modules.execution import kernels as execution
+from lightning_modules.execution import blocks as execution
 from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.pictures import pixels, records

@@ -15,11 +15,10 @@ from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.pretrained import components, transformer
 from lightning_modules.quantization.quantization import Quantization
 from tests.lightning_modules.pretrained.test_weights import FORMATS, write
-from tests.lightning_modules.quantization.test_quantized_linear import WAYS
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses
-from tests.support.quantized import MODEL, quantized
+from tests.support.quantized import MODEL, WAYS, quantized
 from tests.support.tiny_pipelines import FLUX, MODELS
 
 
@@ -133,7 +132,7 @@ def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path,
     folder = repositories["flux_kontext"]
     if made:
         source = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
-        replace, config, *_ = FORMATS[made]
+        replace, config, _ = FORMATS[made]
         stand_in = tmp_path / "stand_in"
         write(source, stand_in / "transformer", replace, config)
     else:

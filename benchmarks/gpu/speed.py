@@ -43,7 +43,7 @@ def measured(bench: Bench, facts: Facts, row: Row) -> list[str]:
 
 def _module(bench: Bench, row: Row) -> Any:
     """The model of the row before, where this row has the same; whole, and compiled where it is to be."""
-    from lightning_modules.execution.kernels import compile_blocks
+    from lightning_modules.execution.blocks import compile_blocks
 
     what, module = bench.kept
     if what != row.base or (module.execution.compile_blocks and not row.compiled):

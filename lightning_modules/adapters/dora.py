@@ -11,7 +11,7 @@ from lightning_modules.adapters.frozen_layers import dequantized, weight_product
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import ADAPTER, full_tensor, lora_layers
-from lightning_modules.execution.autocast import without_autocast
+from lightning_modules.execution.blocks import without_autocast
 
 
 class DoRA(LoRA):

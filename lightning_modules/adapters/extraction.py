@@ -6,8 +6,7 @@ import torch
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.low_rank import LowRank, best_of_rank
-from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.transformer_files import transformer_weights
+from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
 from lightning_modules.pretrained.weights import SafetensorsWeights
 from lightning_modules.timing import ProgressLines
 

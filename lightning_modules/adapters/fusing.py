@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapters.update import Update
-from lightning_modules.execution.freed_memory import return_freed_memory
-from lightning_modules.pretrained.assembly import FILE_SIZE, assemble, save_quantized
-from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.transformer_files import empty_transformer, transformer_weights
-from lightning_modules.pretrained.weights import SafetensorsWeights, Weights
+from lightning_modules.execution.host_memory import return_freed_memory
+from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
+from lightning_modules.pretrained.weights import FILE_SIZE, SafetensorsWeights, Weights, assemble, save_quantized
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization
 
@@ -102,7 +100,7 @@ def write_fused(
             return fused.rounding
         quantization = source.quantization if weights.format is None else _as_stored(source, weights.format)
         assert quantization is not None
-        transformer = empty_transformer(type(source.meta), source.config())
+        transformer = source.empty()
         rounding = None
         if weights.format is None:
             assemble(transformer, fused, dtype=source.dtype, device=device, quantization=quantization)
@@ -135,7 +133,7 @@ def _as_stored(source: TransformerSource, format: str) -> Quantization:
     """How a transformer was quantized that is so on disk."""
     settings = source.config().get("quantization_config") or {}
     double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
-    return Quantization(format, None, (), ("transformer",), double_quant, "float8_e5m2", cache=False, cache_dir=None)
+    return Quantization(format, None, (), ("transformer",), double_quant)
 
 
 def _requantize(transformer: nn.Module, updates: Mapping[str, Update], quantization: Quantization) -> Rounding:

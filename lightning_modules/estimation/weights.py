@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from lightning_modules.execution.block_offload import streamed_blocks
-from lightning_modules.pretrained.assembly import AHEAD, FILE_SIZE
+from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.quantization.formats import FORMATS
+from lightning_modules.pretrained.weights import AHEAD
+from lightning_modules.quantization.quantization import FORMATS
 
 
 def weight_bytes(source: TransformerSource) -> int:
@@ -14,7 +14,7 @@ def weight_bytes(source: TransformerSource) -> int:
     if wanted is not None and wanted.format == source.expected_precision:
         return wanted.nbytes(source.meta, source.dtype)
     row = FORMATS.get(source.expected_precision)
-    bits = 8 * source.dtype.itemsize if row is None else row.bits_with_scales
+    bits = 8 * source.dtype.itemsize if row is None else row.bits
     return round(sum(parameter.numel() for parameter in source.meta.parameters()) * bits / 8)
 
 
@@ -29,8 +29,6 @@ def loading_bytes(source: TransformerSource, on_host: bool) -> int:
     wanted, copies = source.quantization, 0
     if wanted is not None:
         copies += AHEAD * largest
-        # From a GPU a file is copied before it is written.
-        copies += 0 if on_host or not wanted.is_kept else min(FILE_SIZE, weight_bytes(source))
     return loading_bound(kept, largest) + copies
 
 
@@ -54,7 +52,7 @@ def _streamed_bytes(source: TransformerSource) -> list[int]:
     """Of each streamed block."""
     plain, wanted = 8 * source.dtype.itemsize, source.quantization
     row = FORMATS.get(source.expected_precision)
-    stored = plain if row is None else row.bits
+    stored = plain if row is None else int(row.bits)
 
     def kept(name: str, part: nn.Module) -> bool:
         if wanted is None or wanted.format != source.expected_precision:

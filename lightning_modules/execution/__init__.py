@@ -1,1 +1,1 @@
-"""How a transformer's blocks run."""
+"""Running a transformer: its blocks, checkpointing, offloading and sharding."""

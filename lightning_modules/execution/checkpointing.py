@@ -1,4 +1,4 @@
-"""Checkpointing policies: what of a block is kept for the backward pass, and what is computed again."""
+"""Gradient checkpointing policies: which outputs of a block are kept for the backward pass, and which recomputed."""
 
 import re
 from collections.abc import Callable
@@ -10,12 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from datamodules.errors import UserError
-from lightning_modules.execution.blocks import blocks, with_attribute
-from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.execution.blocks import LastBlock, blocks, with_attribute
 
-# In the order in which `auto` tries them: the least recomputation first. `selective` keeps matrix products alone.
+# In the order in which `auto` prefers them, the least recomputation first. `selective` keeps only matrix products.
 POLICIES = ("none", "selective", "every_2", "full")
-# A product that is this much wider than its inner side is quickly made again, as a LoRA's second.
+# A product this many times wider than its inner dimension, such as a LoRA's second, is cheap to recompute.
 WIDE = 8
 
 aten = torch.ops.aten
@@ -24,10 +23,10 @@ FROZEN_PRODUCT = "retouch::frozen_product"
 
 
 def read_policy(setting: bool | str) -> str:
-    """model.gradient_checkpointing as `none`, `selective`, `every_N`, `full` or `auto`; true is full, false none.
+    """Parse model.gradient_checkpointing: `none`, `selective`, `every_N`, `full` or `auto`; true is full, false none.
 
     Raises:
-        UserError: it is none of these.
+        UserError: it is another value.
     """
     if isinstance(setting, bool):
         return "full" if setting else "none"
@@ -41,22 +40,22 @@ def read_policy(setting: bool | str) -> str:
 def set_checkpointing(
     transformer: Any, policy: str, bind_rank_mask: Callable[[nn.Module], Callable[..., Any]], compiled: bool = False
 ) -> None:
-    """Let a diffusers model keep what the policy says.
+    """Apply a policy to a diffusers model.
 
     Args:
-        policy: of `read_policy`, not auto.
-        bind_rank_mask: gives a function that computes a block later with the rank mask and the signs of now.
-        compiled: whether blocks are; then they keep what torch.compile chooses, about as `selective`.
+        policy: as `read_policy` returns it, but not auto.
+        bind_rank_mask: returns a function that recomputes a block later with the present rank mask and signs.
+        compiled: whether the blocks are; then torch.compile chooses what they keep, about as `selective`.
     """
     if policy == "none" or (policy == "selective" and compiled):
         transformer.disable_gradient_checkpointing()
         return
     every = int(policy.partition("_")[2]) if policy.startswith("every_") else 1
-    chosen = {block for number, block in enumerate(blocks(transformer).values()) if number % every == 0}
+    chosen = set(list(blocks(transformer).values())[::every])
     more: dict[str, Any] = {}
     if policy == "selective":
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-        more["respect_saved_tensors_hooks"] = True  # by which model.offload.activations works
+        more["respect_saved_tensors_hooks"] = True  # model.offload.activations relies on them
 
     def run(block: nn.Module, *args: Any) -> Any:
         if block not in chosen:
@@ -70,7 +69,7 @@ def set_checkpointing(
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Outputs of matrix products and of attention, by whatever kernel, are kept."""
+    """Keep the outputs of matrix products and of attention, whatever the kernel."""
     keep = operator.name() == FROZEN_PRODUCT or any(word in operator.name() for word in ("attention", "flash_attn"))
     if operator in PRODUCTS:
         inner, outer = args[-1].shape[-2:]

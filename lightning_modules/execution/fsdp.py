@@ -1,4 +1,4 @@
-"""A base that is split over several GPUs (FSDP2), for models that one GPU does not hold."""
+"""A base that is split over several GPUs (FSDP2), for models that do not fit on one."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning_modules.execution.blocks import blocks
 
 
 class Sharded(ModelParallelStrategy):
-    """Lightning's over all processes; its checkpoints are files as everywhere, and leave out what is frozen."""
+    """Lightning's FSDP2 strategy over all processes; checkpoints are single files without frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__(save_distributed_checkpoint=False)
@@ -34,7 +34,7 @@ class Sharded(ModelParallelStrategy):
 
 
 def shard(transformer: nn.Module, mesh: Any) -> None:
-    """Split a transformer block by block: a block's weights come together while it computes.
+    """Split a transformer block by block: a block's weights are gathered while it computes.
 
     Raises:
         UserError: its quantized layers cannot be split.
@@ -51,7 +51,7 @@ def shard(transformer: nn.Module, mesh: Any) -> None:
 
 
 def gather_anew(transformer: nn.Module) -> None:
-    """Let go what a forward without a backward has left together: the next one is to see the weights as they are."""
+    """Release weights that a forward pass without a backward pass left gathered; the next pass gathers them again."""
     for module in transformer.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

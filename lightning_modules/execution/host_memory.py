@@ -1,8 +1,9 @@
-"""Pinned host memory for frozen weights, from which they come to a device."""
+"""Host memory: pinned copies of frozen weights, copies on a stream of their own, and returning what was freed."""
 
+import ctypes
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -13,15 +14,51 @@ from torch import Tensor, nn
 
 log = logging.getLogger("retouch")
 
-# Bytes; where a tensor may begin.
+# Byte alignment of tensors within a piece.
 ALIGNMENT = 256
 
 
+class SideStream:
+    """Copies on their own CUDA stream, parallel to computing; on other devices each copy is immediate.
+
+    Copies run in the order in which they are requested. Their tensors must not be freed, written or read before a
+    `wait`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def pins(self) -> bool:
+        """Whether host memory should be pinned: otherwise copies are not parallel."""
+        return self._stream is not None
+
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+        """Copy each source to its target after everything queued by now; return an event to `wait` for."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):  # None changes nothing
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+            return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """Make computing that is queued from now on wait for a copy; the CPU does not wait."""
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def uses(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory from reuse until the copies requested before its release are done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+
 class HostMemory:
-    """One piece of the host's memory with room for copies of tensors.
+    """One piece of host memory with room for copies of tensors.
 
     Args:
-        tensors: whose dtypes and shapes the copies have.
+        tensors: with the dtypes and shapes of the copies.
 
     Attributes:
         piece: (bytes,), uint8.
@@ -36,25 +73,25 @@ class HostMemory:
         self.piece = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def views(self, piece: Tensor) -> list[Tensor]:
-        """The tensors within the piece, or within a copy of it that may be longer."""
+        """Return the tensors within the piece, or within a copy of it that may be longer."""
         return [
             piece[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for start, dtype, shape in self._places
         ]
 
     def pin(self, device: torch.device) -> None:
-        """Pin it for copies to a CUDA device, if that is possible; until it is let go."""
+        """Pin it for copies to a CUDA device, if possible, for as long as it exists."""
         if device.type == "cuda" and pin(self.piece, device):
             weakref.finalize(self, _unpin, self.piece, device)
 
 
 def pin(memory: Tensor, device: torch.device) -> bool:
-    """Pin memory where it is, for PyTorch's own pinned memory comes in powers of two; whether that was possible."""
+    """Pin memory in place and return whether that worked; PyTorch's own pinned memory comes in powers of two."""
     try:
         _register(memory, device)
     except RuntimeError as error:
-        _note(f"note: what is offloaded comes slower, for memory cannot be pinned: {error}")
-        with suppress(RuntimeError):  # CUDA says once more what has failed, to the next that starts a kernel
+        _note(f"note: offloaded weights are copied more slowly: memory cannot be pinned: {error}")
+        with suppress(RuntimeError):  # CUDA reports the failure again to the next kernel
             _launch_kernel(device)
         return False
     return True
@@ -62,7 +99,7 @@ def pin(memory: Tensor, device: torch.device) -> bool:
 
 @cache
 def _note(text: str) -> None:
-    """A model has many pieces."""
+    """Warn once: a model has many pieces."""
     log.warning(text)
 
 
@@ -76,21 +113,19 @@ def _launch_kernel(device: torch.device) -> None:
 
 
 def _unpin(memory: Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # a copy may be under way
+    torch.cuda.synchronize(device)  # a copy may be in progress
     torch.cuda._pin_memory_utils.unpin_memory(memory.data_ptr())
 
 
 def all_weights(module: nn.Module) -> list[Tensor]:
-    """A model's parameters, and what quantized layers have beside them."""
-    # A QuantizedLinear has parts: importing it would be a circle.
+    """Return a model's parameters and the other parts of its quantized layers."""
+    # QuantizedLinear has `parts`; importing it would be a cycle.
     layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
     return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
 
 
 class HostCopy:
-    """A copy of a frozen model's weights on the host, from which the model comes to a device and goes again.
-
-    The copy is made once and never written.
+    """A copy of a frozen model's weights in host memory, written once: offloading copies nothing.
 
     Args:
         model: on the device.
@@ -103,25 +138,41 @@ class HostCopy:
         self._tensors = list(found.values())
         self._host = HostMemory(self._tensors)
         self._host.pin(device)
-        for view, tensor in zip(self._views(), self._tensors, strict=True):
+        self._views = self._host.views(self._host.piece)
+        for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor)
 
     @staticmethod
     def suits(model: nn.Module) -> bool:
         """Return whether all weights are frozen and contiguous."""
-        return not any(
-            tensor.requires_grad or not tensor.is_contiguous() for tensor in (*all_weights(model), *model.buffers())
-        )
-
-    def _views(self) -> list[Tensor]:
-        return self._host.views(self._host.piece)
+        tensors = (*all_weights(model), *model.buffers())
+        return not any(tensor.requires_grad or not tensor.is_contiguous() for tensor in tensors)
 
     def offload(self) -> None:
-        """Give the device's memory back; nothing is copied."""
-        for tensor, view in zip(self._tensors, self._views(), strict=True):
+        """Free the device's memory."""
+        for tensor, view in zip(self._tensors, self._views, strict=True):
             tensor.data = view
 
     def load(self, device: torch.device) -> None:
         """Copy the weights to the device."""
-        for tensor, view in zip(self._tensors, self._views(), strict=True):
+        for tensor, view in zip(self._tensors, self._views, strict=True):
             tensor.data = view.to(device, non_blocking=True, copy=True)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system.
+
+    glibc keeps freed pieces below a threshold that rises to 32 MB. While a large model is quantized layer by layer they
+    would add up to its unquantized size.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's malloc_trim; None for other C libraries, which return memory by themselves."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, TypeError, AttributeError):
+        return None

@@ -1,4 +1,4 @@
-"""The frozen parts of a pipeline beside its transformer: loaded when first used, offloaded, and released."""
+"""The frozen components of a pipeline other than its transformer: loaded on first use, offloaded, and released."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ class Components:
         repository_name: folder or hub id in diffusers' layout, or `embedded`.
         revision: of a hub repository.
         dtype: of the models.
-        placement: the device of `vae`, and of `text_encoder` for everything else.
-        main_device: says where a component without a place of its own goes.
+        placement: the devices of `vae`, and of `text_encoder` for all others; None for the main device.
+        main_device: returns the transformer's device.
         quantization: of the components that it names.
     """
 
@@ -48,38 +48,36 @@ class Components:
         self.timer = timer
         self._loaded: dict[str, Any] = {}
         self._offloaded: set[str] = set()
-        self._copies: WeakKeyDictionary[nn.Module, HostCopy] = WeakKeyDictionary()  # of those that were offloaded once
+        self._copies: WeakKeyDictionary[nn.Module, HostCopy] = WeakKeyDictionary()  # of models offloaded before
 
     @property
     def repository(self) -> str:
-        """The folder or hub id that components come from."""
+        """The folder or hub id of the components."""
         return resolve_repository(self.repository_name)
 
     def place(self, name: str) -> torch.device | None:
-        """Where the settings put a component; None for beside the transformer."""
+        """Return a component's device in the settings; None for the main device."""
         return self.placement["vae" if name == "vae" else "text_encoder"]
 
     def device(self, name: str) -> torch.device:
-        """Where a component is or will be."""
+        """Return a component's device."""
         return self.place(name) or self.main_device()
 
     def __getitem__(self, name: str) -> Any:
+        device = self.device(name)
         if name not in self._loaded:
             with self.timer.stage(LOADING):
-                self._loaded[name] = self._load(name, self.device(name))
+                self._loaded[name] = self._load(name, device)
         elif name in self._offloaded:
-            part, device = self._loaded[name], self.device(name)
-            if part in self._copies:
-                self._copies[part].load(device)
-            else:
-                part.to(device)
+            part = self._loaded[name]
+            (self._copies[part].load if part in self._copies else part.to)(device)
             self._offloaded.remove(name)
         return self._loaded[name]
 
     def _load(self, name: str, device: torch.device) -> Any:
         if name not in self.quantized:
             return load_component(self.repository, name, revision=self.revision, dtype=self.dtype, device=device)
-        # In the files' own dtype, which leaves the weights in the files until each is quantized.
+        # In the files' own dtype, so that the weights stay mapped until each is quantized.
         part = load_component(self.repository, name, revision=self.revision, dtype="auto")
         assert self.quantization is not None
         log.info(f"quantizing {name} to {self.quantization}")
@@ -87,17 +85,17 @@ class Components:
         return part
 
     def models(self) -> dict[str, nn.Module]:
-        """The models that are in memory now."""
+        """Return the loaded models."""
         return {name: part for name, part in self._loaded.items() if isinstance(part, nn.Module)}
 
     @property
     def quantized(self) -> list[str]:
-        """Those that are quantized."""
+        """The names of the quantized components."""
         chosen = () if self.quantization is None else self.quantization.components_to_quantize
         return [name for name in chosen if name != "transformer"]
 
     def check_quantization(self, texts: Sequence[str]) -> None:
-        """Raise a UserError for what is to be quantized and is no text encoder; `texts` are the parts that encode."""
+        """Raise a UserError if a component to quantize is not a text encoder; `texts` encode text."""
         index = read_index(self.repository, self.revision)  # not the classes: most runs need none of them
         known = [name for name in texts if not any(word in index[name][1] for word in WITHOUT_WEIGHTS)]
         if unknown := [name for name in self.quantized if name not in known]:
@@ -105,23 +103,23 @@ class Components:
             raise UserError(f"model.quantization.components_to_quantize: {listing(unknown)} is none of {choices}")
 
     def quantization_settings(self) -> dict[str, Any]:
-        """What the outputs of quantized components depend on; nothing where there are none."""
+        """Return what the outputs of quantized components depend on; empty without any."""
         if self.quantization is None or not self.quantized:
             return {}
         return {"quantization": self.quantization.settings() | {"components_to_quantize": sorted(self.quantized)}}
 
     def weight_bytes(self, name: str, part: nn.Module) -> int:
-        """What a model, which may be on the meta device, takes."""
+        """Return the bytes of a model's weights; it may be on the meta device."""
         if self.quantization is not None and name in self.quantized:
             return self.quantization.nbytes(part, self.dtype)
         return sum(parameter.numel() for parameter in part.parameters()) * self.dtype.itemsize
 
     def offload_to_cpu(self) -> None:
-        """Let the models wait in the host's memory until they are used again."""
+        """Move the models to host memory until they are used again."""
         moving = [name for name in self.models() if name not in self._offloaded and self.device(name).type != "cpu"]
         for name in moving:
             part = self._loaded[name]
-            if not HostCopy.suits(part):  # nor does a copy from before it trained
+            if not HostCopy.suits(part):  # a copy from before it trained does not suit either
                 self._copies.pop(part, None)
                 part.to("cpu")
                 continue
@@ -133,7 +131,7 @@ class Components:
             torch.cuda.empty_cache()
 
     def release(self, *names: str) -> None:
-        """Forget components and give their memory back."""
+        """Unload components and free their memory."""
         for name in names:
             self._loaded.pop(name, None)
             self._offloaded.discard(name)

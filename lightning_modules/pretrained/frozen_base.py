@@ -1,6 +1,7 @@
-"""The frozen pipeline that is fine-tuned: where it comes from, its components and its transformer."""
+"""The frozen pipeline that is fine-tuned: its repository, components and transformer."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from datamodules.files import reading
 from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.component_files import check_component
+from lightning_modules.pretrained.checks import check_component
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import GET_AGAIN
@@ -24,37 +25,40 @@ from lightning_modules.timing import LOADING, StageTimer
 
 log = logging.getLogger("retouch")
 
+# Words in the names of distilled checkpoints, such as Z-Image-Turbo, FLUX.1-schnell and Qwen-Image-Lightning.
+DISTILLED = re.compile(r"(?<![a-z])(turbo|schnell|lightning|distilled)(?![a-z])", re.IGNORECASE)
+
 
 @cache
 def note_once(text: str) -> None:
-    """Warn, but not again of the same: a run has several modules."""
+    """Warn, but only once: a run has several modules."""
     log.warning(f"note: {text}")
 
 
 class FrozenBase:
     """A pipeline whose own weights never change.
 
-    A plain object that the module has: Lightning would move and save a submodule. Nothing is loaded before it is used.
+    A plain object, since Lightning would move and save a submodule. Nothing is loaded before its first use.
 
     Args:
-        family_class: what kind of pipeline it must be.
+        family_class: the kind of pipeline that it must be.
         pretrained_model_name_or_path: folder or hub id in diffusers' layout, or `embedded`.
-        transformer_name_or_path: where the transformer comes from; None for the same repository.
+        transformer_name_or_path: repository of the transformer; None for the same repository.
         revision: branch, tag or commit of pretrained_model_name_or_path on the hub.
         dtype: of the frozen weights, `float32` or `bfloat16`.
-        devices: for `text_encoder` and `vae`, where they live; None for beside the transformer. For
-            `transformer`, train.py and predict.py set the trainer to it.
-        quantization: of the transformer, and of other components that it names; None where all stay in `dtype`.
-            A transformer that is quantized on disk is loaded as it is, whatever this says.
-        offload: what waits in the host's memory: `encoders`, whether the other components do beside a loaded
-            transformer; `blocks`, how many of its blocks.
-        device: gives the device of the transformer, which is known when the trainer is.
+        devices: of `text_encoder` and `vae`; None for the transformer's. For `transformer`, train.py and predict.py
+            configure the trainer.
+        quantization: of the transformer and of other components that it names; None for no quantization. A transformer
+            that is quantized on disk is loaded as it is.
+        offload: to host memory: `encoders`, whether the other components make room for a loaded transformer; `blocks`,
+            how many of its blocks.
+        device: returns the transformer's device, which is known once the trainer is.
 
     Attributes:
-        name: of the repository, as the settings give it.
-        source: of the transformer.
-        components: the others.
-        timer: the seconds of loading, encoding and making pictures.
+        name: of the repository, as in the settings.
+        source: the transformer's.
+        components: all others.
+        timer: seconds of loading, encoding and sampling.
     """
 
     def __init__(
@@ -82,7 +86,6 @@ class FrozenBase:
         self.source = TransformerSource(
             family_class.transformer_class,
             self.transformer_name,
-            # Of the pipeline's repository alone.
             revision if self.transformer_name == self.name else None,
             self.dtype,
             quantization if in_transformer else None,
@@ -95,7 +98,7 @@ class FrozenBase:
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer is or will be."""
+        """The transformer's device."""
         return self._device()
 
     @property
@@ -105,14 +108,14 @@ class FrozenBase:
 
     @property
     def encoder_names(self) -> Sequence[str]:
-        """The components that encode: of text, and the autoencoder."""
+        """The names of the components that encode: text encoders and the autoencoder."""
         return (*self.family_class.text_components, "vae")
 
     def check(self) -> None:
-        """Find what does not fit the settings before any weights are read.
+        """Check that the repository fits the settings, before any weights are read.
 
         Raises:
-            UserError: the repository is of another kind, or cannot be used as the settings say.
+            UserError: it is of another kind, or cannot be used with these settings.
         """
         index = self.index
         made_for, model = index.get("_class_name"), self.family_class.__name__
@@ -120,7 +123,7 @@ class FrozenBase:
             raise UserError(f"{self.name} has no {listing(missing)}, which {model} needs: it is made for {made_for}")
         self.components.check_quantization([name for name in self.family_class.text_components if name in index])
         self.source.check_class(model)
-        self.source.check()
+        self.source.check_settings()
         if made_for != self.family_class.pipeline_name:
             note_once(
                 f"model_index.json of {self.name} names {made_for}, {model} expects {self.family_class.pipeline_name}: "
@@ -128,7 +131,7 @@ class FrozenBase:
             )
 
     def check_precision(self, precision: str) -> None:
-        """Raise a UserError for a trainer's precision that does not go with the dtype."""
+        """Raise a UserError for a trainer's precision that is not compatible with the dtype."""
         needed = "32-true" if self.dtype == torch.float32 else "bf16-mixed"
         if precision != needed:
             raise UserError(
@@ -137,7 +140,7 @@ class FrozenBase:
             )
 
     def check_files(self) -> None:
-        """Find what a local repository lacks, without reading weights; those of the hub are looked at when they load.
+        """Check a local repository's files without reading weights; the hub's are checked when they are loaded.
 
         Raises:
             UserError: a component's file is missing or damaged.
@@ -150,7 +153,7 @@ class FrozenBase:
         self.source.check_files()
 
     def load_transformer(self, sharded: bool = False) -> Any:
-        """The transformer on its device, frozen; encoders make room for it before, if they are told to."""
+        """Load the transformer to its device, frozen; with offload.encoders, other components make room first."""
         if self.offloads_encoders:
             self.components.offload_to_cpu()
         with self.timer.stage(LOADING):
@@ -159,28 +162,28 @@ class FrozenBase:
         return transformer
 
     def load_encoders(self) -> None:
-        """All that encode, now and not with the first batch."""
+        """Load text encoders and autoencoder now, not with the first batch."""
         for name in self.encoder_names:
             self.components[name]
             self.offload_to_cpu()
 
     def offload_to_cpu(self) -> None:
-        """Encoders and autoencoder make room beside a loaded transformer, if they are told to."""
+        """Make room for a loaded transformer, with offload.encoders."""
         if self.offloads_encoders and self._transformer_is_loaded:
             self.components.offload_to_cpu()
 
     def release(self) -> None:
-        """Forget all that is loaded."""
+        """Unload everything."""
         self._transformer_is_loaded = False
         self.components.release(*self.components.models())
 
     @cached_property
     def vae_config(self) -> dict[str, Any]:
-        """Known without loading the autoencoder: training from cached latents never needs its weights."""
+        """The autoencoder's config.json: training from cached latents never loads its weights."""
         return repository.component_config(self.components.repository, "vae", self.revision)
 
     def vae_tensor(self, name: str) -> Tensor:
-        """One of the autoencoder's tensors, (...) in its file's dtype: the others are not read."""
+        """Read only this one of the autoencoder's tensors, (...) in its file's dtype."""
         filename = "vae/diffusion_pytorch_model.safetensors"
         path = repository.repository_file(self.components.repository, filename, self.revision)
         if path is None:
@@ -189,12 +192,12 @@ class FrozenBase:
             return file.get_tensor(name)
 
     def latent_size(self, width: int, height: int) -> torch.Size:
-        """(height, width) of a picture's latent."""
+        """Return (height, width) of an image's latent."""
         halvings = self.vae_config.get("temperal_downsample") or self.vae_config["block_out_channels"][1:]
         return torch.Size((height >> len(halvings), width >> len(halvings)))
 
     def dynamic_shift(self, tokens: int) -> float:
-        """The shift of its scheduler, for a target of so many tokens."""
+        """Return its scheduler's shift for a target of so many tokens."""
         config = self.components["scheduler"].config
         return flow.dynamic_shift(tokens, config) if config["use_dynamic_shifting"] else config["shift"]
 
@@ -207,7 +210,7 @@ class FrozenBase:
         return scheduler.timesteps
 
     def identity(self, memo: Path) -> dict[str, Any]:
-        """What the outputs of its encoders depend on.
+        """Return what the outputs of its encoders depend on.
 
         Args:
             memo: a file that remembers the checksums of a local model's files.
@@ -220,10 +223,45 @@ class FrozenBase:
         }
 
     def provenance(self) -> dict[str, Any]:
-        """What a LoRA file's header says of it."""
+        """Return its entries in a LoRA file's header."""
         return {
             "base": self.name,
             "transformer": self.transformer_name,
             "base_precision": self.source.precision,
             **{f"{name}_precision": str(self.components.quantization) for name in self.components.quantized},
         }
+
+    def sign_of_distillation(self) -> str | None:
+        """Return how the transformer is known to be distilled to few steps; None if nothing says so.
+
+        FLUX.1 [dev], whose guidance was distilled and not its steps, is not.
+        """
+        config, index = self.source.config(), self.source.pipeline_index()
+        names = [self._transformer_repository, index.get("_name_or_path")]
+        if not index:  # a transformer only is most often of the base's kind
+            index = self.index
+            names += [self.name, index.get("_name_or_path")]
+        if index.get("is_distilled") is True:
+            return "is_distilled in model_index.json"
+        for key in ("is_distilled", "flow_map"):
+            if config.get(key) is True:
+                return f"{key} in the transformer's config.json"
+        for name in names:
+            if isinstance(name, str) and (found := DISTILLED.search(Path(name).name)):
+                return f"{found[1]} in its name"
+        return None
+
+    @property
+    def _transformer_repository(self) -> str:
+        return self.name if self.source.repository == self.components.repository else self.source.name
+
+    def note_distilled(self) -> None:
+        """Warn, once, if the transformer is distilled: a LoRA trained directly on it loses its few-step ability."""
+        if sign := self.sign_of_distillation():
+            note_once(
+                f"{self._transformer_repository} is distilled to few steps ({sign}): a LoRA trained directly on it "
+                "loses that ability, and its few-step images turn blurry or grey. Train on the base checkpoint, and "
+                "sample with this one by model.sampling.transformer_name_or_path; or train on this one with a LoRA "
+                "that undoes the distillation, model.training_adapter. Either way model.sampling needs its steps and "
+                "scales: docs/training.md, distilled bases"
+            )

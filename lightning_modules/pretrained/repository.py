@@ -1,4 +1,4 @@
-"""One component of a diffusers repository (a folder or a hub id): its dtype, its device, errors worth reading."""
+"""Components of a diffusers repository (a folder or a hub id), loaded one at a time to their dtype and device."""
 
 import importlib
 import logging
@@ -13,27 +13,33 @@ import torch
 from datamodules.errors import UserError, listing
 from datamodules.files import PICKLES, kind_of_file, reading
 from datamodules.hashes import FileHashes, hash_file
-from lightning_modules.pretrained.component_files import check_component, check_weight_names, read_json
-from lightning_modules.pretrained.weights import GET_AGAIN, check_library_weights, refuse_unexpected
+from lightning_modules.pretrained.checks import (
+    check_component,
+    check_library_weights,
+    check_weight_names,
+    read_json,
+    refuse_unexpected,
+)
+from lightning_modules.pretrained.weights import GET_AGAIN
 
 log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
 SHAPES = Path(__file__).parent.parent.parent / "assets" / "shapes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Suffixes of what people have in place of repositories.
+# Suffixes of single files that people name instead of a repository.
 SINGLE_FILES = (".safetensors", ".gguf", ".sft", ".onnx", *PICKLES)
 # Bytes of a file that takes a while to read.
 LARGE = 10**9
-# Classes whose components are built without weights.
+# Words in the class names of components without weights.
 WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
 
 def resolve_repository(name: str) -> str:
-    """Return the folder that a name stands for, `embedded` that of the model that comes with Retouch; else the name.
+    """Return the folder of a name (`embedded`: of the model that comes with Retouch), or a hub id unchanged.
 
     Raises:
-        UserError: it is a file, or a path where nothing is: neither is looked for on the hub.
+        UserError: it is a file, or a path that does not exist; neither can be a hub id.
     """
     path = SHAPES if name == EMBEDDED else Path(name).expanduser()
     if path.is_dir():
@@ -49,17 +55,13 @@ def resolve_repository(name: str) -> str:
 
 
 def resolve_device(name: str | None, key: str) -> torch.device | None:
-    """Parse a device name and check that this machine has it.
-
-    Raises:
-        UserError: no such device; `key` is the setting it came from.
-    """
+    """Parse a device name from the setting `key`; raise a UserError if this machine does not have it."""
     if name is None:
         return None
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"{key}={name} is no device: use cpu, cuda, cuda:0, mps, ...") from error
+        raise UserError(f"{key}={name} is not a device: use cpu, cuda, cuda:0, mps, ...") from error
     available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     count = available.get(device.type, 0)
     if (device.index or 0) >= count:
@@ -69,17 +71,17 @@ def resolve_device(name: str | None, key: str) -> torch.device | None:
 
 
 def resolve_dtype(name: str, key: str = "model.dtype") -> torch.dtype:
-    """`float32` or `bfloat16`; `key` is the setting it came from."""
+    """Parse `float32` or `bfloat16` from the setting `key`; raise a UserError for another name."""
     if name not in DTYPES:
         raise UserError(f"{key}={name}: choose {' or '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def repository_file(repository: str, filename: str, revision: str | None = None) -> Path | None:
-    """The path of a small file of the repository, downloaded if need be; None where it has no such file.
+    """Return the path of a small file of the repository, downloaded if necessary; None if it does not exist.
 
     Raises:
-        UserError: the repository is not there, is gated, or cannot be reached.
+        UserError: the repository does not exist, is gated, or cannot be reached.
     """
     if Path(repository).is_dir():
         path = Path(repository, filename)
@@ -115,13 +117,13 @@ def _hub_file(repository: str, filename: str, revision: str | None) -> Path | No
             log.info(f"{repository} was downloaded without {filename}, and huggingface.co cannot be reached")
             return None
         raise UserError(
-            f"{repository} is no folder here and huggingface.co cannot be reached: check the network (and "
+            f"{repository} is not a folder here and huggingface.co cannot be reached: check the network (and "
             "HF_HUB_OFFLINE), or pass the path of a downloaded copy; it is not in the hub's cache"
         ) from error
 
 
 def _cached_without(repository: str, filename: str, revision: str | None) -> bool:
-    """Whether the repository is in the cache, and not known to have this file."""
+    """Return whether the repository is in the hub's cache without this file."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -132,20 +134,17 @@ def _cached_without(repository: str, filename: str, revision: str | None) -> boo
 
 
 def local_folder(repository: str, revision: str | None, names: Iterable[str]) -> Path:
-    """The repository as a folder on this machine that has these components."""
+    """Return the repository as a local folder with these components, downloaded if necessary."""
     if Path(repository).is_dir():
         return Path(repository)
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            repository, revision=revision, allow_patterns=["model_index.json", *(f"{name}/*" for name in names)]
-        )
-    )
+    patterns = ["model_index.json", *(f"{name}/*" for name in names)]
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
 
 
 def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """model_index.json: for each component, its library and class.
+    """Read model_index.json: the library and class of each component.
 
     Raises:
         UserError: as `repository_file`, or the repository is not in diffusers' layout.
@@ -157,7 +156,7 @@ def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def component_class(repository: str, name: str, revision: str | None = None) -> type[Any]:
-    """The class that the repository names for a component."""
+    """Return the class that the repository names for a component."""
     index = read_index(repository, revision)
     if name not in index:
         raise UserError(f"{repository} has no component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
@@ -173,10 +172,10 @@ def load_component(
     dtype: torch.dtype | Literal["auto"] = torch.float32,
     device: torch.device | None = None,
 ) -> Any:
-    """Load one component from its subfolder, models frozen and straight to their dtype and device.
+    """Load one component from its subfolder; models are frozen, and go straight to their dtype and device.
 
     Args:
-        dtype: `auto` for that of the files, which are then mapped and not copied.
+        dtype: `auto` for the files' own, which are then mapped, not copied.
 
     Raises:
         UserError: the repository cannot be used, or the component's files are missing or damaged.
@@ -190,30 +189,24 @@ def load_component(
 
 
 def encoders_identity(repository: str, revision: str | None, names: Sequence[str], memo: Path) -> dict[str, str]:
-    """What the output of these components depends on: `content` of their folders."""
-    return content(repository, revision, [f"{name}/**/*" for name in names], memo)
-
-
-def content(repository: str, revision: str | None, patterns: Sequence[str], memo: Path) -> dict[str, str]:
-    """What a repository holds: the commit of one of the hub, the checksums of a folder's files.
+    """Return what the outputs of these components depend on: a hub repository's commit, or checksums of local files.
 
     Args:
-        patterns: of a folder's files that matter.
-        memo: remembers their checksums; files are read again only when they change.
+        memo: a file that remembers the checksums; a file is read again only if it has changed.
     """
     if not Path(repository).is_dir():
-        names = ("model_index.json", "config.json", "transformer/config.json")
-        name, path = next((name, path) for name in names if (path := repository_file(repository, name, revision)))
-        return {"repository": repository, "commit": path.parents[name.count("/")].name}
+        path = repository_file(repository, "model_index.json", revision)
+        assert path is not None
+        return {"repository": repository, "commit": path.parent.name}
     hashes = FileHashes([memo] if memo.is_file() else [])
     files = {}
-    for path in sorted(path for pattern in patterns for path in Path(repository).glob(pattern) if path.is_file()):
+    for path in sorted(path for name in names for path in Path(repository, name).rglob("*") if path.is_file()):
         known = hashes.get(path)
         if known is None:
             if path.stat().st_size > LARGE:
-                log.info(f"reading {path} once, to know it by its content")
+                log.info(f"reading {path} once, for its checksum")
             known = (hashed := hash_file(path))[4]
-            with suppress(OSError):  # read-only: it is read again the next time
+            with suppress(OSError):  # read-only: the file is read again next time
                 memo.parent.mkdir(parents=True, exist_ok=True)
                 with memo.open("a", encoding="utf-8") as file:
                     file.write(FileHashes.line(hashed))
@@ -222,7 +215,7 @@ def content(repository: str, revision: str | None, patterns: Sequence[str], memo
 
 
 def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
-    """A model's config.json, without its weights."""
+    """Read a component's config.json."""
     path = repository_file(repository, f"{name}/config.json", revision)
     if path is None:
         raise UserError(f"{repository} has no {name}/config.json: it must be a whole pipeline in diffusers' layout")
@@ -230,7 +223,7 @@ def component_config(repository: str, name: str, revision: str | None = None) ->
 
 
 def meta_component(repository: str, name: str, revision: str | None = None) -> Any:
-    """A component without weights; None where it has none."""
+    """Return a component's model on the meta device; None for a component without weights."""
     cls = component_class(repository, name, revision)
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return None
@@ -249,7 +242,7 @@ def load_model(
     device: torch.device | None,
     what: str = "transformer",
 ) -> Any:
-    """A diffusers or transformers model, frozen and straight to its dtype and device; `what` names it in a line."""
+    """Load a diffusers or transformers model, frozen, straight to its dtype and device; `what` names it in the log."""
     log.info(f"loading {subfolder or what}")
     where = f"{subfolder or cls.__name__} of {repository}"
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
@@ -260,23 +253,23 @@ def load_model(
     except UserError:
         from huggingface_hub import list_repo_files
 
-        with suppress(OSError, ValueError):  # of a folder, and without the network
+        with suppress(OSError, ValueError):  # a folder, or no network
             paths = [Path(name) for name in list_repo_files(repository, revision=revision)]
             names = [path.name for path in paths if path.parent == Path(subfolder or "")]
             check_weight_names(names, cls.__name__, where)
         raise
-    # Else they would be random numbers.
+    # They would be random numbers.
     if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
         raise UserError(f"{where} lacks {listing(lacking)}: {GET_AGAIN}")
     refuse_unexpected(_without_other_parts(model, found["unexpected_keys"]), where)
     config = repository_file(repository, f"{subfolder}/config.json" if subfolder else "config.json", revision)
-    if config is not None and not Path(repository).is_dir():  # whose files were looked at before
+    if config is not None and not Path(repository).is_dir():  # a folder's files were checked before
         check_library_weights(config.parent, read_json(config))
     return model.requires_grad_(False).eval()
 
 
 def _without_other_parts(model: Any, names: Iterable[str]) -> list[str]:
-    """Leave out tensors of whole parts that a class of transformers does without: heads, CLIP's other tower."""
+    """Leave out tensors of whole parts that a transformers class does not have: heads, CLIP's other tower."""
     if type(model).__module__.startswith("diffusers"):
         return list(names)
     start = f"{model.base_model_prefix}."

@@ -1,7 +1,6 @@
-"""A pipeline's transformer: where it comes from, how it is quantized, and what it takes."""
+"""A pipeline's transformer: its repository, its precision, and loading it."""
 
 import logging
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,41 +8,63 @@ from typing import Any
 import torch
 
 from datamodules.errors import UserError, listing
-from datamodules.shards.fingerprint import memo
-from lightning_modules.execution.block_offload import streamed_blocks
-from lightning_modules.pretrained.assembly import assemble
-from lightning_modules.pretrained.component_files import check_weight_files, read_json
-from lightning_modules.pretrained.quantized_cache import QuantizedTransformer
-from lightning_modules.pretrained.repository import (
-    content,
-    load_model,
-    repository_file,
-    resolve_repository,
+from lightning_modules.execution.offload import streamed_blocks
+from lightning_modules.pretrained.checks import (
+    check_names,
+    check_weight_files,
+    indexed_files,
+    read_json,
+    refuse_method,
 )
-from lightning_modules.pretrained.transformer_files import (
-    empty_transformer,
-    settings_of,
-    transformer_config,
-    transformer_weights,
-)
-from lightning_modules.pretrained.weights import check_names
-from lightning_modules.quantization.fp8 import log_kernels
+from lightning_modules.pretrained.repository import load_model, repository_file, resolve_repository
+from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
+from lightning_modules.quantization.fp8 import describe_kernels
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.quantization.stored import HINTS
 
 log = logging.getLogger("retouch")
 
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+
+
+def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
+    """Read the transformer's config.json, from its subfolder or from a repository that contains nothing else."""
+    for filename in ("transformer/config.json", "config.json"):
+        if path := repository_file(repository, filename, revision):
+            config = read_json(path)
+            refuse_method(config, repository, "bitsandbytes|retouch_.*|(fp|float)8.*")
+            return config | {"_subfolder": filename.rpartition("/")[0] or None}
+    raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
+
+
+def transformer_weights(repository: str, revision: str | None = None) -> SafetensorsWeights | None:
+    """Open the transformer's weights, downloaded if necessary; None if they are not safetensors files.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    folder = transformer_config(repository, revision)["_subfolder"]
+    start = f"{folder}/" if folder else ""
+    index = repository_file(repository, f"{start}{WEIGHTS_FILE}.index.json", revision)
+    names = [WEIGHTS_FILE] if index is None else indexed_files(index)
+    files = {name: repository_file(repository, start + name, revision) for name in names}
+    if index is None and files == {WEIGHTS_FILE: None}:
+        return None
+    if missing := [start + name for name, file in files.items() if file is None]:
+        raise UserError(f"{repository} lacks {listing(missing)}: the download is incomplete; download it again")
+    return SafetensorsWeights([file for file in files.values() if file is not None])
+
 
 class TransformerSource:
-    """Where a transformer comes from, and what it will be like when it is loaded.
+    """Where a transformer comes from, and its properties once loaded.
 
     Args:
         class_name: in diffusers.
-        name: folder or hub id of a whole pipeline, or of nothing but the transformer; or `embedded`.
+        name: folder or hub id of a whole pipeline, or of a transformer only; or `embedded`.
         revision: of a hub repository.
-        dtype: of what is not quantized.
-        quantization: of files that are not quantized; those that are are loaded as they are.
-        streamed: how many of its blocks wait in the host's memory.
+        dtype: of unquantized weights.
+        quantization: of files that are not quantized; quantized ones are loaded as they are.
+        streamed: how many of its blocks are offloaded to host memory.
     """
 
     def __init__(
@@ -73,37 +94,47 @@ class TransformerSource:
 
         return getattr(diffusers, self.class_name)
 
-    @cached_property
-    def meta(self) -> Any:
-        """The transformer without weights: names and shapes, to check against before anything is loaded."""
-        with torch.device("meta"):
-            return self._class.from_config(settings_of(self.config()))
-
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Read its config.json."""
         return transformer_config(self.repository, self.revision)
 
+    def empty(self) -> Any:
+        """Build the transformer with its parameters on the meta device, but with its buffers."""
+        from accelerate import init_empty_weights
+
+        with init_empty_weights():
+            return self._class.from_config(self._settings())
+
+    @cached_property
+    def meta(self) -> Any:
+        """The transformer on the meta device: its names and shapes."""
+        with torch.device("meta"):
+            return self._class.from_config(self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {k: value for k, value in self.config().items() if k not in ("_subfolder", "quantization_config")}
+
     def pipeline_index(self) -> dict[str, Any]:
-        """model_index.json of the pipeline that it comes with; empty for a transformer alone."""
+        """Read the model_index.json of its pipeline; empty for a transformer only."""
         path = repository_file(self.repository, "model_index.json", self.revision)
         return {} if path is None else read_json(path)
 
     def check_class(self, model: str) -> None:
-        """Raise a UserError where it is of another class than a model takes."""
+        """Raise a UserError if its class is not the one that the model needs."""
         found = self.config().get("_class_name")
         if found not in (self.class_name, None):
             raise UserError(
                 f"{self.name} holds a {found}, {model} needs a {self.class_name}: choose the model= that goes with it"
             )
 
-    def check(self) -> None:
-        """Raise a UserError for settings that it cannot follow."""
+    def check_settings(self) -> None:
+        """Raise a UserError for settings that do not fit the transformer."""
         streamed_blocks(self.meta, self.streamed)
         if self.quantization is not None:
             self.quantization.chosen(self.meta)
 
     def check_files(self) -> None:
-        """Find what a local transformer's files lack, or hold for other programs; raises a UserError."""
+        """Raise a UserError if a local transformer's files are incomplete or of a kind that is not read."""
         if Path(self.repository).is_dir():
             folder = Path(self.repository, self.config()["_subfolder"] or ".")
             check_weight_files(folder, self.class_name)
@@ -111,128 +142,70 @@ class TransformerSource:
                 check_names(weights, self.meta, str(folder))
 
     def load(self, device: torch.device, split: bool = False) -> Any:
-        """The transformer, frozen; streamed blocks, and all of one that will be split over processes, on the CPU."""
-        host = torch.device("cpu")
+        """Load the transformer, frozen.
+
+        Args:
+            split: load everything to the CPU, to be split over processes; otherwise only streamed blocks.
+
+        Raises:
+            UserError: the files are damaged or in a format that is not read, or cannot be quantized.
+        """
+        weights, quantization = transformer_weights(self.repository, self.revision), self.quantization
         streamed = tuple(f"{block}." for block in streamed_blocks(self.meta, self.streamed))
-        placement = None
-        if split or streamed:
+        assembles = quantization is not None or split or bool(streamed)
+        if weights is None and assembles:
+            raise UserError(f"{self.repository}: only safetensors weights can be quantized, offloaded or split")
+        model = self.empty()
+        if weights is not None:
+            check_names(weights, model, self.repository)
+        if weights is None or (weights.format is None and not assembles):
+            folder = self.config()["_subfolder"]
+            return load_model(self._class, self.repository, folder, self.revision, self.dtype, device)
 
-            def placement(name: str) -> torch.device:
-                return host if split or name.startswith(streamed) else device
+        def placement(name: str) -> torch.device:
+            return torch.device("cpu") if split or name.startswith(streamed) else device
 
-        kept = self.kept(device) if self.stored_format is None else None
-        repository, revision = self.repository, self.revision
-        if kept is not None and kept.is_usable():
-            log.info(f"the transformer was quantized to {self.quantization} by an earlier start: {kept.folder}")
-            repository, revision = str(kept.folder), None
-        transformer = load_transformer(
-            self._class,
-            repository,
-            revision=revision,
-            dtype=self.dtype,
-            device=device,
-            quantization=self.quantization,
-            placement=placement,
-        )
-        if kept is not None and repository == self.repository:
-            kept.write(transformer, self.quantization, self.name)
-        log_kernels(transformer, device)
-        return transformer
-
-    def kept(self, device: torch.device) -> QuantizedTransformer | None:
-        """Where it is kept when it has been quantized on this device; None where the settings keep none."""
-        wanted = self.quantization
-        if wanted is None or wanted.cache_dir is None or not wanted.is_kept:
-            return None
-        parts = {
-            "source": self._content,
-            "quantization": wanted.settings(),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": device.type,  # kernels round differently
-        }
-        return QuantizedTransformer.of(wanted.cache_dir, parts)
-
-    @cached_property
-    def _content(self) -> dict[str, str]:
-        """Of the files that are quantized, to know what is kept of them."""
-        assert self.quantization is not None
-        assert self.quantization.cache_dir is not None
-        pattern = f"{self.config()['_subfolder'] or '.'}/*"
-        return content(self.repository, self.revision, [pattern], memo(self.quantization.cache_dir))
+        if hints := [name for name in weights.dtypes if name.endswith(HINTS)]:
+            log.info(f"note: input scales on disk ({listing(hints)}) are not used: inputs are scaled by their own size")
+        how = f", quantizing to {quantization}" if quantization is not None else ""
+        log.info(f"loading transformer{f', {weights.format} on disk' if weights.format else how}")
+        assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
+        if any(getattr(module, "storage", None) == "fp8" for module in model.modules()):
+            log.info(f"fp8: {describe_kernels(device)}")
+        return model.requires_grad_(False).eval()
 
     @cached_property
     def stored_format(self) -> str | None:
-        """The format that its linear layers have on disk; None where they are not quantized."""
+        """The format of its linear layers on disk; None if they are not quantized."""
         weights = transformer_weights(self.repository, self.revision)
         return None if weights is None else weights.format
 
     @cached_property
     def precision(self) -> str:
-        """The format of its linear layers: what is on disk decides, then the settings."""
+        """The format of its linear layers: the files decide, then the settings."""
         stored, wanted = self.stored_format, self.quantization
         if stored is not None and wanted is not None and stored != wanted.format:
             log.warning(
                 f"note: the checkpoint {self.name} is already {stored}: model.quantization.format={wanted.format} is "
                 "ignored"
             )
-        return stored or self._asked
+        return stored or self._configured
 
     @property
     def expected_precision(self) -> str:
-        """`precision`, as far as can be said without reading weights from the hub."""
+        """`precision`, without reading weights from the hub."""
         how = self.config().get("quantization_config") or {}
         if how.get("load_in_8bit"):
             return "int8"
         if how.get("load_in_4bit"):
             return how.get("bnb_4bit_quant_type", "fp4")
-        return self.precision if Path(self.repository).is_dir() else self._asked
+        return self.precision if Path(self.repository).is_dir() else self._configured
 
     @property
-    def _asked(self) -> str:
+    def _configured(self) -> str:
         return str(self.dtype).removeprefix("torch.") if self.quantization is None else self.quantization.format
 
-    @property
-    def backend(self) -> str | None:
-        """Whose quantized layers it has; None for ours."""
-        return None if self.quantization is None else self.quantization.backend
-
-    def check_unquantized(self, what: str) -> None:
-        """Raise a UserError where it is quantized on disk."""
+    def require_unquantized(self, task: str) -> None:
+        """Raise a UserError if it is quantized on disk."""
         if self.stored_format is not None:
-            raise UserError(f"{what} needs unquantized weights; {self.name} is {self.stored_format} on disk")
-
-
-def load_transformer(
-    cls: type[Any],
-    repository: str,
-    *,
-    revision: str | None = None,
-    dtype: torch.dtype,
-    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
-    quantization: Quantization | None = None,
-    placement: Callable[[str], torch.device] | None = None,
-) -> Any:
-    """The transformer alone, frozen; its repository may be a whole pipeline or nothing but the transformer.
-
-    Weights that are quantized on disk are loaded as they are.
-
-    Args:
-        quantization: of weights that are not quantized on disk.
-        placement: the device that a parameter or layer of this name ends on; None for `device`.
-    """
-    config = transformer_config(repository, revision)
-    weights = transformer_weights(repository, revision)
-    if weights is None and (quantization is not None or placement is not None):
-        raise UserError(f"{repository}: only safetensors weights can be quantized, offloaded or split")
-    model = empty_transformer(cls, config)
-    if weights is not None:
-        check_names(weights, model, repository)
-    if weights is None or (weights.format is None and quantization is None and placement is None):
-        return load_model(cls, repository, config["_subfolder"], revision, dtype, device)
-
-    asked = None if quantization is None else f"quantizing to {quantization}"
-    if hints := [name for name in weights.dtypes if name.endswith(HINTS)]:
-        log.info(f"note: scales of inputs on disk ({listing(hints)}) are not used: inputs are scaled by their own size")
-    log.info(", ".join(filter(None, ["loading transformer", f"{weights.format} on disk" if weights.format else asked])))
-    assemble(model, weights, dtype=dtype, device=device, quantization=quantization, placement=placement)
-    return model.requires_grad_(False).eval()
+            raise UserError(f"{task} needs unquantized weights; {self.name} is {self.stored_format} on disk")

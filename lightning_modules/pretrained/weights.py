@@ -1,9 +1,11 @@
-"""A transformer's weights on disk, in 16 bits or quantized: read one tensor at a time."""
+"""A transformer's weights on disk, in 16 bits or quantized: reading tensors, loading layer by layer, writing."""
 
 import json
-import re
+import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,50 +14,50 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from datamodules.files import reading
-from lightning_modules.quantization.formats import FORMATS
-from lightning_modules.quantization.stored import OnDisk
+from lightning_modules.execution.host_memory import return_freed_memory
+from lightning_modules.quantization.linear import QuantizedLinear
+from lightning_modules.quantization.quantization import FORMATS, Quantization
+from lightning_modules.quantization.stored import StoredLayer
+from lightning_modules.timing import ProgressLines
+
+log = logging.getLogger("retouch")
 
 GET_AGAIN = "download it again"
-# safetensors' names of dtypes that are not quantized.
+# safetensors' names of unquantized dtypes.
 PLAIN = ("F64", "F32", "BF16", "F16")
-IN_16_BITS = (
-    "name a repository of plain 16-bit weights; model/quantization=fp8 or fp4 makes it smaller while it is loaded"
-)
-# Tensors of other programs, by name and dtype.
-FOREIGN = {
-    r"\.(?:wscales|wtscale|wcscales|smooth_factor|smooth|proj_down) ": "SVDQuant weights of nunchaku",
-    r"\.(?:qweight|qzeros|g_idx) ": "GPTQ or AWQ weights",
-    r"\.(?:weight_scale_2 |weight_scale F8_E4M3$)": "nvfp4 weights",
-    r"\.(?:weight_scale|scale_weight) (?:U8|F8_E8M0)$": "mxfp8 weights",
-    r"\.weight_scale_inv ": "fp8 weights with a scale for each block",
-    r"\.weight_packed ": "weights of compressed-tensors",
-    r"\.(?:weight\._(?:data|scale)|weight:\w+|_weight_\w+) ": "weights of torchao or quanto",
-    r"\blora_|\.lora\.": "a LoRA beside its own weights",
-}
-# ComfyUI's names of the formats that are read, by the weights' dtypes; what else its notes may say.
-COMFY = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8_tensorwise"}
-HARMLESS = {"full_precision_matrix_mult", "per_row", "per_channel"}
-# Pages of a file stay in memory as long as it is open.
+# Bytes read before a file is reopened: pages of a mapped file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
+# Tensors that are read ahead, each by a thread.
+AHEAD = 2
+# Bytes at which a new file begins.
+FILE_SIZE = 2 * 10**9
 
 
 class Weights(Protocol):
-    """Tensors by name. `dtypes` are safetensors' names of theirs."""
+    """Tensors by name.
+
+    Attributes:
+        dtypes: their dtypes, by safetensors' names.
+    """
 
     dtypes: dict[str, str]
 
     def read(self, name: str) -> Tensor:
-        """One of them, for the caller to keep; several threads may."""
+        """Return a tensor that the caller may keep; several threads may call this."""
 
     def map(self, name: str) -> Tensor:
-        """One of them where it is."""
+        """Return a tensor without copying it, if possible."""
         return self.read(name)
 
 
 class SafetensorsWeights(Weights):
-    """The tensors of a model's safetensors files, and ComfyUI's notes of how its layers are quantized."""
+    """The tensors of a model's safetensors files.
+
+    Attributes:
+        notes: ComfyUI's notes of how layers are quantized, by layer.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.dtypes: dict[str, str] = {}
@@ -63,9 +65,8 @@ class SafetensorsWeights(Weights):
         self.notes: dict[str, dict[str, Any]] = {}
         for file in files:
             with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
-                self.notes |= json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}")).get(
-                    "layers", {}
-                )
+                metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))
+                self.notes |= metadata.get("layers", {})
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     self.dtypes[name] = opened.get_slice(name).get_dtype()
                     self._file[name] = file
@@ -80,7 +81,7 @@ class SafetensorsWeights(Weights):
         return self.map(name).clone()
 
     def map(self, name: str) -> Tensor:
-        """One of them in its file: pages are read when they are used, and the system may drop them."""
+        """Return a tensor in its file's memory: pages are read on use, and the system may drop them."""
         with self._lock:
             file = self._file[name]
             if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
@@ -90,7 +91,7 @@ class SafetensorsWeights(Weights):
             return tensor
 
     def on_meta(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Their shapes, as tensors of this dtype."""
+        """Return all tensors on the meta device, in this dtype."""
         shapes = {}
         for file in sorted(set(self._file.values())):
             with safe_open(file, "pt") as opened:
@@ -100,84 +101,137 @@ class SafetensorsWeights(Weights):
 
     @cached_property
     def format(self) -> str | None:
-        """The format that linear layers are quantized in; None for 16 or 32 bits."""
+        """The format of its quantized linear layers; None for 16 or 32 bits."""
         for name, dtype in self.dtypes.items():
             for format, row in FORMATS.items():
-                if row.on_disk is not None and row.on_disk.detect(name, dtype):
+                if row.layout.detect(name, dtype):
                     return format
         return None
 
 
-def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> None:
-    """Compare the tensors on disk with those of a model, which may be on the meta device: each must have its place.
-
-    Raises:
-        UserError: a tensor is missing, is quantized in an unknown way, or has no place in the model.
-    """
-    dtypes = weights.dtypes
-    refuse_foreign(dtypes, where)
-    parameters = [name for name, _ in model.named_parameters()]
-    if missing := [name for name in parameters if name not in dtypes]:
-        raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    plain = {name for name in parameters if dtypes[name] in PLAIN}
-    known = plain.union(*(layout.check(dtypes, layers, where) for layout in layouts()))
-    if strange := [name for name in parameters if name not in known]:
-        raise UserError(
-            f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known: {IN_16_BITS}"
-        )
-    refuse_unexpected([name for name in dtypes if name not in known], where)
-    for layer, note in weights.notes.items():
-        how = dict(note)
-        wanted = COMFY.get(dtypes.get(f"{layer}.weight", ""))
-        if how.pop("format", None) != wanted or any(how[key] for key in how.keys() - HARMLESS):
-            shown = ", ".join(f"{key} {value}" for key, value in note.items())
-            raise UserError(f"{where} has {layer} quantized in an unknown way ({shown}): {IN_16_BITS}")
-
-
-def refuse_foreign(dtypes: Mapping[str, str], where: str) -> None:
-    """Raise a UserError for files with tensors of quantizations that are not read, or of a LoRA."""
-    for name, dtype in dtypes.items():
-        for pattern, what in FOREIGN.items():
-            if re.search(pattern, f"{name} {dtype}"):
-                raise UserError(f"{where} holds {what} ({name}), which is not read: {IN_16_BITS}")
-
-
-def refuse_unexpected(names: Sequence[str], where: str) -> None:
-    """Raise a UserError for tensors that the model has no place for."""
-    if names:
-        raise UserError(
-            f"{where} has {listing(sorted(names))}, for which its model has no place: they would be "
-            f"left out; {IN_16_BITS}"
-        )
-
-
-def refuse_method(config: Mapping[str, Any], where: str, known: str = "bitsandbytes") -> None:
-    """Raise a UserError where a model's config.json names a quantization whose name does not match `known`."""
-    method = (config.get("quantization_config") or {}).get("quant_method", "bitsandbytes")
-    if not re.fullmatch(known, method):
-        raise UserError(f"{where} is quantized by {method}, which is not read: {IN_16_BITS}")
-
-
-def check_library_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Look at a model's files that its library reads, which takes integers for numbers, and leaves out scales.
+class ReadAhead(Weights):
+    """Weights that are partly read by threads ahead of their use.
 
     Args:
-        config: its config.json.
-
-    Raises:
-        UserError: they are quantized, or the config names a quantization other than bitsandbytes'.
+        names: tensors to read ahead, in the order of their use; others are read on use.
     """
-    refuse_method(config, str(folder))
-    dtypes = SafetensorsWeights(folder.glob("*.safetensors")).dtypes
-    refuse_foreign(dtypes, str(folder))
-    companions = re.compile("|".join(rf"\.(?:{layout.companions})$" for layout in layouts()))
-    integers = re.compile(r"(?:weight|bias) (?!F|BF)")
-    quantized = [name for name, kind in dtypes.items() if companions.search(name) or integers.search(f"{name} {kind}")]
-    if quantized and not config.get("quantization_config"):
-        raise UserError(f"{folder} is quantized ({listing(quantized)}), which a transformer alone may be: {IN_16_BITS}")
+
+    def __init__(self, weights: Weights, names: Sequence[str]) -> None:
+        self.dtypes = weights.dtypes
+        self._weights = weights
+        self._waiting = deque(names)
+        self._coming: dict[str, Future[Tensor]] = {}
+        self._threads = ThreadPoolExecutor(AHEAD, "read")
+
+    def read(self, name: str) -> Tensor:
+        self._begin()
+        coming = self._coming.pop(name, None)
+        self._begin()
+        return self._weights.read(name) if coming is None else coming.result()
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._coming) < AHEAD:
+            following = self._waiting.popleft()
+            self._coming[following] = self._threads.submit(self._weights.read, following)
 
 
-def layouts() -> list[OnDisk]:
-    """Of all formats that have one."""
-    return [row.on_disk for row in FORMATS.values() if row.on_disk is not None]
+def assemble(
+    model: nn.Module,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None,
+    placement: Callable[[str], torch.device] | None = None,
+) -> None:
+    """Fill a model whose parameters are on the meta device, layer by layer.
+
+    It never needs more memory than the filled model and a few copies of a layer.
+
+    Args:
+        dtype: of unquantized weights.
+        quantization: of linear layers that are not quantized on disk; None to keep them.
+        placement: returns the final device of a parameter or layer; None for `device`.
+    """
+    place = placement or (lambda name: device)
+    # Names, not modules: a layer that is replaced must be freed at once.
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    converted = set()
+    if quantization is not None:
+        unquantized = [name for name in names if weights.dtypes[f"{name}.weight"] in PLAIN]
+        converted = {name for name in unquantized if quantization.converts(name, model.get_submodule(name))}
+    ahead = ReadAhead(weights, [f"{name}.weight" for name in names if name in converted])
+    progress = ProgressLines(len(names), "layers")
+    layer: nn.Module | None
+    for number, name in enumerate(names, 1):
+        linear: Any = model.get_submodule(name)
+        if quantization is not None and name in converted:
+            tensors = {part: ahead.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
+            for part, tensor in tensors.items():
+                _require_shape(f"{name}.{part}", tensor.shape, linear.get_parameter(part).shape)
+            linear.load_state_dict(tensors, assign=True)
+            del tensors, tensor
+            layer = quantization.quantize(linear).to(place(name))
+        else:
+            layer = _stored_layer(linear, StoredLayer(name, weights.dtypes, weights.map, place(name), dtype))
+        del linear
+        if layer is not None:
+            model.set_submodule(name, layer)
+            return_freed_memory()
+        progress.done(number)
+    # A mapped file would keep its pages in memory for the few tensors that are used: those are copied.
+    read = weights.read if converted else weights.map
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            value = read(name).to(place(name), dtype)
+            _require_shape(name, value.shape, parameter.shape)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    return_freed_memory()
+
+
+def _stored_layer(linear: nn.Linear, stored: StoredLayer) -> QuantizedLinear | None:
+    """Return the layer as it is quantized on disk, on the CPU mapped from its file; None if it is not quantized."""
+    found = (row.layout.read(stored) for row in FORMATS.values())
+    layer = next((layer for layer in found if layer is not None), None)
+    if layer is not None:
+        shapes = [(one.out_features, one.in_features) for one in (layer, linear)]
+        _require_shape(stored.name, *shapes)
+    return layer
+
+
+def _require_shape(name: str, on_disk: Sequence[Any], wanted: Sequence[Any]) -> None:
+    if tuple(on_disk) != tuple(wanted):
+        stored, own = ("x".join(map(str, shape)) for shape in (on_disk, wanted))
+        raise UserError(f"{name} is {stored} on disk, {own} in the model")
+
+
+def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -> None:
+    """Write a quantized transformer in a layout that `assemble` reads; diffusers reads 4 and 8 bits too.
+
+    Args:
+        quantization: with a backend that has a layout.
+    """
+    from diffusers import BitsAndBytesConfig
+    from huggingface_hub import save_torch_state_dict
+
+    state = {name: tensor.contiguous() for name, tensor in transformer.state_dict().items()}
+    plain = [name for name, module in transformer.named_modules() if type(module) is nn.Linear]
+    format, four_bit = quantization.format, FORMATS[quantization.format].is_four_bit
+    # diffusers must not read our scales as its own.
+    how = {"quant_method": f"retouch_{format}"}
+    if not any(name.endswith(".weight_scale") for name in state):
+        how = BitsAndBytesConfig(
+            load_in_8bit=not four_bit,
+            load_in_4bit=four_bit,
+            llm_int8_skip_modules=plain,
+            bnb_4bit_quant_type=format if four_bit else "fp4",
+            bnb_4bit_use_double_quant=quantization.double_quant,
+            bnb_4bit_compute_dtype=transformer.dtype,
+        ).to_dict()
+    transformer.save_config(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": how}
+    path.write_text(json.dumps(config, indent=2, default=str) + "\n")
+    pattern = "diffusion_pytorch_model{suffix}.safetensors"
+    save_torch_state_dict(state, folder, filename_pattern=pattern, max_shard_size=FILE_SIZE)

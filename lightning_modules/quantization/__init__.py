@@ -1,1 +1,1 @@
-"""Formats of frozen weights, and the layers that multiply by them."""
+"""Quantized weights: the formats, and layers that multiply by them."""

@@ -1,4 +1,4 @@
-"""fp4 and nf4: 4 bits a weight and a scale for each block of 64, by bitsandbytes' kernels."""
+"""fp4 and nf4 (arXiv 2305.14314): 4 bits a weight and a scale for each block of 64, by bitsandbytes' kernels."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,22 +13,22 @@ from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Sto
 from lightning_modules.quantization.stored import StoredLayer
 
 QUANT_TYPES = ("fp4", "nf4")
-# On disk, between a layer's name and its quant type.
+# In safetensors files, between a layer's name and its quant type.
 QUANT_STATE = "weight.quant_state.bitsandbytes__"
 STATES = [f"{QUANT_STATE}{quant_type}" for quant_type in QUANT_TYPES]
 COMPANIONS = "|".join((*STATES, r"weight\.(?:nested_)?(?:absmax|quant_map)"))
 
 
 class FourBit(Storage):
-    """Two weights in each uint8, and the scales of their blocks; by bitsandbytes' kernels.
+    """Two weights in each uint8, and the scales of their blocks.
 
-    With double quantization the scales are in 8 bits themselves, and there are four parts more: their offset, their own
-    scales, and the numbers that 8 bits stand for.
+    With double quantization the scales are in 8 bits, and three more parts follow: their offset, their own scales, and
+    the values of the 8-bit codes.
 
     Args:
         quant_type: `fp4` or `nf4`.
         blocksize, nested_blocksize: weights, and scales, that share a scale.
-        dtype: what weights are made in.
+        dtype: of the dequantized weights.
     """
 
     def __init__(self, quant_type: str, blocksize: str, nested_blocksize: str, dtype: str) -> None:
@@ -46,46 +46,29 @@ class FourBit(Storage):
         return kernel(packed, absmax.float(), self.blocksize, self.quant_type, shape, self.dtype).to(dtype)
 
 
+STORAGES |= {quant_type: partial(FourBit, quant_type) for quant_type in QUANT_TYPES}
+
+
 class FourBitLinear(QuantizedLinear):
-    """fp4 or nf4 (arXiv 2305.14314), a scale for each block of 64 weights.
+    """A linear layer in fp4 or nf4.
 
     Args:
         packed: uint8, two weights in each.
-        quant_state: the scales, themselves in 8 bits with double quantization, and the shape.
-        dtype: what adapters beside the layer are made in.
+        quant_state: the scales and the shape.
+        dtype: as of `QuantizedLinear`.
     """
 
-    shardable = False  # FSDP splits parameters by rows, which packed blocks have none of
+    shardable = False  # FSDP splits parameters by rows, which packed blocks do not have
 
     def __init__(
         self, packed: Tensor, quant_state: bnb.functional.QuantState, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        super().__init__(quant_state.shape, dtype, weight=packed, bias=bias)
+        nested = quant_state.state2.blocksize if quant_state.nested else 0
+        dequantized = str(quant_state.dtype).removeprefix("torch.")
+        storage = f"{quant_state.quant_type} {quant_state.blocksize} {nested} {dequantized}"
+        super().__init__(storage, quant_state.shape, dtype, bias, weight=packed)
         self.quant_state = quant_state
         self._hold(packed)
-        nested = quant_state.state2.blocksize if quant_state.nested else 0
-        made_in = str(quant_state.dtype).removeprefix("torch.")
-        self.storage = f"{quant_state.quant_type} {quant_state.blocksize} {nested} {made_in}"
-
-    @classmethod
-    def quantize(cls, linear: nn.Linear, quant_type: str, double_quant: bool) -> "FourBitLinear":
-        """By the kernel for the weight's device; bit for bit what `bitsandbytes.functional.quantize_4bit` gives."""
-        weight, dtype = linear.weight.data, linear.weight.dtype
-        states: list[bnb.functional.QuantState] = []
-
-        def quantize(piece: Tensor) -> tuple[Tensor, Tensor]:
-            packed, state = bnb.functional.quantize_4bit(piece, quant_type=quant_type)
-            states.append(state)
-            return packed, state.absmax
-
-        packed, absmax = in_pieces(quantize, weight.flatten())
-        settings = {name: getattr(states[0], name) for name in ("code", "blocksize", "quant_type")}
-        if double_quant:
-            offset = absmax.mean()
-            absmax, nested = bnb.functional.quantize_blockwise(absmax - offset, blocksize=256)
-            settings |= {"offset": offset, "state2": nested}
-        state = bnb.functional.QuantState(absmax=absmax, shape=weight.shape, dtype=dtype, **settings)
-        return cls(packed, state, linear.bias, dtype)
 
     def parts(self) -> list[Tensor]:
         state = self.quant_state
@@ -93,7 +76,7 @@ class FourBitLinear(QuantizedLinear):
         return [*parts, state.offset, state.state2.absmax, state.state2.code] if state.nested else parts
 
     def _hold(self, packed: Tensor) -> None:
-        # diffusers knows the true shape of weights of this class only.
+        # diffusers reads the true shape only from weights of this class.
         self.weight = bnb.nn.Params4bit(packed, quant_state=self.quant_state, bnb_quantized=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -104,18 +87,35 @@ class FourBitLinear(QuantizedLinear):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As bitsandbytes does."""
+        """Save the quant state under bitsandbytes' names."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.weight is not None:
             for name, value in self.quant_state.as_dict(packed=True).items():
                 destination[f"{prefix}weight.{name}"] = value
 
 
-STORAGES |= {quant_type: partial(FourBit, quant_type) for quant_type in QUANT_TYPES}
+def quantize_four_bit(linear: nn.Linear, quant_type: str, double_quant: bool) -> FourBitLinear:
+    """Quantize with the kernel for the weight's device, to the bits of `bitsandbytes.functional.quantize_4bit`."""
+    weight, dtype = linear.weight.data, linear.weight.dtype
+    states: list[bnb.functional.QuantState] = []
+
+    def quantize(piece: Tensor) -> tuple[Tensor, Tensor]:
+        packed, state = bnb.functional.quantize_4bit(piece, quant_type=quant_type)
+        states.append(state)
+        return packed, state.absmax
+
+    packed, absmax = in_pieces(quantize, weight.flatten())
+    settings = {name: getattr(states[0], name) for name in ("code", "blocksize", "quant_type")}
+    if double_quant:
+        offset = absmax.mean()
+        absmax, nested = bnb.functional.quantize_blockwise(absmax - offset, blocksize=256)
+        settings |= {"offset": offset, "state2": nested}
+    state = bnb.functional.QuantState(absmax=absmax, shape=weight.shape, dtype=dtype, **settings)
+    return FourBitLinear(packed, state, linear.bias, dtype)
 
 
-def read(stored: StoredLayer) -> FourBitLinear | None:
-    """A layer in bitsandbytes' layout."""
+def read_four_bit(stored: StoredLayer) -> FourBitLinear | None:
+    """Read a layer in bitsandbytes' layout; None for another dtype."""
     if stored.kind != "U8":
         return None
     state = stored.parts("weight.")

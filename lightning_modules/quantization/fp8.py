@@ -1,152 +1,164 @@
-"""fp8: weights in float8 with a scale for each row, multiplied on tensor cores where there are any."""
+"""fp8: float8 weights with a scale for each row, multiplied on tensor cores where there are any (arXiv 2209.05433)."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
-from rich.filesize import decimal
 from torch import Tensor, nn
 
-from lightning_modules.quantization.float8 import (
-    E4M3,
-    E5M2,
-    has_tensor_cores,
-    kernels,
-    quantize_rows,
-    row_scale,
-    scaled_product,
-    to_float8,
-)
-from lightning_modules.quantization.fused import scaled_rows, transposed
-from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
+from datamodules.files import reason
+from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Scaled, in_pieces, transposed
 from lightning_modules.quantization.stored import StoredLayer
 
 log = logging.getLogger("retouch")
 
-# Tensor cores take matrices whose sides are multiples of it.
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# The dtypes by their names in safetensors.
+FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+# Tensor cores need matrices whose sides are multiples of this.
 TILE = 16
-# safetensors' names of the dtypes.
-FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+# Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
+PROBE = (256, 3072)
+# Device types on which rounding is compiled to one kernel.
+FUSES = ("cuda",)
 
 
-class Float8(Storage):
-    """A float8 weight and its scale (out, 1), or (1, 1) for all, multiplied on fp8 tensor cores where there are any.
+class Float8(Scaled):
+    """A float8 weight and its scales, multiplied on fp8 tensor cores where there are any.
 
-    Args:
-        gradient_dtype: float8_e5m2 quantizes gradients for tensor cores; any other multiplies them in their own dtype.
+    Activations are quantized to e4m3 and gradients to e5m2, each row with its own scale.
     """
 
-    def __init__(self, gradient_dtype: str) -> None:
-        self.gradient_dtype = getattr(torch, gradient_dtype)
-
-    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        weight, scale, *_ = parts
-        return scaled_rows(weight, scale, dtype)
-
     def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        weight, scale, *_ = parts
+        weight, scale = parts
         out_features, in_features = shape
         if not _on_tensor_cores(x, weight, E4M3):
             return super().product(x, parts, shape)
         rows, row_scales = quantize_rows(x.reshape(-1, in_features), E4M3)
-        # Both scaled by rows: the second matrix is weight^T, column by column.
+        # The second matrix is weight^T, column by column, so its rows' scales are the columns'.
         column_scales = scale.expand(out_features, 1).reshape(1, -1).contiguous()
         y = scaled_product(rows, row_scales, weight.t(), column_scales)
         return y.view(*x.shape[:-1], out_features).to(x.dtype)
 
     def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        weight, scale, *stored = parts
+        weight, scale = parts
         out_features, in_features = shape
-        if self.gradient_dtype != E5M2 or not _on_tensor_cores(grad, weight, E5M2):
+        if not _on_tensor_cores(grad, weight, E5M2):
             return super().input_gradient(grad, parts, shape)
-        # The weight's scales are along the sum: they go into the gradient.
+        # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
         rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
         ones = torch.ones(1, in_features, device=grad.device)
-        # Hopper's tensor cores want the second matrix column by column: a copy of one layer's bytes, or a stored one.
-        columns = stored[0] if stored else transposed(weight)
-        x = scaled_product(rows, row_scales, columns.t(), ones)
+        # Hopper's tensor cores need the second matrix column by column: a copy of one layer's bytes.
+        x = scaled_product(rows, row_scales, transposed(weight).t(), ones)
         return x.view(*grad.shape[:-1], in_features).to(grad.dtype)
-
-
-def _on_tensor_cores(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    whole = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
-    return whole and weight.dtype == E4M3 and has_tensor_cores(x.device, dtype)
-
-
-class Fp8Linear(QuantizedLinear):
-    """Weights in float8 with scales (arXiv 2209.05433).
-
-    Args:
-        weight: (out, in), float8.
-        scale: (out, 1), or (1, 1) for all; the weight is weight * scale.
-        dtype: what adapters beside the layer are made in.
-        gradient_dtype: of `Float8`.
-
-    Attributes:
-        columns: the weight's transpose (in, out), where it is stored beside the weight; not a part of its state.
-    """
-
-    def __init__(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, gradient_dtype: torch.dtype
-    ) -> None:
-        super().__init__(weight.shape, dtype, weight=weight, weight_scale=scale, bias=bias)
-        self.gradient_dtype = gradient_dtype
-        self.columns: Tensor | None = None
-        self.storage = f"fp8 {gradient_dtype}".replace("torch.", "")
-
-    @classmethod
-    def quantize(cls, linear: nn.Linear, gradient_dtype: torch.dtype) -> "Fp8Linear":
-        """Per-row scales that are powers of two: they cost no precision, and multiplying by them is exact."""
-
-        def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-            mantissa, exponent = torch.frexp(row_scale(rows, E4M3))
-            scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-            return to_float8(rows, scale, E4M3), scale
-
-        weight, scale = in_pieces(quantize, linear.weight)
-        return cls(weight, scale, linear.bias, linear.weight.dtype, gradient_dtype)
-
-    def parts(self) -> list[Tensor]:
-        parts = super().parts()
-        return parts if self.columns is None else [*parts, self.columns]
-
-
-def store_transposes(model: nn.Module, free: int) -> None:
-    """Keep the transposes that gradients are multiplied by, if there is room for all of them; else each is made anew.
-
-    Args:
-        free: bytes.
-    """
-    layers = [one for one in model.modules() if isinstance(one, Fp8Linear) and one.gradient_dtype == E5M2]
-    used = {layer: weight for layer in layers if _on_tensor_cores(weight := layer.parts()[0], weight, E5M2)}
-    size = sum(weight.nbytes for weight in used.values())
-    if not 0 < size <= free:
-        return
-    for layer, weight in used.items():
-        layer.columns = transposed(weight)
-    log.info(f"fp8: {decimal(size)} of free memory hold the weights' transposes, which gradients are multiplied by")
 
 
 STORAGES["fp8"] = Float8
 
 
-def read(stored: StoredLayer) -> Fp8Linear | None:
-    """A layer in float8, whose scale may be one for all, one for each row, or none."""
+def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:
+    """Quantize with per-row scales that are powers of two: multiplying by them is exact and costs no precision."""
+
+    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+        mantissa, exponent = torch.frexp(_row_scale(rows, E4M3))
+        scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+        return _to_float8(rows, scale, E4M3), scale
+
+    weight, scale = in_pieces(quantize, linear.weight)
+    return QuantizedLinear("fp8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, weight_scale=scale)
+
+
+def read_fp8(stored: StoredLayer) -> QuantizedLinear | None:
+    """Read a float8 layer with one scale, a scale for each row, or none; None for another dtype."""
     if stored.kind not in FLOAT8:
         return None
     weight = stored.read("weight")
     scale = stored.scale(len(weight))
     scale = torch.ones(1, 1, device=stored.device) if scale is None else scale
-    return Fp8Linear(weight, scale, stored.bias(), stored.dtype, stored.gradient_dtype)
+    return QuantizedLinear("fp8", weight.shape, stored.dtype, stored.bias(), weight=weight, weight_scale=scale)
 
 
-def log_kernels(model: nn.Module, device: torch.device) -> None:
-    """Log what multiplies a model's layers in fp8, if it has any: tensor cores that stay idle are seen by nothing else.
+def describe_kernels(device: torch.device) -> str:
+    """Return which products of fp8 layers run on tensor cores: nothing else shows that they stay idle."""
+    used = [word for word, dtype in (("products", E4M3), ("gradients", E5M2)) if has_tensor_cores(device, dtype)]
+    return f"tensor cores for {' and '.join(used)}" if used else "weights only: its tensor cores are not used here"
+
+
+def _on_tensor_cores(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
+    return fits and weight.dtype == E4M3 and has_tensor_cores(x.device, dtype)
+
+
+@cache
+def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device multiplies rows of this float8 dtype; compute capability 8.9 and later, not AMD."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
+        return False
+    samples, side = PROBE
+    try:
+        rows, columns = (torch.zeros(n, side, device=device).to(kind) for n, kind in ((samples, dtype), (side, E4M3)))
+        scaled_product(rows, torch.ones(samples, 1, device=device), columns.t(), torch.ones(1, side, device=device))
+    except RuntimeError as error:
+        name = str(dtype).removeprefix("torch.")
+        log.warning(f"note: fp8 tensor cores cannot be used here with {name}: {reason(error)}")
+        return False
+    return True
+
+
+def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor) -> Tensor:
+    """Multiply (n, k) in float8 with scales (n, 1) by (k, m) in e4m3 with scales (1, m) -> (n, m) in bf16.
 
     Args:
-        device: that it computes on.
+        columns: column by column in memory.
     """
-    for layer in model.modules():
-        if isinstance(layer, Fp8Linear):
-            log.info(f"fp8: {kernels(device, layer.gradient_dtype)}")
-            return
+    return torch._scaled_mm(
+        rows,
+        columns,
+        scale_a=row_scales,
+        scale_b=column_scales,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=rows.dtype == E4M3,  # gradients are summed in float32
+    )
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize (n, k) -> float8 (n, k) and scales (n, 1) in float32."""
+    # torch.compile would build one more graph for a single row (modulation) and for each grad and autocast mode.
+    if len(x) == 1:
+        rows, scale = _quantize_rows(x, dtype)
+    else:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            rows, scale = _fused_rows(x.device)(x.detach(), dtype)
+    return rows.contiguous(), scale
+
+
+def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = _row_scale(x, dtype)
+    return _to_float8(x, scale, dtype), scale
+
+
+def _row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (..., 1) in float32: a row's largest magnitude over the largest value of a float8 dtype."""
+    return (x.abs().amax(-1, keepdim=True).float() / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round x / scale; without the clamp, values that round above the largest would become NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+@cache
+def _fused_rows(device: torch.device) -> Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]:
+    """Return the rounding, on a GPU as one kernel: as separate operations it would cost what tensor cores gain."""
+    if device.type not in FUSES:
+        return _quantize_rows
+    fused = torch.compile(_quantize_rows, dynamic=True)
+    try:
+        for dtype in (E4M3, E5M2):
+            fused(torch.ones(PROBE, device=device, dtype=torch.bfloat16), dtype)
+    except (RuntimeError, OSError) as error:
+        log.warning(f"note: fp8 is slower than it could be: torch.compile does not run here: {reason(error)}")
+        return _quantize_rows
+    return fused

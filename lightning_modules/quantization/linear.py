@@ -1,9 +1,10 @@
-"""A linear layer with frozen quantized weights, and the operators that multiply by these.
+"""Linear layers with frozen quantized weights, and the operators that multiply by them.
 
-Their products keep nothing for the backward pass but the quantized weight, and that as saved tensors, so that gradient
-checkpointing and offloading can let go of it. bitsandbytes' own layers keep their inputs as well.
+The backward pass needs only the quantized weight, kept as saved tensors: gradient checkpointing and offloading can free
+it. bitsandbytes' own layers also keep their inputs.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -12,57 +13,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_modules.execution.autocast import compute_dtype
+from datamodules.files import reason
+from lightning_modules.execution.blocks import compute_dtype
 
-# Weights that are quantized at once; a multiple of every block's size.
+log = logging.getLogger("retouch")
+
+# Weights that are quantized at once; a multiple of every format's block size.
 PIECE = 2**21
-# By bytes.
+# Integer dtypes by their bytes.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-# How weights are put together, by name: each format's file adds its own.
+# Storages by name; each format's file adds its own.
 STORAGES: dict[str, Callable[..., "Storage"]] = {}
 
 
 class Storage:
-    """How a frozen weight W (out, in) is put together from parts, and multiplied."""
+    """Arithmetic of a frozen weight W (out, in) that is stored in parts."""
 
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """W."""
+        """Return W (out, in)."""
         raise NotImplementedError
 
     def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        """(..., in) -> x W^T (..., out)."""
+        """Multiply (..., in) by W^T -> (..., out)."""
         return F.linear(x, self.weight(parts, shape, x.dtype))
 
     def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        """(..., out) -> grad W (..., in)."""
+        """Multiply (..., out) by W -> (..., in)."""
         return grad @ self.weight(parts, shape, grad.dtype)
 
 
-# Operators of their own: torch.compile would make a layer's weight once for both passes and keep it between them, and
-# selective recomputation would make it once more.
+class Scaled(Storage):
+    """A float8 or int8 weight and its scales: (out, 1), or (1, 1) for the whole weight."""
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        weight, scale = parts
+        return scaled_rows(weight, scale, dtype)
+
+
+STORAGES["scaled"] = Scaled
+
+
+# Custom operators: torch.compile would compute a layer's weight once for both passes and keep it between them, and
+# selective checkpointing would compute it once more.
 @torch.library.custom_op("retouch::frozen_product", mutates_args=())
 def frozen_product(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
-    """x W^T, differentiable in x; W is made from its parts anew in the backward pass."""
+    """Compute x W^T, differentiable in x; the backward pass computes W again from its parts."""
     return _storage(storage).product(x, parts, (out_features, x.shape[-1])).contiguous()
 
 
 @torch.library.custom_op("retouch::frozen_input_gradient", mutates_args=())
 def frozen_input_gradient(grad: Tensor, parts: list[Tensor], storage: str, in_features: int) -> Tensor:
-    """grad W."""
+    """Compute grad W."""
     return _storage(storage).input_gradient(grad, parts, (grad.shape[-1], in_features)).contiguous()
 
 
 @frozen_product.register_fake
-def _(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
-
-
 @frozen_input_gradient.register_fake
-def _(grad: Tensor, parts: list[Tensor], storage: str, in_features: int) -> Tensor:
-    return grad.new_empty(*grad.shape[:-1], in_features)
+def _(x: Tensor, parts: list[Tensor], storage: str, features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], features)
 
 
-def _keep_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, parts, ctx.storage, _ = inputs
     ctx.in_features = x.shape[-1]
     ctx.save_for_backward(*parts)
@@ -73,67 +84,55 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return frozen_input_gradient(grad, parts, ctx.storage, ctx.in_features), [None] * len(parts), None, None
 
 
-@torch.library.custom_op("retouch::exact_product", mutates_args=())
-def exact_product(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
-    """x W^T of the weight as it is dequantized, whatever kernels there are; it has no gradient."""
-    return Storage.product(_storage(storage), x, parts, (out_features, x.shape[-1])).contiguous()
-
-
-@exact_product.register_fake
-def _(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
-
-
-frozen_product.register_autograd(_backward, setup_context=_keep_parts)
+frozen_product.register_autograd(_backward, setup_context=_save_parts)
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is put together from parts.
+    """A linear layer whose weight is computed from parts.
 
     Args:
+        storage: a key of `STORAGES`, then the arguments of that storage.
         shape: of the weight, (out, in).
-        dtype: what adapters beside the layer are made in.
-        frozen: its parameters by name, its parts in their order; None for a bias that is not there. All but the bias
-            are held as integers of their bits.
-
-    Attributes:
-        storage: how: a name of `STORAGES`, then what its constructor takes.
-        shardable: whether FSDP can split it.
+        dtype: of the adapter's computation next to the layer.
+        bias: None for a layer without.
+        parts: the weight's parts by parameter name, in their order. Floating-point parts are held as integers of the
+            same bits.
     """
 
-    storage: str
-    shardable = True
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, **frozen: Tensor | None) -> None:
+    def __init__(
+        self, storage: str, shape: Sequence[int], dtype: torch.dtype, bias: Tensor | None, **parts: Tensor
+    ) -> None:
         nn.Module.__init__(self)
+        self.storage = storage
         self.out_features, self.in_features = shape
-        self.compute_dtype = dtype  # by this name peft and diffusers know it
-        self._numbers: dict[str, torch.dtype] = {}
-        # No buffers: DDP would broadcast them before each forward.
-        for name, tensor in frozen.items():
-            if tensor is not None and name != "bias":
-                self._numbers[name] = tensor.dtype
-                # diffusers and transformers cast inputs to the dtype of a layer's weight, or of a model's first number.
-                tensor = tensor.view(INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+        self.compute_dtype = dtype  # the name that peft and diffusers look for
+        self._dtypes = {name: part.dtype for name, part in parts.items()}
+        # Parameters, not buffers: DDP would broadcast buffers before each forward.
+        for name, part in parts.items():
+            # diffusers and transformers cast inputs to the dtype of a layer's weight, or of a model's first float.
+            held = part.view(INTEGERS[part.itemsize]) if part.is_floating_point() else part
+            self.register_parameter(name, nn.Parameter(held, requires_grad=False))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     def parts(self) -> list[Tensor]:
-        """Return the tensors that the weight is made of."""
-        return [getattr(self, name).view(dtype) for name, dtype in self._numbers.items()]
+        """Return the tensors that the weight is computed from."""
+        return [getattr(self, name).view(dtype) for name, dtype in self._dtypes.items()]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, dtype in self._numbers.items():
-            if (key := f"{prefix}{name}") in destination:  # as that of a block in the host's memory is not
+        for name, dtype in self._dtypes.items():
+            if (key := f"{prefix}{name}") in destination:  # not for a block whose weights are offloaded
                 destination[key] = destination[key].view(dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight (out, in)."""
+        """Return the weight (out, in)."""
         return _storage(self.storage).weight(self.parts(), (self.out_features, self.in_features), dtype)
 
+    @torch.no_grad()
     def exact_product(self, x: Tensor) -> Tensor:
-        """(..., in) -> x W^T (..., out) in x's dtype, without gradient, of the weight that `dequantize` gives."""
-        return exact_product(x, self.parts(), self.storage, self.out_features)
+        """Multiply (..., in) by the dequantized weight -> (..., out) in x's dtype, without rounding x to float8."""
+        storage = "scaled" if self.storage == "fp8" else self.storage
+        return frozen_product(x, self.parts(), storage, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         y = frozen_product(x.to(compute_dtype(x)), self.parts(), self.storage, self.out_features)
@@ -147,7 +146,41 @@ def _storage(name: str) -> Storage:
 
 
 def in_pieces(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
-    """Quantize some rows, or for a flat weight some blocks, at a time: kernels take several copies in float32."""
-    numbers_in_one = max(1, weight[0].numel())
-    pieces = [quantize(piece) for piece in weight.split(max(1, PIECE // numbers_in_one))]
+    """Quantize a few rows (or blocks of a flat weight) at a time: kernels allocate several float32 copies."""
+    pieces = [quantize(piece) for piece in weight.split(max(1, PIECE // max(1, weight[0].numel())))]
     return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+
+
+def scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply (out, in) in float8 or int8 by scales (out, 1) or (1, 1), rounding once to a 16- or 32-bit dtype."""
+    if weight.dtype != torch.float8_e5m2 and _triton_runs(weight.device):
+        from lightning_modules.quantization.triton_kernels import scale_rows
+
+        return scale_rows(weight, scale, dtype)
+    return weight.to(dtype).mul_(scale)
+
+
+def transposed(weight: Tensor) -> Tensor:
+    """Transpose (out, in) of one-byte elements -> (in, out), contiguous."""
+    if _triton_runs(weight.device):
+        from lightning_modules.quantization.triton_kernels import transpose
+
+        return transpose(weight)
+    return weight.t().contiguous()
+
+
+@cache
+def _triton_runs(device: torch.device) -> bool:
+    """Return whether Triton works on a device, by trying its kernels once."""
+    if device.type != "cuda":
+        return False
+    try:
+        from lightning_modules.quantization.triton_kernels import scale_rows, transpose
+
+        weight = torch.ones(200, 1000, dtype=torch.int8, device=device)  # sides that no tile divides
+        scale_rows(weight, torch.ones(200, 1, device=device), torch.bfloat16)
+        transpose(weight)
+    except Exception as error:  # a compiler can fail in many ways, and PyTorch's operators remain
+        log.warning(f"note: quantized weights are slower than they could be: Triton does not run here: {reason(error)}")
+        return False
+    return True

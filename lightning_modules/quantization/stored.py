@@ -1,4 +1,4 @@
-"""How quantized layers stand in safetensors files."""
+"""Quantized layers in safetensors files: the tensors of a layer, and the layout of a format."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,12 +12,11 @@ from datamodules.errors import UserError, listing
 if TYPE_CHECKING:
     from lightning_modules.quantization.linear import QuantizedLinear
 
-
-# diffusers' name of a layer's scale, and ComfyUI's.
+# Names of a layer's scale: diffusers' and ComfyUI's.
 SCALES = ("weight_scale", "scale_weight")
-# Scales of inputs: ours are taken from the inputs.
+# Names of scales of inputs, which are not used: inputs are scaled by their own size.
 HINTS = ("input_scale", "scale_input")
-# With ComfyUI's note of the format.
+# All of these, and ComfyUI's note of the format.
 SCALED = "|".join((*SCALES, *HINTS, "comfy_quant"))
 
 
@@ -26,11 +25,10 @@ class StoredLayer:
 
     Args:
         name: of the layer.
-        dtypes: safetensors' names of the dtypes of all tensors in the files, by name.
-        read: gives the tensor of a name.
-        device: that the layer goes to.
-        dtype: of what is not quantized.
-        gradient_dtype: of `Quantization`.
+        dtypes: safetensors' dtype names of all tensors in the files, by tensor name.
+        read: returns the tensor of a name.
+        device: of the layer that is read.
+        dtype: of its unquantized tensors.
     """
 
     def __init__(
@@ -40,34 +38,32 @@ class StoredLayer:
         read: Callable[[str], Tensor],
         device: torch.device,
         dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
     ) -> None:
         self.name = name
         self.dtypes = dtypes
         self._read = read
         self.device = device
         self.dtype = dtype
-        self.gradient_dtype = gradient_dtype
 
     @property
     def kind(self) -> str:
-        """The dtype of its weight, as safetensors names it."""
+        """The dtype of its weight, by safetensors' name."""
         return self.dtypes[f"{self.name}.weight"]
 
     def has(self, part: str) -> bool:
-        """Whether there is such a tensor of the layer."""
+        """Return whether the layer has this tensor."""
         return f"{self.name}.{part}" in self.dtypes
 
     def read(self, part: str) -> Tensor:
-        """One of its tensors, on the layer's device."""
+        """Read one of its tensors to the layer's device."""
         return self._read(f"{self.name}.{part}").to(self.device)
 
     def bias(self) -> Tensor | None:
-        """In the dtype of what is not quantized; None where there is none."""
+        """Read its bias in `dtype`; None without one."""
         return self.read("bias").to(self.dtype) if self.has("bias") else None
 
     def scale(self, rows: int) -> Tensor | None:
-        """Return its scale (out, 1) or (1, 1) in float32, None without one; raises a UserError for another shape."""
+        """Read its scale (out, 1) or (1, 1) in float32, None without one; raise a UserError for another shape."""
         scale = next((self.read(name) for name in SCALES if self.has(name)), None)
         if scale is not None and scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
             raise UserError(
@@ -76,24 +72,23 @@ class StoredLayer:
         return None if scale is None else scale.float().reshape(-1, 1)
 
     def parts(self, start: str) -> dict[str, Tensor]:
-        """The layer's tensors whose names begin so, by the rest of their names."""
+        """Read the layer's tensors whose names begin so, by the rest of their names."""
         whole = f"{self.name}.{start}"
-        return {
-            key.removeprefix(whole): self._read(key).to(self.device) for key in self.dtypes if key.startswith(whole)
-        }
+        names = [name.removeprefix(whole) for name in self.dtypes if name.startswith(whole)]
+        return {name: self.read(start + name) for name in names}
 
 
-class OnDisk(NamedTuple):
+class Layout(NamedTuple):
     """A format's layout in safetensors files.
 
     Attributes:
-        backend: whose layers are written so.
-        dtypes: safetensors' names of the dtypes that weights have.
+        backend: that writes it.
+        dtypes: safetensors' dtype names of its weights.
         companions: pattern of the names of a layer's other tensors.
-        needs: names of companions of which a layer must have one.
-        read: gives the layer, or None where it is not of this format.
-        sign: part of the tensors' names that show this format; None where the weights' dtype does.
-        marker: name of a tensor without which a file may have weights alone.
+        needs: companions of which a layer must have one.
+        read: returns the layer, or None if it is not of this format.
+        sign: part of a tensor name that identifies the format; None where the weights' dtype does.
+        marker: name of a tensor without which a file may contain weights only.
     """
 
     backend: str
@@ -105,11 +100,15 @@ class OnDisk(NamedTuple):
     marker: str | None = None
 
     def detect(self, name: str, dtype: str) -> bool:
-        """Return whether a tensor of this name and dtype shows the format."""
+        """Return whether a tensor of this name and dtype identifies the format."""
         return self.sign in name if self.sign else name.endswith(".weight") and dtype in self.dtypes
 
-    def check(self, dtypes: Mapping[str, str], layers: Collection[str], where: str) -> set[str]:
-        """Return which of these tensors it reads, where the model has such linear layers.
+    def readable(self, dtypes: Mapping[str, str], layers: Collection[str], where: str) -> set[str]:
+        """Return the names of the tensors that it reads.
+
+        Args:
+            dtypes: of all tensors, by name.
+            layers: the model's linear layers.
 
         Raises:
             UserError: a quantized layer lacks its companions.

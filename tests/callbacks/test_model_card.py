@@ -257,7 +257,7 @@ def test_folder_that_is_a_copy_of_a_repository_has_its_name_and_licence(run, tin
     [
         ("hub/models--a--b/snapshots/0123", "embedded", "a/b"),
         ("hub/models--a--b-c.d/snapshots/0123", "flux_dev", "a/b-c.d"),
-        ("models/FLUX.1-dev", "flux_dev_fp4", "black-forest-labs/FLUX.1-dev"),
+        ("models/FLUX.1-dev", "flux_dev", "black-forest-labs/FLUX.1-dev"),
         ("models/FLUX.1-dev", "flux_kontext", None),
         ("models/embedded", "embedded", None),
         ("models/mine", "flux_dev", None),

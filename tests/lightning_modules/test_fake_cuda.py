@@ -13,7 +13,7 @@ from lightning_modules import prepare
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.pretrained import repository, transformer, weights
+from lightning_modules.pretrained import checks, repository, transformer
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
@@ -89,8 +89,6 @@ def build(repositories, cuda, model, quantization, adapter, streamed):
     chosen = settings(f"model={model}", path, *MODELS[model].settings).copy()
     chosen.adapter = settings(*(ADAPTERS | OTHERS)[adapter]).adapter
     chosen.quantization = settings(*QUANTIZATIONS[quantization]).quantization
-    if chosen.quantization is not None:
-        chosen.quantization.cache = False  # there is no content to keep
     chosen.offload = {"encoders": False, "blocks": 2 if streamed else 0, "activations": True}
     module = instantiate(chosen, _convert_="all")
     module._device = DEVICE
@@ -123,7 +121,7 @@ def cuda(monkeypatch):
     config, fewer = transformer.transformer_config, {"num_layers": 1, "num_single_layers": 1}
     small = lambda *where: (found := config(*where)) | (fewer if "num_single_layers" in found else {})  # noqa: E731
     monkeypatch.setattr(transformer, "transformer_config", small)
-    monkeypatch.setattr(weights, "refuse_unexpected", lambda *_: None)  # of the other blocks
+    monkeypatch.setattr(checks, "refuse_unexpected", lambda *_: None)  # of the other blocks
     monkeypatch.setattr(repository, "refuse_unexpected", lambda *_: None)
     with fake_cuda() as cuda:
         yield cuda
@@ -156,7 +154,7 @@ def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, ad
         assert not cuda.found, offload
         assert cuda.attended == {(torch.bfloat16,) * 3: cuda.attended.total()}
         assert cuda.attended.total() >= 2
-        assert ("activation_offload.py" in {file for file, _ in cuda.allowed}) == ("activations" in offload)
+        assert ("offload.py" in {file for file, _ in cuda.allowed}) == ("activations" in offload)
         assert KERNELS.get(quantization, "aten::mm") in cuda.called
         gradients = [weight.grad for weight in trainable(module.transformer).values() if weight.grad is not None]
         assert {(one.dtype, one.device) for one in gradients} == {(torch.float32, DEVICE)}

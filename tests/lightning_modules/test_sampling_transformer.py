@@ -93,7 +93,7 @@ def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_wi
 @pytest.mark.slow
 def test_in_a_quantized_offloaded_and_averaged_run(run, settings, distilled, file, tmp_path):
     """Beside a training adapter, which it does not get."""
-    more = ["model/quantization=fp8", "model.quantization.cache_dir=null", "model.offload.blocks=2"]
+    more = ["model/quantization=fp8", "model.offload.blocks=2"]
     more += ["optimizer=adamw_schedule_free", "model.gradient_checkpointing=full", f"model.training_adapter={file}"]
     chosen = f"model.sampling.transformer_name_or_path={distilled}"
     run("train", *settings("with", *more, chosen))

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_modules.adapters import rank_schedule
 from lightning_modules.execution import host_memory
 from lightning_modules.pretrained import transformer
-from lightning_modules.quantization import float8
+from lightning_modules.pretrained.weights import assemble
+from lightning_modules.quantization import fp8
 from lightning_modules.quantization.linear import frozen_input_gradient, frozen_product
 
 DEVICE = torch.device("cuda", 0)
@@ -40,7 +41,7 @@ ON_HOST = {
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
     ("denoise.py", "velocity"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
-    ("activation_offload.py", "_send"): "activations that wait there",
+    ("offload.py", "_send"): "activations that wait there",
     ("transformer_qwenimage.py", "forward"): "diffusers makes a list of 2511's tokens, and waits for its copy",
 }
 # Constants, which are made in the first step and kept.
@@ -220,7 +221,9 @@ def swap_tensors(one, other, swap=torch.utils.swap_tensors):
 
 def load_model(cls, repository, subfolder, revision, dtype, device):
     """diffusers' loading, by ours."""
-    return transformer.load_transformer(cls, repository, dtype=dtype, device=device, placement=lambda name: device)
+    model = transformer.TransformerSource(cls.__name__, repository, revision, dtype, None, 0).empty()
+    assemble(model, transformer.transformer_weights(repository), dtype=dtype, device=device, quantization=None)
+    return model.requires_grad_(False).eval()
 
 
 @contextmanager
@@ -240,7 +243,7 @@ def fake_cuda():
         (Tensor, "pin_memory", lambda tensor: cuda.pin(tensor.clone())),
         (host_memory, "_register", lambda memory, device: cuda.pin(memory)),
         (host_memory, "_unpin", lambda *_: None),
-        (float8, "FUSES", ()),
+        (fp8, "FUSES", ()),
         (transformer, "load_model", load_model),
         (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
         (bnb.functional, "name2qmap", double_quant),
@@ -249,7 +252,7 @@ def fake_cuda():
     with ExitStack() as stack:
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
-        for cached in (float8.has_tensor_cores, float8._fused_rows, rank_schedule._thresholds):
+        for cached in (fp8.has_tensor_cores, fp8._fused_rows, rank_schedule._thresholds):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         yield cuda

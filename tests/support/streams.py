@@ -16,9 +16,8 @@ from torch.cuda import _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_modules.execution import activation_offload, block_offload
-from lightning_modules.execution.host_memory import HostMemory
-from lightning_modules.execution.side_stream import SideStream
+from lightning_modules.execution import offload
+from lightning_modules.execution.host_memory import HostMemory, SideStream
 
 COPY = torch.ops.aten.copy_.default
 # They are slow, and nobody reads them here.
@@ -101,8 +100,7 @@ class Streams(TorchDispatchMode):
             (Tensor, "record_stream", lambda tensor, stream: self._keep(tensor, stream)),
             (HostMemory, "pin", lambda memory, _: self._pinned.update(map(self._know, _storages(memory.piece)))),
             (_sanitizer, "traceback", NO_TRACES),
-            (block_offload, "SideStream", self._made),
-            (activation_offload, "SideStream", self._made),
+            (offload, "SideStream", self._made),
         ]
         for owner, name, value in replaced:
             self._patches.enter_context(mock.patch.object(owner, name, value))

@@ -77,7 +77,6 @@ def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
         text = run("train", *plan, *more).text
         assert ("embedded (fp4)" if more else "embedded (float32)") in text
         assert ("blocks" in text) == (len(more) == 2)
-        assert ("quantized transformer" in text) == bool(more)
         sizes.append(float(re.search(r"weights ([\d.]+) [kM]B", text)[1]) * (1000 if "weights 1.9 MB" in text else 1))
     assert sizes[0] > sizes[1] > sizes[2]
 
@@ -94,7 +93,6 @@ def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositorie
     where = [f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.max_sequence_length=64"]
     text = run("train", "task=dry_run", f"model={model}", "data.upscale=true", "data.resolution=64", *where).text
     assert "GPU in all" in text
-    assert ("quantized transformer" in text) == model.endswith("_fp8")
 
 
 def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.execution.autocast import compute_dtype
-from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.execution.blocks import LastBlock, compute_dtype
 from lightning_modules.patches import predict_target
 
 

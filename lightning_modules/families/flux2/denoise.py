@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.execution.autocast import compute_dtype
-from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.execution.blocks import LastBlock, compute_dtype
 from lightning_modules.patches import predict_target
 
 # On the axis of images, from the target to the first reference and from each to the next.

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.batch import copy_to
-from lightning_modules.execution.autocast import compute_dtype
-from lightning_modules.execution.last_block import LastBlock
+from lightning_modules.execution.blocks import LastBlock, compute_dtype
 from lightning_modules.patches import predict_target
 
 

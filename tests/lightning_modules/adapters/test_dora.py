@@ -11,7 +11,7 @@ from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers, without_adapter
-from tests.lightning_modules.quantization.test_quantized_linear import WAYS, dequantized
+from tests.support.quantized import WAYS
 from tests.support.tiny_adapters import LAYER, build, export, learn, velocity
 
 BASES = {"float32": [], "bfloat16": []} | {
@@ -19,7 +19,6 @@ BASES = {"float32": [], "bfloat16": []} | {
         "model/quantization=fp8",
         f"model.quantization.format={format}",
         f"model.quantization.backend={backend}",
-        "model.quantization.cache=false",
     ]
     for format, backend in WAYS
 }
@@ -28,7 +27,7 @@ BASES = {"float32": [], "bfloat16": []} | {
 def weight_of(layer):
     """Return its base's weight in float32."""
     base = layer.get_base_layer()
-    return base.weight.detach().float() if type(base) is torch.nn.Linear else dequantized(base)
+    return base.weight.detach().float() if type(base) is torch.nn.Linear else base.dequantize(torch.float32)
 
 
 def expected(layer, x, weight):

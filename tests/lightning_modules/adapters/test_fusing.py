@@ -12,7 +12,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.extraction import best_of_rank, extract
 from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.adapters.low_rank import LowRank
-from lightning_modules.pretrained.transformer_files import transformer_weights
+from lightning_modules.pretrained.transformer import transformer_weights
 from tests.support.commands import compose
 
 CPU = torch.device("cpu")
@@ -30,7 +30,6 @@ def quantized(format):
     return [
         f"model/quantization={group}",
         f"model.quantization.format={format}",
-        "model.quantization.cache=false",
     ]
 
 

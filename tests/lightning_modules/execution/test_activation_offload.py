@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules.execution import activation_offload
-from lightning_modules.execution.activation_offload import ActivationOffload
+from lightning_modules.execution import offload
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
-from lightning_modules.execution.host_memory import all_weights
-from lightning_modules.execution.side_stream import SideStream
+from lightning_modules.execution.host_memory import SideStream, all_weights
+from lightning_modules.execution.offload import ActivationOffload
 from tests.support.combinations import first
 from tests.support.steps import assert_same, made, step
 from tests.support.streams import Streams
@@ -163,7 +162,7 @@ def test_blocks_tensors_come_back_once_ahead_and_go_behind_their_use(checkpointe
 
 def test_tensor_is_kept_as_it_was_at_each_use(monkeypatch):
     """The sine of x and the cosine of 2x, in the same memory."""
-    monkeypatch.setattr(activation_offload, "SideStream", SideStream)  # autograd alone would refuse it
+    monkeypatch.setattr(offload, "SideStream", SideStream)  # autograd alone would refuse it
     x = torch.randn(50, requires_grad=True)
     counted = Counted(nn.Module())
     with counted:

@@ -12,9 +12,8 @@ from hydra.utils import instantiate
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.estimation.fake_tensors import OnCuda
-from lightning_modules.execution.blocks import blocks
+from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import POLICIES, read_policy, set_checkpointing
-from lightning_modules.execution.last_block import LastBlock
 from lightning_modules.family import Family
 from tests.support.combinations import first
 from tests.support.commands import compose

@@ -9,9 +9,9 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.estimation.weights import waiting_bytes
 from lightning_modules.execution import host_memory
-from lightning_modules.execution.block_offload import BlockStream, streamed_blocks, streamed_linears
 from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.host_memory import all_weights, pin
+from lightning_modules.execution.offload import BlockStream, streamed_blocks, streamed_linears
 from lightning_modules.pretrained.components import Components
 from lightning_modules.timing import StageTimer
 from tests.support.combinations import first

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.cuda._sanitizer import CUDASanitizerErrors
 
-from lightning_modules.execution.activation_offload import ActivationOffload
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
-from lightning_modules.execution.side_stream import SideStream
+from lightning_modules.execution.host_memory import SideStream
+from lightning_modules.execution.offload import ActivationOffload
 from tests.support.combinations import first
 from tests.support.steps import assert_same, made, step
 from tests.support.streams import Streams
@@ -118,6 +118,6 @@ def test_buffer_that_goes_before_its_copy_is_found(tiny):
 
 
 def test_activation_that_goes_before_its_copy_is_found(tiny, monkeypatch):
-    monkeypatch.setattr(ActivationOffload, "_let_go", lambda self, behind: self._leaving.clear())
+    monkeypatch.setattr(ActivationOffload, "_free_sent", lambda self, behind: self._leaving.clear())
     with pytest.raises(CUDASanitizerErrors), Streams():
         step(offloading(tiny, "lora", "bf16", 0))

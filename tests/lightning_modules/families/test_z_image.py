@@ -15,10 +15,9 @@ from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.rank_mask import attach_rank_schedule, mask_forwards, sampling_step
-from lightning_modules.execution import kernels
-from lightning_modules.execution.block_offload import BlockStream
-from lightning_modules.execution.blocks import blocks
+from lightning_modules.execution.blocks import blocks, compile_blocks
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.execution.offload import BlockStream
 from lightning_modules.family import Sampling
 from tests.support.losses import losses
 from tests.support.references import PROMPTS, REFERENCES
@@ -157,9 +156,9 @@ def test_however_blocks_are_computed_loss_and_gradients_are_the_same_bits(reposi
 def test_compiled_blocks_differ_by_the_order_of_sums(repository, monkeypatch):
     """In what all blocks have of the timestep; the rest are the same bits."""
     expected = loss_and_gradients(repository, lambda module: None)
-    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
-    compiled = loss_and_gradients(repository, lambda module: kernels.compile_blocks(module.transformer, None))
+    compiled = loss_and_gradients(repository, lambda module: compile_blocks(module.transformer, None))
     for name, own in compiled.items():
         if name.startswith("t_embedder"):
             torch.testing.assert_close(own, expected[name], rtol=0, atol=1e-6 * float(expected[name].abs().max()))
@@ -170,11 +169,11 @@ def test_compiled_blocks_differ_by_the_order_of_sums(repository, monkeypatch):
 @pytest.mark.slow
 def test_compiled_blocks_take_every_batch(module, monkeypatch):
     """Of one sample and of two, padded and not: refiners and layers are one class, whose graphs have a limit."""
-    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     for refiners in (module.transformer.noise_refiner, module.transformer.context_refiner):
         refiners.append(deepcopy(refiners[0]))  # two, as the real model has
-    kernels.compile_blocks(module.transformer, dynamic=True)
+    compile_blocks(module.transformer, dynamic=True)
     set_checkpointing(module.transformer, "none", module.adapter.bind_rank_mask)
     raws = [raw_sample(module, number) for number in range(2)]
     for batch in (raws, [raws[1], raws[1]], raws[:1]):

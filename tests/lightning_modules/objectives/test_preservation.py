@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
-from lightning_modules.execution import kernels
 from lightning_modules.flow import interpolate
 from tests.support.combinations import first
 from tests.support.steps import BASES, assert_same, with_a_block_of_each_kind
@@ -202,7 +201,7 @@ def test_however_it_is_executed_a_step_is_bitwise_the_same(tiny, adapter, base, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "base"), first(1, [("tlora", "float32"), ("lora", "fp8")]))
 def test_compiled_blocks_have_their_graphs_after_one_step(tiny, monkeypatch, adapter, base):
-    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     more = [*PRESERVE, "objective.contrastive_guidance=3"]

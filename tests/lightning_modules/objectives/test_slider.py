@@ -8,7 +8,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers
-from lightning_modules.execution import kernels
 from tests.support.combinations import first
 from tests.support.objectives import gradients, latent_batch, losses, noised
 from tests.support.steps import assert_same, family, inputs, with_a_block_of_each_kind
@@ -131,7 +130,7 @@ def test_batch_of_both_directions_is_its_samples_alone(tiny, more):
 
 
 def test_steps_of_other_directions_take_no_new_graph(tiny, monkeypatch):
-    monkeypatch.setattr(kernels.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
     module = with_a_block_of_each_kind(made(tiny, "tlora", "model.compile=true", "model.gradient_checkpointing=full"))

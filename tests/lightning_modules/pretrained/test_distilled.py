@@ -6,7 +6,6 @@ import shutil
 import pytest
 from hydra.utils import instantiate
 
-from lightning_modules.pretrained.distilled import sign_of_distillation
 from tasks.models import without_network
 from tests.support.commands import compose, short
 
@@ -52,17 +51,17 @@ def copy(tiny, tmp_path):
     ],
 )
 def test_by_its_name_in_whole_words(copy, name, distilled):
-    assert (sign_of_distillation(base_of(copy(name))) is not None) == distilled
-    assert sign_of_distillation(base_of(copy(f"lightning/{name.lower()}-copy"))) is None or distilled
+    assert (base_of(copy(name)).sign_of_distillation() is not None) == distilled
+    assert base_of(copy(f"lightning/{name.lower()}-copy")).sign_of_distillation() is None or distilled
 
 
 def test_by_what_its_files_say(copy):
     signs = [
-        sign_of_distillation(base_of(copy("one", is_distilled=True))),
-        sign_of_distillation(base_of(copy("two", "transformer/config.json", is_distilled=True))),
-        sign_of_distillation(base_of(copy("three", "transformer/config.json", flow_map=True))),
-        sign_of_distillation(base_of(copy("four", _name_or_path="/hyper/FLUX.1-schnell"))),
-        sign_of_distillation(base_of(copy("five", is_distilled=False, _name_or_path="/turbo/FLUX.1-dev"))),
+        base_of(copy("one", is_distilled=True)).sign_of_distillation(),
+        base_of(copy("two", "transformer/config.json", is_distilled=True)).sign_of_distillation(),
+        base_of(copy("three", "transformer/config.json", flow_map=True)).sign_of_distillation(),
+        base_of(copy("four", _name_or_path="/hyper/FLUX.1-schnell")).sign_of_distillation(),
+        base_of(copy("five", is_distilled=False, _name_or_path="/turbo/FLUX.1-dev")).sign_of_distillation(),
     ]
     assert signs == [
         "is_distilled in model_index.json",
@@ -76,22 +75,22 @@ def test_by_what_its_files_say(copy):
 def test_the_transformer_counts_that_trains(tiny, copy):
     """A whole pipeline's own transformer; one alone is most often of the base's kind."""
     turbo = copy("some-turbo", is_distilled=True)
-    assert sign_of_distillation(base_of(turbo, f"model.transformer_name_or_path={tiny}")) is None
-    assert sign_of_distillation(base_of(tiny, f"model.transformer_name_or_path={turbo}"))
-    assert sign_of_distillation(base_of(turbo, f"model.transformer_name_or_path={tiny}/transformer"))
+    assert base_of(turbo, f"model.transformer_name_or_path={tiny}").sign_of_distillation() is None
+    assert base_of(tiny, f"model.transformer_name_or_path={turbo}").sign_of_distillation()
+    assert base_of(turbo, f"model.transformer_name_or_path={tiny}/transformer").sign_of_distillation()
 
 
 @pytest.mark.parametrize("model", ["flux_kontext", "flux_dev", "qwen_image_edit", "qwen_image_edit_plus", "embedded"])
 def test_bases_that_are_none_are_not_called_so(model):
     """By their real names and configurations; FLUX.1's guidance was distilled, its steps were not."""
     with without_network(compose("train", f"model={model}").model) as module:
-        assert sign_of_distillation(module.base) is None
+        assert module.base.sign_of_distillation() is None
 
 
 def test_the_real_name_counts_where_a_model_is_known_without_the_network():
     with without_network(compose("train", "model=flux_dev").model) as module:
         module.base.name = "owner/FLUX.1-turbo"
-        assert sign_of_distillation(module.base) == "turbo in its name"
+        assert module.base.sign_of_distillation() == "turbo in its name"
 
 
 @pytest.mark.slow

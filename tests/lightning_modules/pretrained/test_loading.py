@@ -17,8 +17,9 @@ from lightning_modules.pretrained.repository import (
     repository_file,
     resolve_device,
 )
-from lightning_modules.pretrained.transformer import TransformerSource, load_transformer
+from lightning_modules.pretrained.transformer import TransformerSource
 from tests.support.commands import ROOT, run_code
+from tests.support.quantized import load
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODELS = ["text_encoder", "text_encoder_2", "vae", "transformer"]
@@ -53,7 +54,7 @@ def test_component_comes_in_the_dtype_asked_for(tiny):
 def test_transformer_may_come_from_a_repository_of_its_own(tiny, stock, tmp_path):
     stock.transformer.save_pretrained(tmp_path)
     for repository in (tmp_path, tiny):
-        own = load_transformer(type(stock.transformer), str(repository), dtype=torch.float32)
+        own = load(repository, dtype=torch.float32)
         assert all(torch.equal(a, b) for a, b in zip(own.parameters(), stock.transformer.parameters(), strict=True))
 
 

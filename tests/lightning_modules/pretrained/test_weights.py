@@ -12,15 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.pretrained.transformer import load_transformer
-from lightning_modules.pretrained.transformer_files import transformer_weights
-from lightning_modules.quantization.float8 import E4M3, E5M2
-from lightning_modules.quantization.four_bit import FourBitLinear
-from lightning_modules.quantization.fp8 import Fp8Linear
-from lightning_modules.quantization.int8 import Int8Linear
+from lightning_modules.pretrained.transformer import transformer_weights
+from lightning_modules.quantization.fp8 import E4M3, E5M2
+from lightning_modules.quantization.linear import QuantizedLinear
 from tests.lightning_modules.quantization.test_quantization import FP8
-from tests.lightning_modules.quantization.test_quantized_linear import dequantized, quantization
 from tests.support.foreign_files import flux, qwen, velocity, z_image
+from tests.support.quantized import load, quantization
 
 NAME = "diffusion_pytorch_model.safetensors"
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -82,35 +79,29 @@ def fp8(scale_name=None, shape=(), dtype=E4M3, hints=()):
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FORMATS = {
-    "bitsandbytes fp4": (four_bit("fp4", False), BNB | {"bnb_4bit_quant_type": "fp4"}, FourBitLinear, "fp4"),
-    "bitsandbytes nf4, double": (four_bit("nf4", True), BNB | {"bnb_4bit_quant_type": "nf4"}, FourBitLinear, "nf4"),
+    "bitsandbytes fp4": (four_bit("fp4", False), BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
+    "bitsandbytes nf4, double": (four_bit("nf4", True), BNB | {"bnb_4bit_quant_type": "nf4"}, "nf4"),
     "bitsandbytes int8": (
         by_bitsandbytes(lambda m: bitsandbytes.nn.Linear8bitLt(m.in_features, m.out_features, True, False)),
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        Int8Linear,
         "int8",
     ),
-    "fp8 scaled": (fp8("weight_scale", (1,)), None, Fp8Linear, "fp8"),
-    "fp8 scaled, ComfyUI's names": (fp8("scale_weight", hints=["scale_input"]), None, Fp8Linear, "fp8"),
-    "fp8 plain": (fp8(), None, Fp8Linear, "fp8"),
-    "fp8 plain, e5m2": (fp8(dtype=E5M2), None, Fp8Linear, "fp8"),
+    "fp8 scaled": (fp8("weight_scale", (1,)), None, "fp8"),
+    "fp8 scaled, ComfyUI's names": (fp8("scale_weight", hints=["scale_input"]), None, "fp8"),
+    "fp8 plain": (fp8(), None, "fp8"),
+    "fp8 plain, e5m2": (fp8(dtype=E5M2), None, "fp8"),
 }
-
-
-def load(folder, **more):
-    device = torch.device("cpu")
-    return load_transformer(FluxTransformer2DModel, str(folder), dtype=torch.bfloat16, device=device, **more)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def checkpoint(request, source, tmp_path_factory):
-    replace, config, kind, format = FORMATS[request.param]
-    return write(source, tmp_path_factory.mktemp("checkpoint"), replace, config), kind, format
+    replace, config, format = FORMATS[request.param]
+    return write(source, tmp_path_factory.mktemp("checkpoint"), replace, config), format
 
 
 def test_layers_are_loaded_as_they_are(checkpoint, source):
     """Not upcast: dtype and bytes are those on disk. What they stand for is near the original."""
-    folder, kind, format = checkpoint
+    folder, format = checkpoint
     state = load_file(folder / NAME)
     model = load(folder)
     assert transformer_weights(str(folder)).format == format
@@ -118,21 +109,21 @@ def test_layers_are_loaded_as_they_are(checkpoint, source):
     for name, module in source.named_modules():
         if isinstance(module, nn.Linear) and name != "proj_out":
             layer, stored = model.get_submodule(name), state[f"{name}.weight"]
-            assert type(layer) is kind
+            assert isinstance(layer, QuantizedLinear)
             assert layer.parts()[0].dtype == stored.dtype
             assert torch.equal(layer.weight.data.view(torch.uint8).flatten(), stored.view(torch.uint8).flatten())
             assert torch.equal(layer.bias, module.bias)
             original = module.weight.float()
-            assert (dequantized(layer) - original).norm() < 0.13 * original.norm()
+            assert (layer.dequantize(torch.float32) - original).norm() < 0.13 * original.norm()
     kept = sum(t.nbytes for k, t in model.state_dict().items() if not k.endswith("weight_scale"))
     on_disk = sum(t.nbytes for k, t in state.items() if "scale" not in k and not k.endswith("weight_format"))
     assert kept == on_disk
 
 
 def test_settings_do_not_quantize_what_is_quantized(checkpoint):
-    folder, kind, _ = checkpoint
-    model = load(folder, quantization=quantization("nf4" if kind is not FourBitLinear else "fp8"))
-    assert type(model.get_submodule(LAYER)) is kind
+    folder, format = checkpoint
+    model = load(folder, quantization=quantization("fp8" if format in ("fp4", "nf4") else "nf4"))
+    assert model.get_submodule(LAYER).storage.startswith(format)
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp4", "nf4", "int8"])
@@ -175,7 +166,7 @@ LACKS = {
 
 @pytest.mark.parametrize("name", LACKS)
 def test_what_a_checkpoint_lacks_is_named_in_one_line(source, tmp_path, name):
-    replace, config, *_ = FORMATS[name]
+    replace, config, _ = FORMATS[name]
     change, message = LACKS[name]
     folder = damaged(write(source, tmp_path / "whole", replace, config), tmp_path, change)
     with pytest.raises(UserError) as raised:
@@ -254,7 +245,7 @@ def test_int8_with_scales_is_the_integer_times_its_scale(source, tmp_path, shape
     layer = load(folder).get_submodule(LAYER)
     meant = state[f"{LAYER}.weight"].float() * state[f"{LAYER}.weight_scale"]
     original = source.get_submodule(LAYER).weight.float()
-    torch.testing.assert_close(dequantized(layer).float(), meant, rtol=2**-8, atol=0)  # in bfloat16
+    torch.testing.assert_close(layer.dequantize(torch.float32), meant, rtol=2**-8, atol=0)  # in bfloat16
     assert (meant - original).abs().max() <= 0.51 * float(state[f"{LAYER}.weight_scale"].max())
 
 
@@ -272,7 +263,7 @@ UNREAD = {
     "a LoRA beside": (
         lambda module: {"weight": module.weight},
         {f"{LAYER}.lora_A.weight": torch.ones(2, 64)},
-        "a LoRA beside its own weights",
+        "a LoRA next to its own weights",
     ),
     "no place": (
         lambda module: {"weight": module.weight},
@@ -311,7 +302,7 @@ def test_a_single_file_is_said_to_be_one_and_not_looked_for_on_the_hub(tmp_path,
 
 
 def test_weights_of_another_variant_are_named(tmp_path):
-    from lightning_modules.pretrained.component_files import check_weight_names
+    from lightning_modules.pretrained.checks import check_weight_names
 
     with pytest.raises(UserError, match=r"has diffusion_pytorch_model.fp16.safetensors and not .*: rename it to diff"):
         check_weight_names(["diffusion_pytorch_model.fp16.safetensors"], "FluxTransformer2DModel", str(tmp_path))
@@ -328,6 +319,6 @@ def test_fp8_in_every_layer_computes_as_its_numbers_do(build, tmp_path):
     layers = [f"{name}.weight" for name, module in plain.named_modules() if isinstance(module, nn.Linear)]
     save_file(state | {name: state[name].to(E4M3) for name in layers}, tmp_path / NAME)
     plain.load_state_dict(state | {name: state[name].to(E4M3).float() for name in layers})
-    model = load_transformer(type(plain), str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    model = load(tmp_path, type(plain).__name__, torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(velocity(model), velocity(plain), rtol=1e-4, atol=1e-4)

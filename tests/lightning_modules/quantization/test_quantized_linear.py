@@ -1,4 +1,4 @@
-"""Quantized layers against their own dequantized weights in float32, and these against what was quantized."""
+"""Quantized layers against their dequantized weights in float32, and these against the original weights."""
 
 import pytest
 import torch
@@ -6,18 +6,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules.quantization import float8, fp8
-from lightning_modules.quantization.float8 import E4M3, E5M2
-from lightning_modules.quantization.formats import FORMATS
-from lightning_modules.quantization.fp8 import Fp8Linear
-from lightning_modules.quantization.quantization import Quantization
-
-WAYS = [(format, backend) for format, row in FORMATS.items() for backend in row.backends]
-
-
-def quantization(format, backend=None, skip=(), **more):
-    settings = {"bnb_4bit_use_double_quant": False, "gradient_dtype": "float8_e5m2", **more}
-    return Quantization(format, backend, skip, ["transformer"], cache=False, cache_dir=None, **settings)
+from lightning_modules.quantization import fp8
+from lightning_modules.quantization.fp8 import E4M3, E5M2
+from lightning_modules.quantization.linear import QuantizedLinear
+from tests.support.quantized import WAYS, quantization
 
 
 def linear(dtype=torch.float32, sides=(96, 128)):
@@ -25,11 +17,6 @@ def linear(dtype=torch.float32, sides=(96, 128)):
     layer = nn.Linear(sides[1], sides[0]).requires_grad_(False)
     layer.weight.mul_(torch.logspace(-2, 2, sides[0])[:, None])  # rows of different sizes
     return layer.to(dtype)
-
-
-def dequantized(layer):
-    """Return the weight in float32."""
-    return layer.dequantize(torch.float32).detach()
 
 
 def error(a, b):
@@ -52,11 +39,12 @@ def test_products_are_those_of_the_dequantized_weight(format, backend, dtype):
     """In float32 to its rounding; under autocast input, weight and output are rounded to bf16, 2^-9 each at most."""
     layer = quantization(format, backend).quantize(linear(dtype))
     x, y, grad, x_grad = forward_and_backward(layer, dtype)
-    weight = dequantized(layer)
+    weight = layer.dequantize(torch.float32)
     tolerance = 1e-6 if dtype == torch.float32 else 3 * 2**-9
     assert y.dtype == dtype
     assert error(y, x @ weight.T + layer.bias.float()) < tolerance
     assert error(x_grad, grad @ weight) < tolerance
+    assert error(layer.exact_product(x[0].to(dtype)), x[0] @ weight.T) < tolerance
 
 
 # Half a step: of e4m3's 3 bits relative to the weight, else to the largest weight of a row or of a block of 64.
@@ -64,7 +52,7 @@ def test_products_are_those_of_the_dequantized_weight(format, backend, dtype):
 def test_weights_are_within_half_a_step(format, backend):
     source = linear()
     layer = quantization(format, backend).quantize(source)
-    weight, back = linear().weight, dequantized(layer)
+    weight, back = linear().weight, layer.dequantize(torch.float32)
     row = weight.abs().amax(1, keepdim=True)
     block = weight.reshape(-1, 64).abs().amax(1, keepdim=True).expand(-1, 64).reshape(weight.shape)
     half_step = {
@@ -79,11 +67,9 @@ def test_weights_are_within_half_a_step(format, backend):
 
 
 def test_double_quantization_costs_little_and_saves_the_scales():
-    plain, double = (
-        quantization("nf4", bnb_4bit_use_double_quant=d).quantize(linear(sides=(128, 128))) for d in (0, 1)
-    )
+    plain, double = (quantization("nf4", double_quant=d).quantize(linear(sides=(128, 128))) for d in (False, True))
     original = linear(sides=(128, 128)).weight
-    assert error(dequantized(double), original) < 1.05 * error(dequantized(plain), original)
+    assert error(double.dequantize(torch.float32), original) < 1.05 * error(plain.dequantize(torch.float32), original)
     assert double.quant_state.absmax.dtype == torch.uint8
 
 
@@ -96,96 +82,66 @@ def test_fp8_scales_are_powers_of_two_and_bf16_dequantizes_exactly():
 
 
 @pytest.mark.parametrize(
-    ("refused", "gradient_dtype", "line"),
+    ("refused", "line"),
     [
-        ([], E5M2, "tensor cores for products and gradients"),
-        ([], torch.bfloat16, "tensor cores for products only"),
-        ([E5M2], E5M2, "tensor cores for products only"),
-        ([E4M3], E5M2, "tensor cores for gradients only"),
-        ([E4M3, E5M2], E5M2, "weights only: its tensor cores are not used here"),
+        ([], "tensor cores for products and gradients"),
+        ([E5M2], "tensor cores for products"),
+        ([E4M3], "tensor cores for gradients"),
+        ([E4M3, E5M2], "weights only: its tensor cores are not used here"),
     ],
 )
-def test_kernels_are_tried_apart_at_a_model_s_size(monkeypatch, refused, gradient_dtype, line):
-    """On tensors without content, and with a double of the product: as a GPU does that has no kernel for some."""
-    tried = []
+def test_kernels_are_probed_separately_at_a_model_s_size(monkeypatch, refused, line):
+    """On tensors without content, with a double of the product that fails as on a GPU without some kernels."""
+    probed = []
 
     def scaled_mm(a, b, *, use_fast_accum, **_):
-        tried.append((a.dtype, use_fast_accum, *a.shape, *b.shape))
+        probed.append((a.dtype, use_fast_accum, *a.shape, *b.shape))
         if a.dtype in refused or a.shape[1] < 1024:
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    float8.has_tensor_cores.cache_clear()
+    fp8.has_tensor_cores.cache_clear()
     with FakeTensorMode():
-        assert float8.kernels(torch.device("cuda"), gradient_dtype) == line
-    float8.has_tensor_cores.cache_clear()
-    asked = [E4M3, E5M2][: 1 + (gradient_dtype == E5M2)]
-    assert tried == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in asked]
+        assert fp8.describe_kernels(torch.device("cuda")) == line
+    fp8.has_tensor_cores.cache_clear()
+    assert probed == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in (E4M3, E5M2)]
 
 
-def test_gradients_stay_in_bf16_where_only_products_have_a_kernel(monkeypatch):
-    monkeypatch.setattr(fp8, "has_tensor_cores", lambda device, dtype: dtype == E4M3)
+@pytest.mark.parametrize("available", [(E4M3,), (E4M3, E5M2)])
+def test_tensor_cores_add_the_rounding_of_activations_and_gradients(monkeypatch, available):
+    """An e4m3 number is off by 2^-4 at most, by less than 2^-4 / sqrt(3) in the mean square; e5m2's step is double.
+
+    PyTorch's own _scaled_mm runs on a CPU too. Gradients are not rounded if only products have a kernel.
+    """
+    monkeypatch.setattr(fp8, "has_tensor_cores", lambda device, dtype: dtype in available)
+    calls, scaled_mm = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, *args, **kw: calls.append(a.dtype) or scaled_mm(a, *args, **kw))
     layer = quantization("fp8").quantize(linear())
     x, y, grad, x_grad = forward_and_backward(layer, torch.float32)
-    assert error(y, x @ dequantized(layer).T + layer.bias) > 1e-3
-    assert error(x_grad, grad @ dequantized(layer)) < 1e-6
+    weight = layer.dequantize(torch.float32)
+    assert calls == list(available)
+    assert 1e-3 < error(y, x @ weight.T + layer.bias) < 2**-4 / 3**0.5
+    assert error(layer.exact_product(x), x @ weight.T) < 1e-6
+    gradient_error = error(x_grad, grad @ weight)
+    assert 1e-3 < gradient_error < 2**-3 / 3**0.5 if E5M2 in available else gradient_error < 1e-6
 
 
 @pytest.fixture
 def tensor_cores(monkeypatch):
-    """PyTorch's own _scaled_mm, which a CPU has too."""
     monkeypatch.setattr(fp8, "has_tensor_cores", lambda *_: True)
 
 
-@pytest.mark.parametrize("gradient_dtype", ["float8_e5m2", "bfloat16"])
-def test_tensor_cores_add_the_rounding_of_activations_and_gradients(tensor_cores, monkeypatch, gradient_dtype):
-    """An e4m3 number is off by 2^-4 at most, by less than 2^-4 / sqrt(3) in the mean square; e5m2's step is double."""
-    calls = []
-    scaled_mm = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda a, *args, **kw: calls.append(a.dtype) or scaled_mm(a, *args, **kw))
-    layer = quantization("fp8", gradient_dtype=gradient_dtype).quantize(linear())
-    x, y, grad, x_grad = forward_and_backward(layer, torch.float32)
-    weight = dequantized(layer)
-    assert 1e-3 < error(y, x @ weight.T + layer.bias) < 2**-4 / 3**0.5
-    gradient_error = error(x_grad, grad @ weight)
-    if gradient_dtype == "bfloat16":
-        assert calls == [E4M3]
-        assert gradient_error < 1e-6
-    else:
-        assert calls == [E4M3, E5M2]
-        assert 1e-3 < gradient_error < 2**-3 / 3**0.5
-
-
-def test_stored_transposes_change_no_bit_and_are_made_where_all_have_room(tensor_cores, monkeypatch):
-    model = nn.Sequential(*(quantization("fp8").quantize(linear(sides=(128, 128))) for _ in range(3)))
-    size, before = sum(layer.weight.nbytes for layer in model), set(model.state_dict())
-
-    def gradients():
-        x = torch.linspace(-1, 1, 128).repeat(5, 1).requires_grad_()
-        y = model(x)
-        y.square().sum().backward()
-        return y.detach(), x.grad
-
-    plain = gradients()
-    fp8.store_transposes(model, size - 1)
-    assert all(layer.columns is None for layer in model)
-    fp8.store_transposes(model, size)
-    monkeypatch.setattr(fp8, "transposed", None)  # none is made any more
-    assert all(map(torch.equal, plain, gradients()))
-    assert set(model.state_dict()) == before
-
-
-def test_tensor_cores_are_left_where_sides_do_not_fit(tensor_cores, monkeypatch):
+def test_tensor_cores_are_not_used_if_sides_do_not_fit(tensor_cores, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", None)
     layer = quantization("fp8").quantize(linear(sides=(96, 72)))
     x = torch.randn(2, 72)
-    assert error(layer(x), x @ dequantized(layer).T + layer.bias) < 1e-6
+    assert error(layer(x), x @ layer.dequantize(torch.float32).T + layer.bias) < 1e-6
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_stays_so_on_tensor_cores(tensor_cores, value):
-    """Then a diverging step is left out, as on other bases."""
+def test_nonfinite_values_stay_so_on_tensor_cores(tensor_cores, value):
+    """A diverging step is then skipped, as on other bases."""
     layer = quantization("fp8").quantize(linear())
     x = torch.randn(2, 128)
     x[0, 3] = value
@@ -195,24 +151,18 @@ def test_what_is_not_finite_stays_so_on_tensor_cores(tensor_cores, value):
 
 
 def test_rows_of_zeros_stay_zero():
-    rows, scales = float8.quantize_rows(torch.zeros(2, 16), E4M3)
+    rows, scales = fp8.quantize_rows(torch.zeros(2, 16), E4M3)
     assert torch.equal(rows.float() * scales, torch.zeros(2, 16))
 
 
 @pytest.mark.parametrize(("format", "backend"), WAYS)
-def test_backward_keeps_the_quantized_weight_alone(format, backend):
-    """bitsandbytes' own layers keep their inputs, and where gradient checkpointing does not see it."""
+def test_backward_keeps_only_the_quantized_weight_and_checkpointing_changes_nothing(format, backend):
+    """bitsandbytes' own layers keep their inputs where gradient checkpointing does not see it."""
     layer = quantization(format, backend).quantize(linear())
-    kept = []
+    kept, gradients = [], []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(torch.randn(3, 128, requires_grad=True))
     assert [tensor.data_ptr() for tensor in kept] == [part.data_ptr() for part in layer.parts()]
-
-
-@pytest.mark.parametrize(("format", "backend"), WAYS)
-def test_gradient_checkpointing_changes_nothing(format, backend):
-    layer = quantization(format, backend).quantize(linear())
-    gradients = []
     for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         x = torch.linspace(-1, 1, 128).requires_grad_()
         run(x.view(1, -1)).square().sum().backward()
@@ -220,8 +170,8 @@ def test_gradient_checkpointing_changes_nothing(format, backend):
     assert torch.equal(*gradients)
 
 
-def test_loaded_scales_of_one_number_are_for_all_rows():
+def test_a_single_scale_is_for_all_rows():
     weight = torch.randn(32, 16).to(E4M3)
-    layer = Fp8Linear(weight, torch.tensor([[0.25]]), None, torch.float32, E5M2)
+    layer = QuantizedLinear("fp8", (32, 16), torch.float32, None, weight=weight, weight_scale=torch.tensor([[0.25]]))
     x = torch.randn(4, 16)
     torch.testing.assert_close(layer(x), x @ (weight.float() * 0.25).T)

@@ -1,0 +1,188 @@
+"""Checks of a local repository's files without reading weights: complete, undamaged, and in a format that is read.
+
+Libraries fill gaps with random numbers or empty vocabularies, and ignore scales they do not know, without a word.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from datamodules.errors import UserError, listing
+from datamodules.files import reading
+from lightning_modules.pretrained.weights import GET_AGAIN, PLAIN, SafetensorsWeights
+from lightning_modules.quantization.quantization import FORMATS
+
+IN_16_BITS = (
+    "name a repository of plain 16-bit weights; model/quantization=fp8 or fp4 makes it smaller while it is loaded"
+)
+# Tensors of other programs' quantizations, by name and dtype.
+FOREIGN = {
+    r"\.(?:wscales|wtscale|wcscales|smooth_factor|smooth|proj_down) ": "SVDQuant weights of nunchaku",
+    r"\.(?:qweight|qzeros|g_idx) ": "GPTQ or AWQ weights",
+    r"\.(?:weight_scale_2 |weight_scale F8_E4M3$)": "nvfp4 weights",
+    r"\.(?:weight_scale|scale_weight) (?:U8|F8_E8M0)$": "mxfp8 weights",
+    r"\.weight_scale_inv ": "fp8 weights with a scale for each block",
+    r"\.weight_packed ": "weights of compressed-tensors",
+    r"\.(?:weight\._(?:data|scale)|weight:\w+|_weight_\w+) ": "weights of torchao or quanto",
+    r"\blora_|\.lora\.": "a LoRA next to its own weights",
+}
+# ComfyUI's names of the formats that are read, by weight dtype; other entries that its notes may have.
+COMFY = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8_tensorwise"}
+HARMLESS = {"full_precision_matrix_mult", "per_row", "per_channel"}
+# Alternatives of files that a component needs. Without a vocabulary transformers creates an empty tokenizer.
+VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("vocab.json", "merges.txt"))
+PREPROCESSORS = (("preprocessor_config.json",), ("processor_config.json",))
+# Weight files that libraries read, themselves or by an index.
+USUAL = {
+    "diffusers": ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"),
+    "transformers": ("model.safetensors", "pytorch_model.bin"),
+}
+# Files of weights, whether they are read or not.
+WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a repository's file; raise a UserError for anything else."""
+    with reading(path, GET_AGAIN):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    return content
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Return the names of the weight files that an index lists; raise a UserError if it is damaged."""
+    with reading(index, GET_AGAIN):
+        return sorted(set(read_json(index)["weight_map"].values()))
+
+
+def check_component(folder: Path, class_name: str) -> None:
+    """Check the files of a component without reading its weights.
+
+    Args:
+        class_name: as in model_index.json.
+
+    Raises:
+        UserError: a file is missing, is not JSON, or is cut off.
+    """
+    if "Scheduler" in class_name:
+        _require(folder, (("scheduler_config.json",),))
+    elif "Tokenizer" in class_name:
+        _require(folder, VOCABULARIES)
+    elif "Processor" in class_name or "FeatureExtractor" in class_name:
+        _require(folder, PREPROCESSORS)
+        if "Processor" in class_name and "ImageProcessor" not in class_name:  # contains a tokenizer
+            _require(folder, VOCABULARIES)
+    else:
+        _require(folder, (("config.json",),))
+        check_weight_files(folder, class_name)
+        check_library_weights(folder, read_json(folder / "config.json"))
+    for path in folder.glob("*.json"):
+        with reading(path, GET_AGAIN):
+            json.loads(path.read_text(encoding="utf-8"))
+
+
+def _require(folder: Path, choices: Iterable[tuple[str, ...]]) -> None:
+    if not any(all((folder / name).is_file() for name in names) for names in choices):
+        wanted = ", or ".join(" and ".join(names) for names in choices)
+        raise UserError(f"{folder} lacks {wanted}: the download is incomplete; {GET_AGAIN}")
+
+
+def check_weight_files(folder: Path, class_name: str) -> None:
+    """Raise a UserError unless a folder contains the weight files of a model."""
+    check_weight_names([path.name for path in folder.iterdir()], class_name, str(folder))
+    # A download may have left others: those that are loaded are checked.
+    kind = "safetensors" if any(folder.glob("*.safetensors")) else "bin"
+    for index in [path for path in folder.glob(f"*.{kind}.index.json") if path.name.count(".") == 3]:
+        if missing := [name for name in indexed_files(index) if not (folder / name).is_file()]:
+            raise UserError(f"{folder} lacks {listing(missing)}: the download is incomplete; {GET_AGAIN}")
+
+
+def check_weight_names(names: Sequence[str], class_name: str, where: str) -> None:
+    """Raise a UserError unless one of the files is one that the class's library reads."""
+    import diffusers
+
+    library = "diffusers" if class_name in dir(diffusers) else "transformers"  # imports no class
+    usual = USUAL[library]
+    if any(name in names for whole in usual for name in (whole, f"{whole}.index.json")):
+        return
+    others = sorted(name for name in names if WEIGHTS.fullmatch(name))
+    if not others:
+        raise UserError(f"{where} lacks its weights: the download is incomplete; {GET_AGAIN}")
+    variant = others[0].split(".")[::2] == usual[0].split(".")
+    remedy = f"rename it to {usual[0]}" if variant else f"save the model with {library} (save_pretrained)"
+    raise UserError(f"{where} has {listing(others)} and not {usual[0]}, which is read: {remedy}")
+
+
+def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> None:
+    """Compare the tensors on disk with those of a model, which may be on the meta device.
+
+    Raises:
+        UserError: a tensor is missing, is quantized in an unknown way, or does not exist in the model.
+    """
+    dtypes = weights.dtypes
+    refuse_foreign(dtypes, where)
+    parameters = [name for name, _ in model.named_parameters()]
+    if missing := [name for name in parameters if name not in dtypes]:
+        raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    known = {name for name in parameters if dtypes[name] in PLAIN}
+    known = known.union(*(row.layout.readable(dtypes, layers, where) for row in FORMATS.values()))
+    if strange := [name for name in parameters if name not in known]:
+        raise UserError(
+            f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known: {IN_16_BITS}"
+        )
+    refuse_unexpected([name for name in dtypes if name not in known], where)
+    for layer, note in weights.notes.items():
+        how = dict(note)
+        wanted = COMFY.get(dtypes.get(f"{layer}.weight", ""))
+        if how.pop("format", None) != wanted or any(how[key] for key in how.keys() - HARMLESS):
+            shown = ", ".join(f"{key} {value}" for key, value in note.items())
+            raise UserError(f"{where} has {layer} quantized in an unknown way ({shown}): {IN_16_BITS}")
+
+
+def refuse_foreign(dtypes: Mapping[str, str], where: str) -> None:
+    """Raise a UserError for files with tensors of quantizations that are not read, or of a LoRA."""
+    for name, dtype in dtypes.items():
+        for pattern, what in FOREIGN.items():
+            if re.search(pattern, f"{name} {dtype}"):
+                raise UserError(f"{where} holds {what} ({name}), which is not read: {IN_16_BITS}")
+
+
+def refuse_unexpected(names: Sequence[str], where: str) -> None:
+    """Raise a UserError for tensors that do not exist in the model."""
+    if names:
+        raise UserError(
+            f"{where} has {listing(sorted(names))}, for which its model has no place: they would be "
+            f"left out; {IN_16_BITS}"
+        )
+
+
+def refuse_method(config: Mapping[str, Any], where: str, known: str = "bitsandbytes") -> None:
+    """Raise a UserError if a model's config.json names a quantization that does not match `known`."""
+    method = (config.get("quantization_config") or {}).get("quant_method", "bitsandbytes")
+    if not re.fullmatch(known, method):
+        raise UserError(f"{where} is quantized by {method}, which is not read: {IN_16_BITS}")
+
+
+def check_library_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Check the weights of a model that its library loads: it would read integers as numbers and ignore scales.
+
+    Args:
+        config: its config.json.
+
+    Raises:
+        UserError: they are quantized, or the config names a quantization other than bitsandbytes'.
+    """
+    refuse_method(config, str(folder))
+    dtypes = SafetensorsWeights(folder.glob("*.safetensors")).dtypes
+    refuse_foreign(dtypes, str(folder))
+    companions = re.compile("|".join(rf"\.(?:{row.layout.companions})$" for row in FORMATS.values()))
+    integers = re.compile(r"(?:weight|bias) (?!F|BF)")
+    quantized = [name for name, kind in dtypes.items() if companions.search(name) or integers.search(f"{name} {kind}")]
+    if quantized and not config.get("quantization_config"):
+        raise UserError(f"{folder} is quantized ({listing(quantized)}), which only a transformer may be: {IN_16_BITS}")
