@@ -152,10 +152,12 @@ class CachedDataModule(PairsDataModule):
 
     def _take_root(self, cache: Cache) -> None:
         """Use the samples of data.root."""
-        hashes = cache.checksums.known()
-        found = look_up(self.sample_set, self.sample_set.find(), cache, hashes, self.preserve_prompts)
+        hashes, samples = cache.checksums.known(), self.sample_set.find()
+        found = look_up(self.sample_set, samples.samples, cache, hashes, self.preserve_prompts)
         self.index, self._number_of, self._preserved = found.index, found.numbers, found.preserved
-        if changed := self.sample_set.check(found.missing):
+        changed, notes = self.sample_set.check(found.missing)
+        self.notes = [*samples.notes, *notes]
+        if changed:
             absent = listing([one.sample.key for one in changed])
             hint = "fill it from where it can be written"
             if cache.touch():

@@ -1,9 +1,9 @@
-"""What prediction makes: each image with each prompt, under each seed and LoRA scale."""
+"""The requests of prediction: each image with each prompt, under each seed and LoRA scale."""
 
 import glob
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,14 @@ from datamodules.files import read_text
 from datamodules.images.decoding import image_size, verify_image
 from datamodules.images.folders import (
     FORMATS,
-    IMAGE_SUFFIXES,
     Listing,
     belongs_to_another,
     find_file,
     further_controls,
+    is_image,
     stem_of,
 )
-from datamodules.images.samples import read_prompts, text_prompts
+from datamodules.images.samples import text_prompts
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages
 
 log = logging.getLogger("retouch")
@@ -31,15 +31,15 @@ log = logging.getLogger("retouch")
 
 @dataclass
 class EditRequest:
-    """An image, some prompts for it, and the pictures to make of them.
+    """An image, some prompts for it, and the settings of the results.
 
     Attributes:
         raw: a sample for each prompt, whose keys begin the names of the results' files; the control images are those
             of the one image, (1, 3, h, w) each.
-        image: the path of the image, or those of several references; None if the prompt alone is sampled from.
+        image: path of the image, or paths of several references; None if the prompt is sampled from without one.
         size: (width, height) of the results.
-        seeds, lora_scales: each prompt gives a picture for each pair of them.
-        batch_size: pictures made at once.
+        seeds, lora_scales: each prompt has a result for each pair of them.
+        batch_size: results sampled at once.
     """
 
     raw: RawBatch
@@ -55,17 +55,21 @@ class EditsDataModule(PromptData):
 
     Args:
         image: a file, a folder or a glob; a list of files is one edit with several references; None samples from the
-            prompt alone. `X_control_1.*`, ... alongside `X.*` are its further control images, as in training.
+            prompt only. `X_control_1.*`, ... next to `X.*` are its further control images, as in training.
         prompt: one instruction, or several.
         prompts_file: instead of `prompt`, a UTF-8 file with one instruction per line. Without either, each image has
-            its own, in X.txt alongside it.
-        negative_prompt: encoded too, unless None.
-        seeds, lora_scales: each prompt gives a picture for each pair of them.
-        height, width: of the result; None for the size at which the model sees the image, or without an image for the
-            model's resolution.
+            its own, in X.txt next to it.
+        negative_prompt: encoded as well, unless None.
+        seeds, lora_scales: each prompt has a result for each pair of them.
+        height, width: size of the result; None for the size at which the model sees the image, or without an image for
+            the model's resolution.
         max_area: larger images are shrunk to this many pixels before the edit.
-        batch_size: pictures of one image that are made at once.
+        batch_size: results of one image that are sampled at once.
         setting: the name of `image` in messages.
+
+    Attributes:
+        images: the images of each edit, control images included.
+        groups: for each request the index of its edit, the indices of its prompts, and these.
     """
 
     def __init__(
@@ -88,8 +92,7 @@ class EditsDataModule(PromptData):
         shared = _read_prompts(prompt, prompts_file, required=image is None)
         folders = set() if shared else {paths[0].parent for paths in self.images}
         listings = {folder: Listing.of(folder) for folder in folders}
-        prompts = [shared or self._own_prompts(paths[0], listings) for paths in self.images]
-        # For each request the index of its image, and its prompts by their numbers.
+        prompts = [shared or self._own_prompts(paths[0], listings[paths[0].parent]) for paths in self.images]
         self.groups = [
             (index, range(len(own))[start : start + batch_size], own[start : start + batch_size])
             for index, own in enumerate(prompts)
@@ -104,18 +107,18 @@ class EditsDataModule(PromptData):
         self.batch_size = batch_size
         self.condition_images = ConditionImages()
         self.resolution = 0
-        for paths in self.images:
-            for path in paths:
-                image_size(path)
-                verify_image(path)
+        for path in itertools.chain.from_iterable(self.images):
+            image_size(path)
+            verify_image(path)
 
-    def _own_prompts(self, path: Path, listings: Mapping[Path, Listing]) -> list[str]:
-        prompts, _ = read_prompts(listings[path.parent].texts.get(stem_of(path), []))
+    def _own_prompts(self, path: Path, beside: Listing) -> list[str]:
+        prompts, _ = beside.captions(stem_of(path), per_line=True)
         if prompts:
             return list(prompts)
         otherwise = ', or pass prompt="make it snow"' if self.setting == "image" else ""
-        where = f"{path.with_suffix('.txt')}{otherwise}"
-        raise UserError(f"{self.setting}: say what to do with {path}: write it into {where}")
+        raise UserError(
+            f"{self.setting}: {path} has no instruction: write it into {path.with_suffix('.txt')}{otherwise}"
+        )
 
     def setup(self, stage: str) -> None:
         self.configure_for(model_of(self.run))
@@ -128,22 +131,27 @@ class EditsDataModule(PromptData):
         for paths in self.images:
             count = len(paths)
             if count == 0 and (least > 0 or (most != 0 and None in (self.height, self.width))):
-                alone = "" if least > 0 else "; for a picture from the prompt alone give width= and height="
-                raise UserError(f"no {self.setting}= to edit, which {name} needs{alone}")
+                hint = "" if least > 0 else "; to sample from the prompt only, give width= and height="
+                raise UserError(f"no {self.setting}= to edit, which {name} needs{hint}")
             if count and most == 0:
-                raise UserError(f"{name} makes pictures from the prompt alone: leave {self.setting}= out")
-            if count and self.condition_images.sets_target and (self.width or self.height):
-                own = self.condition_images.size(*image_size(paths[0]), self.max_area)
-                width, height = self.width or own[0], self.height or own[1]
-                if (width, height) != own and abs(width / height * own[1] / own[0] - 1) < SAME_PROPORTIONS:
-                    log.warning(
-                        f"note: {name} sees {paths[0].name} at {own[0]}x{own[1]}: a result of another size may be "
-                        "zoomed. Leave width and height out"
-                    )
-                    break
+                raise UserError(f"{name} samples from the prompt only: leave {self.setting}= out")
             if most and count > most:
                 listed = listing([str(path) for path in paths])
                 raise UserError(f"{name} takes at most {self.condition_images.limit}, but {listed} are {count}")
+        self._warn_of_zoom(name)
+
+    def _warn_of_zoom(self, name: str) -> None:
+        if not self.condition_images.sets_target or not (self.width or self.height):
+            return
+        for path, *_ in filter(None, self.images):
+            own = self.condition_images.size(*image_size(path), self.max_area)
+            width, height = self.width or own[0], self.height or own[1]
+            if (width, height) != own and abs(width / height * own[1] / own[0] - 1) < SAME_PROPORTIONS:
+                log.warning(
+                    f"note: {name} sees {path.name} at {own[0]}x{own[1]}: a result of another size may be zoomed. "
+                    "Leave width and height out"
+                )
+                return
 
     def all_prompts(self) -> list[PromptRequest]:
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
@@ -155,22 +163,20 @@ class EditsDataModule(PromptData):
         return list(dict.fromkeys(wanted))
 
     def __len__(self) -> int:
-        """The number of all requests."""
+        """Return the number of all requests."""
         return len(self.groups)
 
     def share(self) -> range:
-        """The indices of this process's requests."""
+        """Return the indices of this process's requests."""
         return range(self.run.global_rank, len(self), self.run.world_size)
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
-        """This process's requests, one per batch."""
-        requests = Requests(self)
+        """Return this process's requests, one per batch."""
         processes = self.run.world_size
         if processes > len(self):
             raise UserError(f"{processes} processes for {len(self)} images and prompts: use fewer devices")
-        return DataLoader(
-            dataset=Subset(requests, self.share()), batch_size=1, collate_fn=lambda items: items[0], num_workers=0
-        )
+        mine = Subset(Requests(self), self.share())
+        return DataLoader(dataset=mine, batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
 
 
 class Requests(Dataset[EditRequest]):
@@ -180,7 +186,7 @@ class Requests(Dataset[EditRequest]):
         self.data = data
         self.names: list[str] = []
         for paths in data.images:
-            # File names may hold any bytes, up to 255 of them; the settings of each picture follow the stem.
+            # File names may hold any bytes, up to 255 of them; the settings of each result follow the stem.
             stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
             numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
             self.names.append(next(name for name in numbered if name not in self.names))
@@ -192,12 +198,11 @@ class Requests(Dataset[EditRequest]):
         data = self.data
         image, numbers, prompts = data.groups[index]
         paths = data.images[image]
-        # From the file's size, as the result's is: the decoded image may already be reduced.
+        # By the size of the file, as of the result: the decoded image may already be reduced.
         windows = [data.condition_images.window(*image_size(path), data.max_area) for path in paths]
         controls, prompt_images = data.condition_images.load(paths, windows)
-        own = data.resolution, data.resolution
-        if paths:
-            own = windows[0].size  # on another grid the control would be seen with a zoom
+        # On another grid the control would be seen with a zoom.
+        own = windows[0].size if paths else (data.resolution, data.resolution)
         images = [printable(str(path)) for path in paths]
         return EditRequest(
             raw=RawBatch(
@@ -217,7 +222,7 @@ class Requests(Dataset[EditRequest]):
 
 
 def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
-    """Return the edits of sample_root: of its images, or where there are none, samples from its texts alone."""
+    """Return the edits of sample_root: of its images, or without images, samples from its texts."""
     path = Path(str(root)).expanduser()
     no_images = path.is_dir() and not Listing.of(path).images
     texts = sorted(path.glob("*.txt")) if no_images else [path] if path.suffix == ".txt" else []
@@ -227,7 +232,7 @@ def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
 
 
 def find_images(image: str | Sequence[str], setting: str = "image") -> list[tuple[Path, ...]]:
-    """The images that a file, a folder or a glob names, each with its further control images; a list is one edit's.
+    """Return the images of a file, a folder or a glob, each with its further control images; a list is one edit's.
 
     Raises:
         UserError: there are none.
@@ -235,21 +240,22 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
     if not isinstance(image, str):
         listed = tuple(find_file(Path(), str(Path(str(one)).expanduser())) for one in image)
         for one in listed:
-            if not one.is_file() or one.suffix.lower() not in IMAGE_SUFFIXES:
+            if not one.is_file() or not is_image(one.name):
                 raise UserError(
                     f"{setting}=[...]: {one} is not an image file. A list names the references of one edit. For "
                     'several edits give a folder or a glob, as "folder/*.jpg".'
                 )
         return [listed]
     path = find_file(Path(), str(Path(image).expanduser()))
-    if path.is_file() and path.suffix.lower() not in IMAGE_SUFFIXES:
-        raise UserError(f"{setting}={image}: is none of {FORMATS}")
+    if path.is_file() and not is_image(path.name):
+        raise UserError(f"{setting}={image}: the file is none of {FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
-    paths = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES)
-    beside: dict[Path, dict[str, Path]] = {}
-    for folder in {path.parent for path in paths}:
-        beside[folder] = {stem_of(p): p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES}
+    paths = sorted(path for path in found if is_image(path.name))
+    beside = {
+        folder: {stem_of(one): one for one in folder.iterdir() if is_image(one.name)}
+        for folder in {path.parent for path in paths}
+    }
     further = {folder: further_controls(images) for folder, images in beside.items()}
     if not path.is_file():
         paths = [path for path in paths if not belongs_to_another(stem_of(path), beside[path.parent])]
@@ -262,7 +268,7 @@ def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None, 
     if prompt in (None, []) and prompts_file is None:
         if not required:
             return []
-        raise UserError('say what to do: prompt="make it snow", or prompts_file=FILE with one prompt a line')
+        raise UserError('no instruction: give prompt="make it snow", or prompts_file=FILE with one prompt a line')
     if prompt is not None and prompts_file is not None:
         raise UserError("both prompt= and prompts_file= are given: choose one")
     if prompt is not None:

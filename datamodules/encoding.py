@@ -100,7 +100,7 @@ class EncodingDataModule(PromptData):
     def setup(self, stage: str) -> None:
         self.join()
         rank = self.run.global_rank
-        mine = self.sample_set.find()[rank :: self.run.world_size]
+        mine = self.sample_set.find().samples[rank :: self.run.world_size]
         hashes = hash_files(self.cache, rank, mine)
         ids = self.cache.sample_ids(prompts=bool(self.preserve_prompts))
         lacking: dict[str, tuple[int, Entry]] = {}
@@ -116,7 +116,7 @@ class EncodingDataModule(PromptData):
                     if id in ids:  # it can be read: of those that share a prompt one is enough
                         asked.update(entry.preserved.values())
         to_check = {entry.view.sample.key: entry.view.sample for _, entry in lacking.values()}
-        usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread])}
+        usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread]).usable}
         items: list[Missing] = []
         for id, (number, entry) in lacking.items():
             if entry.view.sample.key in usable:

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from datamodules.base import Example, Model, PromptShapes, TrainingData, model_of
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import UserError, count_of
-from datamodules.images.framing import Framing, Size, View
-from datamodules.images.notes import bucket_notes, framing_notes, unusual
-from datamodules.images.sample_set import SampleSet, Usable, held_out_of
+from datamodules.images.framing import Framing, Size, View, bucket_notes, notes_on
+from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import Picture, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.sampler import SizeBatchSampler, drawn_caption, drawn_preserved
@@ -170,7 +169,7 @@ class PairsDataModule(TrainingData):
         roots = [*self.sample_set.roots, *self.sample_set.val_roots]
         if (buckets in ("aspect", "family") or crop != "center") and roots and not any(r.resolution for r in roots):
             raise UserError(f"data.buckets={chosen}, data.crop={crop}: both need data.resolution, which is null")
-        self.notes = self.sample_set.notes
+        self.notes = []
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.num_workers = num_workers
@@ -199,7 +198,9 @@ class PairsDataModule(TrainingData):
 
     def scan(self) -> None:
         """Find and check all samples."""
-        usable = self.sample_set.check(self.sample_set.find())
+        found = self.sample_set.find()
+        usable, notes = self.sample_set.check(found.samples)
+        self.notes = [*found.notes, *notes]
         self.sample_set.require_some(usable)
         self.take(usable)
 
@@ -207,7 +208,7 @@ class PairsDataModule(TrainingData):
         """Train on these, except those to hold out, which `validation` gets, a data module of its own.
 
         Args:
-            checksum: as for `held_out_of`.
+            checksum: see `SampleSet.held_out`.
 
         Raises:
             UserError: none is left to train on.
@@ -217,9 +218,9 @@ class PairsDataModule(TrainingData):
         first = [View(one[0].sample, one[0].windows) for one in views]
         sizes = [view.size for view in first]
         noun = _noun(sizes)
-        self.notes += framing_notes(usable, first, [self.sample_set.root(sample) for sample in samples], noun)
-        self.notes += unusual([sample.prompts for sample in samples], sizes, self.sample_set.framing, noun)
-        held = held_out_of(self.sample_set, samples, self.val_count, noun, checksum)
+        roots = [self.sample_set.root(sample) for sample in samples]
+        self.notes += notes_on(first, [one.facts for one in usable], roots, self.sample_set.framing.flip, noun)
+        held = self.sample_set.held_out(samples, self.val_count, noun, checksum)
         self.validation = None
         if held:
             self.validation = copy(self)

@@ -17,7 +17,7 @@ from datamodules.shards.manifest import MANIFEST
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
 from tasks.folders import in_use
-from tasks.inspect import counted, faults_of
+from tasks.inspect import count_kinds, faults_of
 from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
 
@@ -51,7 +51,7 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
         log.info(f"note: {note}")
     if found := faults_of(data):
         command = " ".join(["python predict.py task=inspect", *_given("data|model")])
-        log.info(f"note: inspect: {counted(found)}; this shows them: {command}")
+        log.info(f"note: inspect: {count_kinds(found)}; this shows them: {command}")
     log.info(f"done: {output_dir / 'preview.png'}")
 
 

@@ -36,7 +36,8 @@ def caption(cfg: DictConfig, output_dir: Path) -> None:
     data = cached_data(cfg).sample_set
     silence_libraries()
     captioner: Captioner = instantiate(cfg.captioner, _convert_="all")
-    samples = data.find_uncaptioned_too()
+    found = data.find_uncaptioned_too()
+    samples = found.samples
     run = Captioning(captioner, data, Proposals(output_dir), cfg.overwrite)
     lacking = run.lacking(samples)
     if not lacking and not len(run.proposals):
@@ -49,8 +50,9 @@ def caption(cfg: DictConfig, output_dir: Path) -> None:
     if lacking:
         log.info(f"{len(lacking)} of {len(samples)} samples {'get a new' if cfg.overwrite else 'lack a'} caption")
         captioner.check()
-        usable = [one.sample for one in data.check(lacking)]
-        for note in data.notes:
+        checked, notes = data.check(lacking)
+        usable = [one.sample for one in checked]
+        for note in (*found.notes, *notes):
             log.info(f"note: {note}")
         if usable:
             captioner.load(lambda: compute_device(cfg))

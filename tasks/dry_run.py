@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from callbacks.progress import learning, panel
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
-from datamodules.images.notes import bucket_notes
+from datamodules.images.framing import bucket_notes
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
 from lightning_modules.edit_module import EditModule

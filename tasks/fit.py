@@ -104,7 +104,8 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
         data.sample_set.require_root()
         module.check()
         data.configure_for(module)
-        learned = [one for one in data.sample_set.find() if one not in data.sample_set.held_out]
+        samples = data.sample_set.find().samples
+        learned = [one for one in samples if not data.sample_set.is_held_out(one)]
         module.objective.check_samples(learned)
         build_cache(cfg, data)
     first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]

@@ -1,24 +1,27 @@
-"""task=inspect: what may be wrong with the pairs of data.root. It reads pictures and changes nothing there."""
+"""task=inspect: find faults of the samples of data.root. It changes nothing there."""
 
 import csv
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
+from PIL import Image, ImageChops, ImageOps
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from datamodules.errors import UserError, count_of, printable
 from datamodules.files import replacing
-from datamodules.images.duplicates import repeated
+from datamodules.images.alignment import edges
+from datamodules.images.decoding import open_image
 from datamodules.images.inspection import (
     Finding,
     Inspected,
@@ -27,60 +30,65 @@ from datamodules.images.inspection import (
     inspect_sample,
     long_captions,
     look,
-    mostly_small,
-    worst_first,
+    repeated,
 )
-from datamodules.images.sample_set import SampleSet, held_out_of
-from datamodules.images.samples import Sample
+from datamodules.images.sample_set import SampleSet
+from datamodules.images.samples import Picture, Sample
+from datamodules.images.windows import resize
 from datamodules.pairs import PairsDataModule
 from lightning_modules.timing import ProgressLines
+from report.images import labelled_row, write_figure
+from tasks.contact_sheet import Panel, draw_panels
 from tasks.encode import cached_data
-from tasks.findings_sheet import end_of, write_findings_sheet
 from tasks.placement import frozen_model
 from tasks.terminal import log
 
-# Of a sample's name in the terminal; inspect.csv has all of it.
+# Letters of a sample's key in the terminal; inspect.csv has all of it.
 LETTERS = 36
-# In the terminal, and on the sheet of pictures.
+# Rows in the terminal, and samples on the sheet of images.
 ROWS, SHOWN = 40, 24
-# Samples up to which a preview asks, too: a minute at most, for pairs of 12 megapixels on two cores.
+# Samples up to which a preview inspects, too: a minute at most, for pairs of 12 megapixels on two cores.
 QUICK = 500
-# Pictures of samples that stand beside each other, as the control of several edits, are read once.
+# Images of neighbouring samples, as the control of several edits, are read once.
 REMEMBERED = 32
+# Box of an image on the sheet, in pixels, and the factor by which differences are enlarged.
+BOX, STRONGER = (400, 300), 8
 
 
 def inspect(cfg: DictConfig, output_dir: Path) -> None:
     """Write inspect.csv, and inspect.png of the worst; print a table of them."""
-    # What can not be used is a finding here.
-    cfg.data.on_missing = cfg.data.on_bad_image = "skip"
+    cfg.data.on_missing = cfg.data.on_bad_image = "skip"  # they are findings here
     data, module = cached_data(cfg), frozen_model(cfg)
     data.configure_for(module)
-    samples = data.sample_set.find()
-    held = held_out_of(data.sample_set, samples, data.val_count, "samples")
-    incomplete = [Finding(Kind.INCOMPLETE, *_divided(line)) for line in data.sample_set.incomplete]
-    found = worst_first([*incomplete, *find_faults(samples, held, data.sample_set), *_long_captions(samples, module)])
+    scanned = data.sample_set.find()
+    samples = scanned.samples
+    held = data.sample_set.held_out(samples, data.val_count, "samples")
+    incomplete = [Finding(Kind.INCOMPLETE, *_divided(line)) for line in scanned.incomplete]
+    faults = find_faults(samples, held, data.sample_set)
+    found = _worst_first([*incomplete, *faults, *_long_captions(samples, module)])
     what = count_of(len(samples), "samples" if any(len(sample.controls) != 1 for sample in samples) else "pairs")
-    for note in data.sample_set.notes:
+    for note in scanned.notes:
         log.info(f"note: {note}")
-    report, pictures = output_dir / "inspect.csv", output_dir / "inspect.png"
-    for path in (report, pictures):  # of another time
+    report, sheet = output_dir / "inspect.csv", output_dir / "inspect.png"
+    for path in (report, sheet):  # of an earlier command
         path.unlink(missing_ok=True)
     if not found:
         log.info(f"nothing found in {what} of {', '.join(data.roots)}")
         return
     _write(found, report)
     Console(stderr=True).print(_table(found, what))
-    if any(finding.sample is not None for finding in found):
-        write_findings_sheet(found, SHOWN, pictures)
-        log.info(f"pictures of the worst: {pictures}")
-    log.info(f"done: {count_of(len(found), 'findings')} in {what}: {counted(found)}; all of them: {report}")
+    if shown := _choose(found, SHOWN):
+        panels = [_panel(findings) for findings in shown]
+        write_figure(draw_panels(panels, columns=min(2, len(panels)), width=8.0, height=2.7), sheet)
+        log.info(f"images of the worst: {sheet}")
+    log.info(f"done: {count_of(len(found), 'findings')} in {what}: {count_kinds(found)}; all of them: {report}")
 
 
 def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet) -> list[Finding]:
-    """What is wrong with the pictures and the captions of complete samples; no picture is kept in memory.
+    """Return the faults of the images and captions of complete samples; no image is kept in memory.
 
     Args:
-        held: the numbers of those that are held out.
+        held: indices of the samples that are held out.
     """
     seen = list(_each(samples, sample_set))
     found = mostly_small([finding for one in seen for finding in one.findings], len(samples))
@@ -89,23 +97,39 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
 
 
 def faults_of(data: PairsDataModule) -> list[Finding]:
-    """`find_faults` of samples that were scanned; none where there are so many that it would take long."""
+    """Return the faults of scanned samples; none if there are so many that it would take long."""
     held_out = data.validation.samples if isinstance(data.validation, PairsDataModule) else []
     samples = [*data.samples, *held_out]
     if len(samples) > QUICK:
         return []
-    return worst_first(find_faults(samples, set(range(len(data.samples), len(samples))), data.sample_set))
+    return _worst_first(find_faults(samples, set(range(len(data.samples), len(samples))), data.sample_set))
 
 
-def counted(found: Sequence[Finding]) -> str:
-    """How many findings there are of each kind, the worst first: `3 shifted, 2 nearly equal`."""
+def count_kinds(found: Sequence[Finding]) -> str:
+    """Return the number of findings of each kind, the worst first: `3 shifted, 2 nearly equal`."""
     return ", ".join(f"{count} {kind.label}" for kind, count in Counter(finding.kind for finding in found).items())
 
 
+def mostly_small(found: list[Finding], count: int) -> list[Finding]:
+    """Replace findings of low resolution by one if most of `count` samples have one: the whole set is small."""
+    small = [finding for finding in found if finding.kind is Kind.SMALL]
+    if 2 * len(small) <= count:
+        return found
+    summary = Finding(Kind.SMALL, f"{len(small)} of {count}", f"such as {small[0].key}: {small[0].figure}")
+    return [summary, *(finding for finding in found if finding.kind is not Kind.SMALL)]
+
+
+def _worst_first(findings: list[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: list(Kind).index(finding.kind))
+
+
 def _each(samples: Sequence[Sample], sample_set: SampleSet) -> Iterator[Inspected]:
+    """Inspect samples in threads: decoding and Fourier transforms run in parallel."""
     see = lru_cache(REMEMBERED)(look)
     progress = ProgressLines(len(samples), "inspected")
-    with _pool() as (pool, workers):
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(workers)
+    try:
         todo = iter(samples)
         waiting: list[Future[Inspected]] = []
         for number in range(1, len(samples) + 1):
@@ -113,21 +137,12 @@ def _each(samples: Sequence[Sample], sample_set: SampleSet) -> Iterator[Inspecte
                 waiting.append(pool.submit(inspect_sample, sample, sample_set.root(sample).resolution, see))
             yield waiting.pop(0).result()
             progress.done(number)
-
-
-@contextmanager
-def _pool() -> Iterator[tuple[ThreadPoolExecutor, int]]:
-    """Decoding and Fourier transforms run beside each other in threads."""
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = ThreadPoolExecutor(workers)
-    try:
-        yield pool, workers
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _divided(line: str) -> tuple[str, str]:
-    """What is said of an incomplete sample: the file or the row, and what it lacks."""
+    """Split a line about an incomplete sample into the file or row and the rest."""
     for between in (": ", " has ", " is "):
         before, found, after = line.partition(between)
         if found:
@@ -157,10 +172,63 @@ def _table(found: Sequence[Finding], what: str) -> Table:
     table.add_column("sample", overflow="fold")
     for column in ("finding", "figure", "what to do"):
         table.add_column(column)
-    for finding in found[:ROWS]:
-        table.add_row(
-            escape(end_of(finding.key, LETTERS)), finding.kind.label, escape(finding.figure), finding.kind.remedy
-        )
+    for kind, key, figure, *_ in found[:ROWS]:
+        short = key if len(key) <= LETTERS else f"...{key[3 - LETTERS :]}"
+        table.add_row(escape(short), kind.label, escape(figure), kind.remedy)
     if len(found) > ROWS:
-        table.caption = f"and {len(found) - ROWS} more: {counted(found[ROWS:])}"
+        table.caption = f"and {len(found) - ROWS} more: {count_kinds(found[ROWS:])}"
     return table
+
+
+def _choose(found: Sequence[Finding], most: int) -> list[list[Finding]]:
+    """Return the findings of up to `most` samples; each kind is shown before any kind is shown twice."""
+    of_sample: dict[Sample, list[Finding]] = {}
+    rank: dict[Sample, tuple[int, int]] = {}
+    count: Counter[Kind] = Counter()
+    for index, finding in enumerate(found):
+        if finding.sample is not None:
+            of_sample.setdefault(finding.sample, []).append(finding)
+            count[finding.kind] += 1
+            rank[finding.sample] = min(rank.get(finding.sample, (len(found), 0)), (count[finding.kind], index))
+    chosen = sorted(of_sample, key=lambda sample: rank[sample])[:most]
+    return [of_sample[sample] for sample in of_sample if sample in chosen]
+
+
+def _panel(findings: list[Finding]) -> Panel:
+    """Return control, target and an image that shows the first fault, with all faults of the sample."""
+    sample, other, kind = findings[0].sample, findings[0].other, findings[0].kind
+    assert sample is not None
+    images = {"control": _open(sample.controls[0])} if sample.controls else {}
+    target = images["target"] = _open(sample.target)
+    control = resize(images.get("control", target), target.size)
+    if kind in (Kind.SHIFTED, Kind.SCALED):
+        red, cyan = _strength(control), _strength(target)
+        images["edges: control red, target cyan"] = Image.merge("RGB", (red, cyan, cyan))
+    elif kind in (Kind.EQUAL, Kind.NEARLY_EQUAL):
+        change = ImageChops.difference(control, target)
+        images[f"difference x {STRONGER}"] = change.point(lambda level: min(255, STRONGER * level))
+    elif kind is Kind.MASK and sample.mask is not None:
+        images["mask"] = _open(sample.mask)
+    elif other is not None:
+        role, path = (
+            ("control", other.controls[0]) if findings[0].figure.startswith("control") else ("target", other.target)
+        )
+        images[f"{role} of {other.key[-24:]}"] = _open(path)
+    framed = {name: ImageOps.pad(image, BOX, color="white") for name, image in images.items()}
+    faults = textwrap.shorten(";  ".join(f"{one.kind.label}: {one.figure}" for one in findings), 92, placeholder=" ...")
+    return Panel(np.asarray(labelled_row(framed)), f"{sample.key[-92:]}\n{faults}", sample.prompts[0])
+
+
+def _open(path: Picture) -> Image.Image:
+    """Return a small copy; grey for a file that cannot be read."""
+    try:
+        return ImageOps.contain(open_image(path, BOX[0] * BOX[1]), BOX)
+    except UserError:
+        return Image.new("RGB", BOX, "lightgray")
+
+
+def _strength(image: Image.Image) -> Image.Image:
+    """Return the strength of edges in 8 bits."""
+    found = edges(np.asarray(image.convert("L"), np.float32))
+    strength = 255 * (found / max(float(np.percentile(found, 99)), 1.0)).clip(0, 1)
+    return Image.fromarray(strength.astype(np.uint8))

@@ -109,4 +109,4 @@ def test_caption_that_is_not_utf8(fails, folder):
 
 def test_table_without_a_column(fails, tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,prompt\na.png,x\n")
-    assert "metadata.csv has no control_file_name; its columns are file_name, prompt" in fails(root=tmp_path)
+    assert "metadata.csv has no column of condition images; its columns are file_name, prompt" in fails(root=tmp_path)

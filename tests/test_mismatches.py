@@ -15,8 +15,8 @@ MISMATCHES = {
         "flux_dev",
         "To train on pictures and captions",
     ),
-    "captions for an edit model": ("qwen_image_edit", "captions", "flux_dev", "edits pictures, but 0, 1, 2 and 3 more"),
-    "pairs for text to image": ("flux_dev", "cached", "flux_kontext", "makes pictures from text alone, but 0, 1, 2"),
+    "captions for an edit model": ("qwen_image_edit", "captions", "flux_dev", "edits images, but 0, 1, 2 and 3 more"),
+    "pairs for text to image": ("flux_dev", "cached", "flux_kontext", "makes images from text only, but 0, 1, 2"),
     "an edit set as captions": ("flux_dev", "captions", "flux_kontext", "is a set of pairs"),
     "two images for one": (
         "qwen_image_edit",
@@ -52,7 +52,7 @@ def test_more_images_than_plus_takes(run, arguments, datasets, tmp_path):
         ("qwen_image_edit", 0, "no image= to edit, which"),
         ("qwen_image_edit", 2, "takes at most 1 condition image, but"),
         ("qwen_image_edit_plus", 4, "takes at most 3 condition images, but"),
-        ("flux_dev", 1, "makes pictures from the prompt alone: leave image= out"),
+        ("flux_dev", 1, "samples from the prompt only: leave image= out"),
     ],
 )
 def test_prediction_with_more_or_fewer_images_than_the_model_takes(run, repositories, tmp_path, model, images, words):

@@ -40,10 +40,10 @@ def test_components_may_be_placed_one_by_one(run, trained, photo, tmp_path):
     ("overrides", "words"),
     [
         (["image=/nowhere.png", "prompt=x"], "image=/nowhere.png: no such file"),
-        (["width=32", "height=32"], "say what to do: prompt="),
+        (["width=32", "height=32"], "no instruction: give prompt="),
         (
             ["prompt=x"],
-            "no image= to edit, which embedded needs; for a picture from the prompt alone give",
+            "no image= to edit, which embedded needs; to sample from the prompt only, give",
         ),
         (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
         (["prompt=x", "seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295 or a list of them"),

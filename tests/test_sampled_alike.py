@@ -242,7 +242,7 @@ def test_prompts_alone_are_sampled_by_text_to_image_models(run, arguments, tmp_p
 
 def test_what_is_wrong_with_images_of_ones_own_is_one_line(own_images, tmp_path, repositories):
     (own_images / "b.txt").unlink()
-    with pytest.raises(UserError, match=r"sample_root: say what to do with .*b.png: write it into .*b.txt$"):
+    with pytest.raises(UserError, match=r"sample_root: .*b.png has no instruction: write it into .*b.txt$"):
         own_edits(str(own_images), 0, 1024)
     with pytest.raises(UserError, match="sample_root=/nowhere: no such file"):
         own_edits("/nowhere", 0, 1024)

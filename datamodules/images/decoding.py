@@ -1,4 +1,4 @@
-"""The colours of an image file, converted to sRGB by LittleCMS as its header describes them."""
+"""Image files to tensors as the diffusers pipelines see them: upright, 8-bit sRGB, in [-1, 1]."""
 
 import logging
 import math
@@ -22,143 +22,49 @@ from datamodules.errors import UserError, printable
 from datamodules.files import DAMAGED, reason, require_file
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, Picture
 
-# What Pillow and LittleCMS raise for damaged profiles and EXIF.
-UNUSABLE = (*DAMAGED, OSError, SyntaxError, ArithmeticError, struct.error, ImageCms.PyCMSError)
+log = logging.getLogger("retouch")
+
+# Increase it when the same file gives other pixels: caches are then rebuilt.
+PREPROCESSING = 2
+# Largest image to train on at its own size: 65,536 tokens, and attention is quadratic in them.
+MOST_PIXELS = 2**24
+# Largest image to read at all: PIL's limit, without its warning above half of it.
+MOST_READ = 2 * 89_478_485
+Image.MAX_IMAGE_PIXELS = None
+# Threads that check files decode large ones one at a time: each takes gigabytes.
+ONE_LARGE = Lock()
+# An image may be reduced by a whole factor to this multiple of the wanted sides before it is resized.
+REDUCING_GAP = 3
+# Formats that may hold several images. Further images in a phone's JPEG (MPO) are not meant to be seen.
+MOVING = ("GIF", "PNG", "WEBP", "TIFF")
+# Errors of PIL for files that are no images, end early or are damaged, and of LittleCMS for profiles.
+UNREADABLE = (*DAMAGED, OSError, SyntaxError, ArithmeticError, struct.error, zlib.error, ImageCms.PyCMSError)
+# PIL warns of damaged EXIF and the like, which does not affect the pixels.
+warnings.filterwarnings("ignore", module="PIL")
+
+# Tags of EXIF: the orientation; its two folders, and in these ColorSpace and InteroperabilityIndex.
+ORIENTATION = 0x0112
+EXIF, INTEROPERABILITY, COLOR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
 # Levels of 255 by which profiles of sRGB differ from each other: their tables are rounded.
 ROUNDING = 2
-SRGB, LAB = (ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in ("sRGB", "LAB"))
 # (x, y) of red, green, blue and white: of sRGB, and of Adobe RGB (1998), section 4.3, with its gamma.
 PRIMARIES = (0.64, 0.33), (0.3, 0.6), (0.15, 0.06), (0.3127, 0.329)
 ADOBE_RGB = ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06), (0.3127, 0.329)), 563 / 256
 D50 = np.array([0.9642, 1.0, 0.8249])
 BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
-# Tags of EXIF: its two folders, and in these ColorSpace and InteroperabilityIndex.
-EXIF, INTEROPERABILITY, COLOR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
+SRGB, LAB = (ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in ("sRGB", "LAB"))
 
-
-def conversion(image: Image.Image) -> tuple[ImageCms.ImageCmsTransform | None, str]:
-    """Return the transform of an opened image's pixels, None where they are sRGB, and the fault of its profile if any.
-
-    An embedded profile comes first, then the gAMA and cHRM chunks of a PNG, then EXIF's mark of Adobe RGB.
-    """
-    modes = {"1": "L", "L": "L", "LA": "L", "La": "L", "CMYK": "CMYK", "LAB": "LAB"}
-    mode, fault = "I;16" if image.mode[:1] == "I" else modes.get(image.mode, "RGB"), ""
-    try:
-        if (profile := _profile(image)) is not None:
-            return _to_srgb(profile, mode), ""
-    except UNUSABLE as error:
-        fault = str(error) or type(error).__name__
-    return _to_srgb(LAB.tobytes(), mode) if mode == "LAB" else None, fault
-
-
-def convert(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image.Image:
-    """Return the image in sRGB, with its alpha channel as it is."""
-    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
-    converted = transform.apply(image if image.mode == transform.input_mode else image.convert(transform.input_mode))
-    if alpha is not None:
-        converted.putalpha(alpha)
-    return converted
-
-
-def _profile(image: Image.Image) -> bytes | None:
-    info = image.info
-    if "icc_profile" in info:
-        return info["icc_profile"] or b""  # Pillow's for one that cannot be unpacked
-    if image.format == "PNG" and "srgb" not in info and not info.keys().isdisjoint(("gamma", "chromaticity")):
-        flat, gamma = info.get("chromaticity"), 1 / info.get("gamma", 1 / 2.2)
-        white, *colours = zip(flat[::2], flat[1::2], strict=True) if flat else (PRIMARIES[3], *PRIMARIES[:3])
-        points = (*colours, white)
-        # 2.2 is what programs write of sRGB's own curve (PNG, section 11.3.2.5).
-        is_srgb = abs(gamma / 2.2 - 1) < 0.02 and np.allclose(points, PRIMARIES, atol=0.005)
-        return None if is_srgb else matrix_profile(points, gamma)
-    return matrix_profile(*ADOBE_RGB) if _is_adobe_rgb(image) else None
-
-
-def _is_adobe_rgb(image: Image.Image) -> bool:
-    """Whether EXIF says so, as cameras do: by a value of its own, or as "uncalibrated" of the option file R03 (DCF)."""
-    exif = Image.Image.getexif(image)  # a PNG's own would decode all pixels
-    try:
-        space = exif.get_ifd(EXIF).get(COLOR_SPACE)
-        return space == 2 or (space == 0xFFFF and str(exif.get_ifd(INTEROPERABILITY).get(INDEX)).startswith("R03"))
-    except UNUSABLE:
-        return False
-
-
-@lru_cache(maxsize=64)
-def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return the transform of a mode's pixels; None where the profile is one of sRGB."""
-    source = ImageCms.ImageCmsProfile(BytesIO(profile))
-    kind = source.profile.xcolor_space.strip()
-    mode = "RGB" if kind == "RGB" and mode in ("L", "I;16") else mode  # others that differ LittleCMS refuses
-    # Its shortcut is a table too coarse for the shadows of 16 bits.
-    flags = ImageCms.Flags.NOOPTIMIZE if mode == "I;16" else ImageCms.Flags.NONE
-    transform = ImageCms.buildTransform(source, SRGB, mode, "RGB", flags=flags)
-    if kind == "RGB":
-        levels = np.arange(0, 256, 17, dtype=np.uint8)
-        colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(64, 64, 3)
-        changed = np.asarray(transform.apply(Image.fromarray(colours))).astype(int) - colours
-        return transform if np.abs(changed).max() > ROUNDING else None
-    return transform
-
-
-def matrix_profile(points: tuple[tuple[float, float], ...], gamma: float) -> bytes:
-    """Return an ICC profile of RGB colours.
-
-    Args:
-        points: the chromaticities (x, y) of red, green, blue and white.
-        gamma: the exponent from values to light.
-    """
-    xyz = np.array([(x / y, 1, (1 - x - y) / y) for x, y in points]).T
-    light = xyz[:, :3] * np.linalg.solve(xyz[:, :3], xyz[:, 3])
-    adapted = np.linalg.solve(BRADFORD, (BRADFORD @ light) * ((BRADFORD @ D50) / (BRADFORD @ xyz[:, 3]))[:, None])
-    curve = b"para" + bytes(8) + _fixed([gamma])
-    tags = {b"wtpt": b"XYZ " + bytes(4) + _fixed(D50)}
-    for name, column in zip((b"r", b"g", b"b"), adapted.T, strict=True):
-        tags |= {name + b"XYZ": b"XYZ " + bytes(4) + _fixed(column), name + b"TRC": curve}
-    start = 132 + 12 * len(tags)
-    table = struct.pack(">I", len(tags))
-    for name, data in tags.items():
-        table += struct.pack(">4sII", name, start, len(data))
-        start += len(data)
-    head = struct.pack(">I4xI4s4s4s12x4s28x", start, 0x04200000, b"mntr", b"RGB ", b"XYZ ", b"acsp") + _fixed(D50)
-    return head.ljust(128, b"\0") + table + b"".join(tags.values())
-
-
-def _fixed(numbers: "np.ndarray | list[float]") -> bytes:
-    """Return numbers of 32 bits, of which 16 are the fraction's."""
-    return struct.pack(f">{len(numbers)}i", *(round(65536 * float(number)) for number in numbers))
-
-
-log = logging.getLogger("retouch")
-
-# Increased when the same file gives other pixels: caches are then built again.
-PREPROCESSING = 2
-# The largest picture to train on at its own size: 65,536 tokens, and attention is quadratic in them.
-MOST_PIXELS = 2**24
-# The largest picture to read at all: PIL's limit, without its warning above half of it.
-MOST_READ = 2 * 89_478_485
-Image.MAX_IMAGE_PIXELS = None
-# Threads that check files decode large ones one at a time: each takes gigabytes.
-ONE_LARGE = Lock()
-# Before a picture is resized it may be reduced by a whole factor, to this multiple of the wanted sides.
-REDUCING_GAP = 3
-ORIENTATION = 0x0112
-# Formats that may hold several pictures; what else a phone puts into a JPEG (MPO) is not meant to be seen.
-MOVING = ("GIF", "PNG", "WEBP", "TIFF")
-# What PIL raises for files that are not images, end too early or are damaged.
-UNREADABLE = (*DAMAGED, OSError, SyntaxError, OverflowError, struct.error, zlib.error)
-# PIL warns of damaged EXIF and the like, which does not affect the pixels.
-warnings.filterwarnings("ignore", module="PIL")
+Sides = tuple[int, int]
 
 
 class Facts(NamedTuple):
-    """What an image's header says.
+    """The facts in an image's header.
 
     Attributes:
         width, height: of the upright image.
-        frames: whether it has more frames than the first, which is used.
-        alpha: whether it may be transparent.
-        colours: `srgb` if they are converted, else empty; part of what a cache knows the image by.
+        frames: it has more frames than the first, which is used.
+        alpha: it may be transparent.
+        colours: `srgb` if its colours are converted, else empty; part of the identity of an image in a cache.
     """
 
     width: int
@@ -167,13 +73,18 @@ class Facts(NamedTuple):
     alpha: bool
     colours: str
 
+    @property
+    def size(self) -> Sides:
+        """(width, height) of the upright image."""
+        return self.width, self.height
+
 
 @contextmanager
-def picture(path: Picture) -> Iterator[Image.Image]:
-    """The file, opened but not decoded.
+def opened(path: Picture) -> Iterator[Image.Image]:
+    """Temporarily open an image file, without decoding it.
 
     Raises:
-        UserError: it is no image, is damaged or ends too early, has more pixels than PIL reads (179 million), or its
+        UserError: the file is no image, is damaged or ends early, has more pixels than PIL reads (179 million), or its
             pixels are floating-point numbers, whose range is unknown.
     """
     try:
@@ -188,63 +99,58 @@ def picture(path: Picture) -> Iterator[Image.Image]:
                 raise ValueError("its pixels are floating-point numbers, save it with 8 or 16 bits")
             yield image
     except UnidentifiedImageError as error:
-        raise UserError(f"cannot read the image {path}: it is empty or no picture") from error
+        raise UserError(f"cannot read the image {path}: it is empty or no image") from error
     except UNREADABLE as error:
         raise UserError(f"cannot read the image {path}: {reason(error).rstrip('.')}") from error
 
 
-def floor_size(width: int, height: int, multiple: int = SIDE_MULTIPLE) -> tuple[int, int]:
-    """Both sides rounded down to a multiple."""
+# Sizes.
+
+
+def floor_size(width: int, height: int, multiple: int = SIDE_MULTIPLE) -> Sides:
+    """Return both sides rounded down to a multiple."""
     return width // multiple * multiple, height // multiple * multiple
 
 
-def shrunk(width: int, height: int, max_area: int, whole: Callable[[float], int] = round) -> tuple[int, int]:
-    """Scaled down to `max_area` pixels where it has more, in whole pixels, with sides of 16 or more."""
+def shrunk(width: int, height: int, max_area: int, whole: Callable[[float], int] = round) -> Sides:
+    """Return whole sides scaled down to at most `max_area` pixels, each at least 16."""
     scale = min(1.0, math.sqrt(max_area / (width * height)))
     longest = max_area // SIDE_MULTIPLE
     width, height = (min(longest, max(SIDE_MULTIPLE, whole(side * scale))) for side in (width, height))
     return width, height
 
 
-def fit_area(width: int, height: int, max_area: int) -> tuple[int, int]:
-    """The floored size; scaled down to `max_area` pixels if it has more, keeping the aspect ratio."""
+def fit_area(width: int, height: int, max_area: int) -> Sides:
+    """Return sides scaled down to at most `max_area` pixels, floored to 16."""
     return floor_size(*shrunk(width, height, max_area))
 
 
-def size_of_area(width: int, height: int, area: int) -> tuple[int, int]:
-    """The size of `area` pixels in the same aspect ratio, both sides rounded to 32, as the Qwen pipelines do."""
+def size_of_area(width: int, height: int, area: int) -> Sides:
+    """Return sides of about `area` pixels in the same proportions, rounded to 32 as in the Qwen pipelines."""
     target_width = math.sqrt(area * (width / height))
     target_height = target_width / (width / height)
     return max(32, round(target_width / 32) * 32), max(32, round(target_height / 32) * 32)
 
 
-def image_size(path: Picture) -> tuple[int, int]:
-    """(width, height) of the upright image, from the header alone.
+def image_size(path: Picture) -> Sides:
+    """Return (width, height) of the upright image, from its header.
 
     Raises:
         UserError: the file is no image, or a side is shorter than 16 pixels.
     """
-    width, height, *_ = image_facts(path)
-    require_sides(path, width, height)
-    return width, height
+    size = image_facts(path).size
+    require_sides(path, *size)
+    return size
 
 
 def require_sides(path: Picture, width: int, height: int) -> None:
-    """Raise a UserError where a side is shorter than 16 pixels."""
+    """Raise a UserError if a side is shorter than 16 pixels."""
     if min(width, height) < SIDE_MULTIPLE:
         raise UserError(f"the image {path} is {width}x{height}: both sides must be at least {SIDE_MULTIPLE} pixels")
 
 
-def require_size(path: Picture, size: tuple[int, int]) -> None:
-    """Raise a UserError where a rejected picture has another (width, height) than its target."""
-    own = image_size(path)
-    if own != size:
-        by = " and ".join(f"{width}x{height}" for width, height in (own, size))
-        raise UserError(f"the rejected picture {path} and its target are {by}: give both one size")
-
-
 def refuse_large(path: Picture, width: int, height: int) -> None:
-    """Raise a UserError for a picture whose training step would take hundreds of gigabytes."""
+    """Raise a UserError for an image whose training step would need hundreds of gigabytes."""
     if width * height > MOST_PIXELS:
         raise UserError(
             f"the image {path} is {width}x{height}, {width * height / 1e6:.1f} megapixels: training at its own size "
@@ -252,13 +158,16 @@ def refuse_large(path: Picture, width: int, height: int) -> None:
         )
 
 
+# Headers and damage.
+
+
 def image_facts(path: Picture) -> Facts:
-    """Return what is to be known of an image before it is decoded; a profile that is not usable is noted.
+    """Return the facts of an image without decoding it; log a note about an unusable profile.
 
     Raises:
         UserError: the file is no image.
     """
-    with picture(path) as image:
+    with opened(path) as image:
         width, height = image.size
         # PIL's getexif of a PNG would decode all pixels, to find chunks after them.
         late = image.format == "PNG" and _has_text_after_pixels(path)
@@ -278,7 +187,7 @@ def _note_fault(path: str, fault: str) -> None:
 
 
 def _has_text_after_pixels(png: Picture) -> bool:
-    """Whether chunks that may hold EXIF follow the first one with pixels."""
+    """Return whether chunks that may hold EXIF follow the first one of pixels."""
     pixels = False
     with png.open("rb") as file:
         file.seek(8)
@@ -292,12 +201,12 @@ def _has_text_after_pixels(png: Picture) -> bool:
 
 
 def verify_image(path: Picture) -> None:
-    """Find damage without decoding all pixels: a JPEG at an eighth of its size, a PNG by its checksums.
+    """Find damage without decoding all pixels: in a JPEG at an eighth of its size, in a PNG by its checksums.
 
     Raises:
-        UserError: the file is unreadable or ends too early.
+        UserError: the file is unreadable or ends early.
     """
-    with picture(path) as image:
+    with opened(path) as image:
         if image.format == "PNG":
             image.verify()
             return
@@ -306,17 +215,20 @@ def verify_image(path: Picture) -> None:
             image.load()
 
 
+# Pixels.
+
+
 def open_image(path: Picture, area: int | None = None, in_srgb: bool = True) -> Image.Image:
-    """Decode to upright 8-bit sRGB; 16 bits are scaled down, and transparency is blended onto white.
+    """Decode an image to upright 8-bit sRGB; 16 bits are scaled down, and transparency is blended onto white.
 
     Args:
-        area: pixels that will be used: a picture with many more is reduced, a JPEG while it is decoded.
-        in_srgb: whether colours are converted; the values of a mask are none.
+        area: pixels that will be used: a much larger image is reduced, a JPEG during decoding.
+        in_srgb: convert colours; the values of a mask are no colours.
 
     Raises:
-        UserError: the file is unreadable or ends too early.
+        UserError: the file is unreadable or ends early.
     """
-    with picture(path) as image:
+    with opened(path) as image:
         times = 1 if area is None else int((image.width * image.height / area) ** 0.5 / REDUCING_GAP)
         if times > 1:
             width = image.width
@@ -335,7 +247,7 @@ def open_image(path: Picture, area: int | None = None, in_srgb: bool = True) -> 
         if image.mode in ("1", "P", "PA"):
             image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         if transform is not None:
-            image = convert(image, transform)
+            image = _converted(image, transform)
         if times > 1:
             image = image.reduce(times)
         if image.has_transparency_data:
@@ -346,6 +258,102 @@ def open_image(path: Picture, area: int | None = None, in_srgb: bool = True) -> 
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """8-bit RGB to (3, H, W) in [-1, 1]."""
+    """Convert 8-bit RGB to (3, H, W) in [-1, 1]."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
     return pixels.float().div_(255).mul_(2).sub_(1)
+
+
+# Colours.
+
+
+def conversion(image: Image.Image) -> tuple[ImageCms.ImageCmsTransform | None, str]:
+    """Return the transform to sRGB of an opened image, None if it is sRGB, and the fault of its profile if any.
+
+    An embedded profile comes first, then the gAMA and cHRM chunks of a PNG, then EXIF's mark of Adobe RGB.
+    """
+    modes = {"1": "L", "L": "L", "LA": "L", "La": "L", "CMYK": "CMYK", "LAB": "LAB"}
+    mode, fault = "I;16" if image.mode[:1] == "I" else modes.get(image.mode, "RGB"), ""
+    try:
+        if (profile := _profile(image)) is not None:
+            return _to_srgb(profile, mode), ""
+    except UNREADABLE as error:
+        fault = str(error) or type(error).__name__
+    return _to_srgb(LAB.tobytes(), mode) if mode == "LAB" else None, fault
+
+
+def _converted(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image.Image:
+    """Return the image in sRGB, with its alpha channel unchanged."""
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    converted = transform.apply(image if image.mode == transform.input_mode else image.convert(transform.input_mode))
+    if alpha is not None:
+        converted.putalpha(alpha)
+    return converted
+
+
+def _profile(image: Image.Image) -> bytes | None:
+    info = image.info
+    if "icc_profile" in info:
+        return info["icc_profile"] or b""  # Pillow sets None for one that it cannot unpack
+    if image.format == "PNG" and "srgb" not in info and not info.keys().isdisjoint(("gamma", "chromaticity")):
+        flat, gamma = info.get("chromaticity"), 1 / info.get("gamma", 1 / 2.2)
+        white, *colours = zip(flat[::2], flat[1::2], strict=True) if flat else (PRIMARIES[3], *PRIMARIES[:3])
+        points = (*colours, white)
+        # Programs write 2.2 for the curve of sRGB (PNG, section 11.3.2.5).
+        is_srgb = abs(gamma / 2.2 - 1) < 0.02 and np.allclose(points, PRIMARIES, atol=0.005)
+        return None if is_srgb else matrix_profile(points, gamma)
+    return matrix_profile(*ADOBE_RGB) if _is_adobe_rgb(image) else None
+
+
+def _is_adobe_rgb(image: Image.Image) -> bool:
+    """Return whether EXIF marks Adobe RGB: by a value of its own, or as "uncalibrated" with option file R03 (DCF)."""
+    exif = Image.Image.getexif(image)  # a PNG's own would decode all pixels
+    try:
+        space = exif.get_ifd(EXIF).get(COLOR_SPACE)
+        return space == 2 or (space == 0xFFFF and str(exif.get_ifd(INTEROPERABILITY).get(INDEX)).startswith("R03"))
+    except UNREADABLE:
+        return False
+
+
+@lru_cache(maxsize=64)
+def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """Return the transform of a mode's pixels; None if the profile is sRGB."""
+    source = ImageCms.ImageCmsProfile(BytesIO(profile))
+    kind = source.profile.xcolor_space.strip()
+    mode = "RGB" if kind == "RGB" and mode in ("L", "I;16") else mode  # LittleCMS refuses other differences
+    # The optimized table is too coarse for the shadows of 16 bits.
+    flags = ImageCms.Flags.NOOPTIMIZE if mode == "I;16" else ImageCms.Flags.NONE
+    transform = ImageCms.buildTransform(source, SRGB, mode, "RGB", flags=flags)
+    if kind == "RGB":
+        levels = np.arange(0, 256, 17, dtype=np.uint8)
+        colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(64, 64, 3)
+        changed = np.asarray(transform.apply(Image.fromarray(colours))).astype(int) - colours
+        return transform if np.abs(changed).max() > ROUNDING else None
+    return transform
+
+
+def matrix_profile(points: tuple[tuple[float, float], ...], gamma: float) -> bytes:
+    """Return an ICC profile of RGB colours.
+
+    Args:
+        points: chromaticities (x, y) of red, green, blue and white.
+        gamma: exponent from values to light.
+    """
+    xyz = np.array([(x / y, 1, (1 - x - y) / y) for x, y in points]).T
+    light = xyz[:, :3] * np.linalg.solve(xyz[:, :3], xyz[:, 3])
+    adapted = np.linalg.solve(BRADFORD, (BRADFORD @ light) * ((BRADFORD @ D50) / (BRADFORD @ xyz[:, 3]))[:, None])
+    curve = b"para" + bytes(8) + _fixed([gamma])
+    tags = {b"wtpt": b"XYZ " + bytes(4) + _fixed(D50)}
+    for name, column in zip((b"r", b"g", b"b"), adapted.T, strict=True):
+        tags |= {name + b"XYZ": b"XYZ " + bytes(4) + _fixed(column), name + b"TRC": curve}
+    start = 132 + 12 * len(tags)
+    table = struct.pack(">I", len(tags))
+    for name, data in tags.items():
+        table += struct.pack(">4sII", name, start, len(data))
+        start += len(data)
+    head = struct.pack(">I4xI4s4s4s12x4s28x", start, 0x04200000, b"mntr", b"RGB ", b"XYZ ", b"acsp") + _fixed(D50)
+    return head.ljust(128, b"\0") + table + b"".join(tags.values())
+
+
+def _fixed(numbers: "np.ndarray | list[float]") -> bytes:
+    """Pack numbers as s15Fixed16."""
+    return struct.pack(f">{len(numbers)}i", *(round(65536 * float(number)) for number in numbers))

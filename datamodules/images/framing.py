@@ -1,30 +1,31 @@
-"""Which part of a picture is seen, and at what size: resolutions, buckets, crops and flips."""
+"""The part of an image that training uses, and its size: resolutions, buckets, crops and flips."""
 
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from datamodules.errors import UserError
-from datamodules.images.decoding import floor_size, shrunk
-from datamodules.images.samples import Root, Sample
+from datamodules.errors import UserError, count_of, listing
+from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
+from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, Sample
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
 
-# Proportions of buckets are powers of it, up to 3.2 : 1: among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
-# off, without the rounding of the sides.
+# Proportions of buckets are powers of STEP up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
+# off, not counting the rounding of the sides.
 STEP = (4 / 3) ** 0.25
 STEPS = 16
-# A picture that the nearest bucket would crop more, as a panorama, keeps its own proportions.
+# An image that its bucket would crop more, as a panorama, keeps its own proportions.
 MOST_CROPPED = 0.06
-# Pictures that are smaller than the resolution go to buckets of a smaller one. Eight coarse steps halve a side; the
-# first one is taken in fine steps, that pictures of about the resolution lose little.
+# Images below the resolution go to buckets of a smaller one. Eight coarse steps halve a side; the first is divided into
+# fine steps, so that images of about the resolution lose little.
 COARSE, FINE = 2 ** (-1 / 8), 2 ** (-1 / 32)
-# Where each further crop lies, as a share of the space around it: spread evenly, however many there are (golden ratio).
+# Position of each further crop in the free space: evenly spread, however many there are (golden ratio).
 SPREAD = (5**0.5 - 1) / 2
+SIDED = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
-Sides = tuple[int, int]
 # Sizes of the target, then of each control; and which of `mask` and `rejected` a sample has, in the target's size.
 Size = tuple[tuple[Sides, ...], tuple[str, ...]]
 OWN_SIZE = ConditionImages()
@@ -32,12 +33,12 @@ OWN_SIZE = ConditionImages()
 
 @dataclass(frozen=True)
 class View:
-    """A sample as a step sees it.
+    """A sample as a training step sees it.
 
     Attributes:
-        windows: of the target, then of each control; the mask and the rejected picture have the target's.
-        weight: in the loss.
-        repeats: how often an epoch has it.
+        windows: windows of the target, then of each control; mask and rejected image have the target's.
+        weight: weight in the loss.
+        repeats: times that an epoch draws it.
     """
 
     sample: Sample
@@ -47,30 +48,29 @@ class View:
 
     @property
     def size(self) -> Size:
-        """What the samples of a batch have in common."""
-        beside = {"mask": self.sample.mask, "rejected": self.sample.rejected}
-        return tuple(window.size for window in self.windows), tuple(name for name in beside if beside[name] is not None)
+        """The key by which samples form batches."""
+        optional = {"mask": self.sample.mask, "rejected": self.sample.rejected}
+        return tuple(window.size for window in self.windows), tuple(name for name in optional if optional[name])
 
     @property
     def cropped(self) -> float:
-        """The share of the target that is not seen."""
+        """Share of the target that is cropped away."""
         return self.windows[0].cropped
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How samples become views.
+    """The rule by which samples become views.
 
     Attributes:
-        buckets: `exact`: each picture keeps its proportions, its sides rounded down to 16; `aspect`: it gets those of
-            the nearest bucket, to which it is cropped; `family`: the same with the sizes that the model's pipeline
-            prefers.
-        upscale: whether smaller pictures are enlarged to the resolution.
-        crop: `center`, or `random_cached`: `crop_count` windows, of which the first is in the center.
-        flip: whether each sample is seen mirrored too.
-        multiple: of which both sides of a bucket are multiples.
-        preferred: of `family`.
-        condition_images: at what size the model's encoders see them.
+        buckets: `exact`: each image keeps its proportions, its sides rounded down to 16; `aspect`: it is cropped to the
+            nearest bucket; `family`: the same with the sizes that the model's pipeline prefers.
+        upscale: enlarge smaller images to the resolution.
+        crop: `center`, or `random_cached`: `crop_count` windows, the first in the center.
+        flip: add a mirrored view of each sample.
+        multiple: both sides of a bucket are multiples of it.
+        preferred: sizes of `family`.
+        condition_images: the sizes at which the model's encoders see them.
     """
 
     buckets: str
@@ -91,20 +91,18 @@ class Framing:
             raise UserError("data.crop=random_cached needs data.buckets=aspect or family: exact crops nothing")
 
     def views(self, sample: Sample, root: Root, sizes: Sequence[Sides], held_out: bool = False) -> list[View]:
-        """All that training sees of a sample; the first is what its examples show.
+        """Return all views of a sample. The first one, of the largest resolution, is used in validation and previews.
 
         Args:
-            root: whose sample it is.
+            root: its root.
             sizes: (width, height) of its target and its controls, upright.
-            held_out: whether only the first view is wanted: what is measured is measured once, and nothing is drawn.
+            held_out: return the first view only.
         """
-        # The first view is the largest: validation and previews have it.
-        sides = sorted(root.resolution, reverse=True) or [0]
         crops = 1 if self.crop == "center" else self.crop_count
-        # Equal ones, of pictures that need no crop, are one view that comes as often: all samples are seen as often.
+        # Equal windows, of images that need no crop, are one view drawn more often: all samples are drawn equally.
         windows = Counter(
             self._windows(sizes, side, crop, flipped)
-            for side in sides
+            for side in sorted(root.resolution, reverse=True) or [0]
             for crop in range(crops)
             for flipped in ([False, True] if self.flip else [False])
         )
@@ -114,44 +112,45 @@ class Framing:
 
     def _windows(self, sizes: Sequence[Sides], side: int, crop: int, flipped: bool) -> tuple[Window, ...]:
         """Return the windows of the target and the controls; a `side` of 0 is their own size."""
-        same_view = (own for own in sizes[1:] if self._is_set_by(own, sizes[0]))
-        like = next(same_view, sizes[0]) if self.buckets == "exact" else sizes[0]
-        target = self._place(like, side, crop, flipped)
-        return (target, *(self._control(own, sizes[0], target, side, flipped) for own in sizes[1:]))
+        own, *controls = sizes
+        same_view = (control for control in controls if self._sets_grid(control, own))
+        like = next(same_view, own) if self.buckets == "exact" else own
+        target = self._window(like, side, crop, flipped)
+        return (target, *(self._control(control, own, target, side, flipped) for control in controls))
 
-    def _place(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
+    def _window(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
         bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
         if bucket is None and self.condition_images.sets_target:
             return self.condition_images.window(*own, side**2 or None, flipped)
         if bucket is None:
-            frame = self._own_proportions(own, side)
+            frame = self._scaled(own, side)
             size = floor_size(*frame)
-            # A control is cropped so: its target as well, or the edit would be learned with a little zoom.
+            # The target is cropped like a control, or the edit would be learned with a slight zoom.
             return Window.center(frame, size, flipped) if self.condition_images.crops else Window.whole(size, flipped)
         frame = _covering(own, bucket)
         offset = (0.5 + SPREAD * crop) % 1
-        left, top = ((space - taken) * offset for space, taken in zip(frame, bucket, strict=True))
-        box = round(left), round(top), round(left) + bucket[0], round(top) + bucket[1]
+        left, top = (round((space - taken) * offset) for space, taken in zip(frame, bucket, strict=True))
+        box = left, top, left + bucket[0], top + bucket[1]
         size = self.condition_images.size(*bucket, side**2 or None) if self.condition_images.sets_target else bucket
         return Window(frame, box, size, flipped)
 
     def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
         images = self.condition_images
         if images.sets_target:
-            return target if self._is_set_by(own, target_own) else images.window(*own, side**2 or None, flipped)
+            return target if self._sets_grid(own, target_own) else images.window(*own, side**2 or None, flipped)
         if side and self.buckets != "exact":
-            shares = _show_the_same(own, target_own)
-        else:  # a smaller one keeps its size, as in prediction; sides that differ by a few pixels would differ by 16
-            frames = self._own_proportions(own, side), self._own_proportions(target_own, side)
+            shares = _same_proportions(own, target_own)
+        else:  # a smaller control keeps its size, as in prediction; sides a few pixels apart could round to 16 apart
+            frames = self._scaled(own, side), self._scaled(target_own, side)
             shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
-        return images.narrowed(target if shares else self._place(own, side, 0, flipped))
+        return images.narrowed(target if shares else self._window(own, side, 0, flipped))
 
-    def _is_set_by(self, own: Sides, target_own: Sides) -> bool:
-        """Return whether a control of these sides determines the grid of its target."""
-        return self.condition_images.sets_target and _show_the_same(own, target_own)
+    def _sets_grid(self, own: Sides, target_own: Sides) -> bool:
+        """Return whether a control determines the grid of its target."""
+        return self.condition_images.sets_target and _same_proportions(own, target_own)
 
-    def _own_proportions(self, own: Sides, side: int) -> Sides:
-        """Shrunk to the area of `side`, and enlarged if that is wanted."""
+    def _scaled(self, own: Sides, side: int) -> Sides:
+        """Return sides shrunk to the area of `side`, or enlarged if configured."""
         if not side:
             return own
         if self.upscale and own[0] * own[1] < side**2:
@@ -160,13 +159,12 @@ class Framing:
         return shrunk(*own, side**2)
 
     def tables(self, side: int) -> Iterator[Sequence[Sides]]:
-        """The buckets of a resolution, and of smaller and smaller ones."""
+        """Yield the buckets of a resolution, then of smaller and smaller ones."""
         fine = [FINE**step for step in range(round(math.log(COARSE) / math.log(FINE)))]
-        factors = itertools.chain(fine, (COARSE**step for step in itertools.count(1)))
-        for number, factor in enumerate(factors):
+        for index, factor in enumerate(itertools.chain(fine, (COARSE**step for step in itertools.count(1)))):
             if side * factor < self.multiple:
                 return
-            if self.buckets == "family" and self.preferred and number == 0:
+            if self.buckets == "family" and self.preferred and index == 0:
                 yield self.preferred
             else:
                 yield bucket_table((side * factor) ** 2, self.multiple, self.condition_images)
@@ -174,7 +172,7 @@ class Framing:
 
 @lru_cache(maxsize=4096)
 def find_bucket(framing: Framing, own: Sides, side: int) -> Sides | None:
-    """The bucket of a picture of this (width, height); None where each would crop too much."""
+    """Return the bucket of an image of this (width, height); None if each would crop too much."""
     for buckets in framing.tables(side):
         bucket = min(buckets, key=lambda one: _cropped(own, one))
         if framing.upscale or (bucket[0] <= own[0] and bucket[1] <= own[1]):
@@ -185,17 +183,17 @@ def find_bucket(framing: Framing, own: Sides, side: int) -> Sides | None:
 
 @lru_cache(maxsize=256)
 def bucket_table(area: float, multiple: int, controls: ConditionImages = OWN_SIZE) -> tuple[Sides, ...]:
-    """Sides in steps of `multiple`, of about `area` pixels: one for each proportion, from the highest to the widest.
+    """Return sides of about `area` pixels in steps of `multiple`, one pair for each proportion, from tall to wide.
 
     Args:
-        controls: sides that a control gets too come first, where it is resized or has a largest area.
+        controls: sides that a control can have as well are preferred, if it is resized or has a largest area.
     """
     found = {_nearest(STEP**step, area, multiple, controls): None for step in range(-STEPS, STEPS + 1)}
     return tuple(found)
 
 
 def _nearest(proportion: float, area: float, multiple: int, controls: ConditionImages) -> Sides:
-    """The sides that come nearest to a proportion and an area; the proportion counts four times as much."""
+    """Return the sides nearest to a proportion and an area; the proportion counts four times as much."""
     width, height = math.sqrt(area * proportion), math.sqrt(area / proportion)
     candidates = [
         (max(1, round_x(width / multiple)) * multiple, max(1, round_y(height / multiple)) * multiple)
@@ -210,18 +208,92 @@ def _nearest(proportion: float, area: float, multiple: int, controls: ConditionI
     return min(shared or candidates, key=distance)
 
 
-def _show_the_same(control: Sides, target: Sides) -> bool:
-    """Return whether two images have the same proportions, and so the same view."""
+def _same_proportions(control: Sides, target: Sides) -> bool:
+    """Return whether two images have the same proportions, and so show the same view."""
     return abs(math.log(control[0] / control[1] * target[1] / target[0])) <= SAME_PROPORTIONS
 
 
 def _covering(own: Sides, bucket: Sides) -> Sides:
-    """The sides of a picture that just covers a bucket, in whole pixels."""
+    """Return the sides of an image that just covers a bucket, in whole pixels."""
     scale = max(bucket[0] / own[0], bucket[1] / own[1])
     return max(bucket[0], round(own[0] * scale)), max(bucket[1], round(own[1] * scale))
 
 
 def _cropped(own: Sides, bucket: Sides) -> float:
-    """The share of a picture that covering a bucket crops away."""
+    """Return the share of an image that is cropped away when it covers a bucket."""
     proportion = own[0] / own[1] * bucket[1] / bucket[0]
     return 1 - min(proportion, 1 / proportion)
+
+
+# Notes for the summary.
+
+
+def notes_on(
+    views: Sequence[View], facts: Sequence[Sequence[Facts]], roots: Sequence[Root], flip: bool, noun: str
+) -> list[str]:
+    """Return notes on how images are resized, and on what may be a mistake.
+
+    Args:
+        views: the first view of each sample.
+        facts: facts of the target and the controls of each.
+        roots: the root of each.
+        flip: mirrored views are trained on.
+        noun: name of the samples.
+    """
+    counts: Counter[str] = Counter()
+    for view, own, root in zip(views, facts, roots, strict=True):
+        side, (width, height), frame = max(root.resolution, default=0), own[0].size, view.windows[0].frame
+        square, prompts = f"{noun} have {{}} than {side}x{side} pixels", view.sample.prompts
+        if frame[0] > width or frame[1] > height:
+            counts[square.format("fewer") + " and are enlarged"] += 1
+        elif side and width * height > side**2 and frame != floor_size(width, height):
+            counts[square.format("more") + " and are shrunk"] += 1
+        elif side and width * height < side**2:
+            counts[square.format("fewer") + ", kept as small (data.upscale=true enlarges them)"] += 1
+        rounded = any(
+            one.size != window.size == floor_size(*one.size) and not window.cropped
+            for one, window in zip(own, view.windows, strict=True)
+        )
+        counts[f"{noun} have sides rounded down to a multiple of {SIDE_MULTIPLE}"] += rounded
+        counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
+        counts["captions are empty"] += sum(not prompt for prompt in prompts)
+        literal = any(TRIGGER in prompt for prompt in prompts)
+        counts[f"{noun} have {TRIGGER} in the captions: data.trigger_word=WORD puts a word there"] += literal
+        counts[f"{noun} have several captions: each time one of them is drawn"] += len(prompts) > 1
+        sided = flip and any(map(SIDED.search, prompts))
+        counts[f"{noun} have left or right in the captions, wrong for the mirrored images of data.flip=true"] += sided
+    notes = [count_of(count, text) for text, count in counts.items() if count]
+    if alpha := [view.sample.key for view, own in zip(views, facts, strict=True) if any(one.alpha for one in own)]:
+        masked = any(root.alpha_mask for root in roots)
+        hint = "" if masked else ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
+        what = f"{noun} have an alpha channel, whose transparent parts become white, such as {alpha[0]}{hint}"
+        notes.append(count_of(len(alpha), what))
+    if crops := [view.cropped for view in views if view.cropped]:
+        notes.append(
+            count_of(len(crops), f"{noun} are cropped to the sizes of training, by ")
+            + f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"
+        )
+    return notes
+
+
+def bucket_notes(sizes: Sequence[Size], repeats: Sequence[int], full: Mapping[Size, int], noun: str) -> list[str]:
+    """Return a note on the sizes with fewer views than a batch.
+
+    Args:
+        sizes, repeats: size and repeats of each view.
+        full: number of views of a size that fill a batch.
+    """
+    counts: Counter[Size] = Counter()
+    for size, times in zip(sizes, repeats, strict=True):
+        counts[size] += times
+    few = [
+        " + ".join(f"{width}x{height}" for width, height in size[0])
+        + "".join(f", {name}" for name in size[1])
+        + f" ({count} of {full[size]})"
+        for size, count in counts.items()
+        if count < full[size]
+    ]
+    if not few or len(counts) == 1:
+        return []
+    what = f"sizes have fewer {noun} than a batch, whose batches show some several times: "
+    return [count_of(len(few), what) + listing(few)]

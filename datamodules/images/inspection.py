@@ -1,4 +1,4 @@
-"""What may be wrong with a data set, the worst first, and what to do about it."""
+"""Faults of a data set, measured on small copies of its images, on their prints and in captions."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,24 +13,51 @@ from PIL import Image
 
 from datamodules.errors import UserError, listing, printable
 from datamodules.images.alignment import align, edges
-from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, image_size, open_image, picture
+from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, Sides, image_size, open_image, opened
 from datamodules.images.samples import SIDE_MULTIPLE, Picture, Sample
 from datamodules.images.windows import resize
 
+# Longer side of the small copies, and the pixels that are decoded for them.
+SIDE, DECODED_AREA = 512, 256**2
+# Allowed difference of the ratio of sides.
+PROPORTION = 0.02
+# Shift in pixels of the small copies, two pixels of a megapixel image. Blocks agree to a tenth of a pixel.
+SHIFT = 1.0
+# Sum of the luma table of quality 50 (ITU T.81, annex K.1), from which libjpeg scales the others.
+LUMA_AT_50 = 3688
+LEAST_QUALITY = 50
+# Levels of 255 between the darkest and the brightest pixel of each colour in an image of one colour.
+ONE_COLOUR = 8
+# Cells per side of the colours in a print.
+CELLS = 8
+# Differing bits of 64: recompressed, resized and slightly cropped copies differ by up to 4, other photographs by 20 and
+# more. Colours tell equal outlines in other colours apart.
+NEAR_BITS, NEAR_COLOURS = 4, 4
+# For targets of one control, which several edits share: a small edit changes a cell by about this much.
+SAME_BITS, SAME_COLOURS = 2, 2
+# Pairs of hashes that are compared at once, and the most matches of one image that are looked at.
+AT_ONCE, MOST_MATCHES = 2**22, 64
+# Share of images with captions of their own, from which on a repeated one is a mistake and not the edit's instruction.
+VARIED = 0.8
+# Shorter captions are instructions ("make it snow"), which may be right for several images; a description is not.
+LEAST_WORDS = 6
+# Captions that are tokenized at once.
+CAPTIONS_AT_ONCE = 1000
+
 
 class Kind(Enum):
-    """A fault: its name, and what to do about it; the order is the report's."""
+    """Kinds of faults, each with its label and remedy, in the order of the report."""
 
     LEAK = "leak", "learned and held out: remove it from one of the two"
     UNREADABLE = "unreadable", "repair or remove the file"
     INCOMPLETE = "incomplete", "add what is missing, or remove the rest"
     EQUAL = "equal", "nothing to learn: remove it, or find the right file"
-    PROPORTION = "proportion", "crop both alike, unless the edit extends the picture"
+    PROPORTION = "proportion", "crop both alike, unless the edit extends the image"
     SHIFTED = "shifted", "align or crop both alike: the shift is learned with the edit"
     SCALED = "scaled", "align or crop both alike: the zoom is learned with the edit"
     NEARLY_EQUAL = "nearly equal", "no more than compression differs: remove it, or find the right file"
     BLANK = "blank", "one colour: find the right file"
-    MASK = "mask", "draw it anew for this target, or leave it out"
+    MASK = "mask", "draw it again for this target, or leave it out"
     DUPLICATE = "duplicate", "the same target twice: remove one"
     SMALL = "low resolution", "find a larger original, or train at a lower data.resolution"
     COMPRESSED = "compressed", "find a better original: blocks and halos are learned"
@@ -48,8 +75,8 @@ class Finding(NamedTuple):
     """A fault of a sample.
 
     Attributes:
-        key: the sample's, or what is left of one that is incomplete.
-        figure: how much, in a few words.
+        key: key of the sample, or the rest of an incomplete one.
+        figure: the extent, in a few words.
         sample: None for an incomplete one.
         other: the sample that it repeats.
     """
@@ -61,90 +88,78 @@ class Finding(NamedTuple):
     other: Sample | None = None
 
 
-def mostly_small(found: list[Finding], count: int) -> list[Finding]:
-    """One finding in the place of those of low resolution, where most of `count` samples have one: it is the set's."""
-    small = [finding for finding in found if finding.kind is Kind.SMALL]
-    if 2 * len(small) <= count:
-        return found
-    summary = Finding(Kind.SMALL, f"{len(small)} of {count}", f"such as {small[0].key}: {small[0].figure}")
-    return [summary, *(finding for finding in found if finding.kind is not Kind.SMALL)]
-
-
-def worst_first(findings: list[Finding]) -> list[Finding]:
-    """In the order of `Kind`; findings of one kind keep theirs."""
-    order = {kind: number for number, kind in enumerate(Kind)}
-    return sorted(findings, key=lambda finding: order[finding.kind])
-
-
-# The longer side of the small copies; a JPEG is decoded at a fraction of its size.
-SIDE, DECODED_AREA = 512, 256**2
-# Of the ratio of the sides.
-PROPORTION = 0.02
-# Pixels of the small copies: two at a megapixel. Blocks agree to a tenth of one.
-SHIFT = 1.0
-# Sums of the tables of quality 50 (ITU T.81, annex K.1), from which libjpeg scales the others.
-LUMA_AT_50 = 3688
-LEAST_QUALITY = 50
-# Levels of 255 between the darkest and the brightest pixel of each colour.
-ONE_COLOUR = 8
-# Cells a side of what is kept of colours.
-CELLS = 8
-
-
 @dataclass(frozen=True)
 class Print:
-    """What is kept of a picture, to find it again: a perceptual hash of 64 bits, and colours (CELLS, CELLS, 3)."""
+    """A perceptual hash of 64 bits and colours (CELLS, CELLS, 3), by which an image is found again."""
 
     hash: int
     colours: np.ndarray
 
+    @classmethod
+    def of(cls, image: Image.Image) -> "Print":
+        """Return the print of an image."""
+        bits = np.packbits(imagehash.phash(image).hash.flatten())
+        return cls(int.from_bytes(bits.tobytes()), np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX)))
+
 
 @dataclass(frozen=True)
 class Look:
-    """A picture's (width, height), a copy of at most `SIDE` pixels, and the quality that it was saved with as JPEG."""
+    """A small copy of an image.
 
-    size: tuple[int, int]
+    Attributes:
+        size: (width, height) of the image.
+        small: the copy, of at most `SIDE` pixels.
+        quality: quality that it was saved with as JPEG; None for other formats.
+    """
+
+    size: Sides
     small: Image.Image
     quality: int | None
 
+    @property
+    def one_colour(self) -> bool:
+        """Whether nothing can be seen."""
+        return bool(np.ptp(np.asarray(self.small), axis=(0, 1)).max() <= ONE_COLOUR)
+
+    def print(self) -> Print | None:
+        """Return its print; None for one colour."""
+        return None if self.one_colour else Print.of(self.small)
+
+    def same_proportion(self, other: "Look") -> bool:
+        """Return whether the ratios of the sides are equal."""
+        return abs(self.size[0] * other.size[1] / (self.size[1] * other.size[0]) - 1) <= PROPORTION
+
 
 class Inspected(NamedTuple):
-    """What was found in a sample, and the prints of its target and its control; None for one colour and unreadable."""
+    """The findings in a sample, and the prints of its target and its control."""
 
     findings: list[Finding]
     target: Print | None
     control: Print | None
 
 
-def look(path: Picture) -> Look:
-    """Read a picture once.
+def look(path: Picture, mask: bool = False) -> Look:
+    """Read an image once.
+
+    Args:
+        mask: read the values of a mask, whose sides may have any length.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: it cannot be read, or a side is shorter than 16 pixels.
     """
-    size = image_size(path)
-    with picture(path) as image:
-        quality = jpeg_quality(image)
-    with ONE_LARGE if size[0] * size[1] > MOST_PIXELS else nullcontext():
-        image = open_image(path, DECODED_AREA)
-    scale = min(1.0, SIDE / max(size))
-    width, height = (max(SIDE_MULTIPLE, round(side * scale)) for side in size)
-    return Look(size, resize(image, (width, height)), quality)
-
-
-def look_at_mask(path: Picture) -> Look:
-    """The same of a mask, whose sides may be as short as they like."""
-    with picture(path) as image:
-        large = image.width * image.height > MOST_PIXELS
+    with opened(path) as image:
+        quality, large = jpeg_quality(image), image.width * image.height > MOST_PIXELS
+    size = None if mask else image_size(path)
     with ONE_LARGE if large else nullcontext():
-        mask = open_image(path, in_srgb=False)
-    small = mask.copy()
-    small.thumbnail((SIDE, SIDE))
-    return Look(mask.size, small, None)
+        whole = open_image(path, None if mask else DECODED_AREA, in_srgb=not mask)
+    size = size or whole.size
+    scale = min(1.0, SIDE / max(size))
+    width, height = (max(1 if mask else SIDE_MULTIPLE, round(side * scale)) for side in size)
+    return Look(size, resize(whole, (width, height)), quality)
 
 
 def jpeg_quality(image: Image.Image) -> int | None:
-    """About what libjpeg would call it, from the quantization table; None for other formats."""
+    """Return the quality of a JPEG on libjpeg's scale, by its quantization table; None for other formats."""
     tables = getattr(image, "quantization", None)
     if image.format not in ("JPEG", "MPO") or not tables:
         return None
@@ -152,30 +167,13 @@ def jpeg_quality(image: Image.Image) -> int | None:
     return round(max(1.0, min(100.0, 5000 / scale if scale > 100 else (200 - scale) / 2)))
 
 
-def is_one_colour(image: Image.Image) -> bool:
-    """Whether nothing is to be seen."""
-    pixels = np.asarray(image)
-    return bool(np.ptp(pixels, axis=(0, 1)).max() <= ONE_COLOUR)
-
-
-def print_of(image: Image.Image) -> Print:
-    """What a picture can be found again by."""
-    bits = np.packbits(imagehash.phash(image).hash.flatten())
-    return Print(int.from_bytes(bits.tobytes()), np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX)))
-
-
-def same_proportion(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether the ratios of the sides are alike."""
-    return abs(one[0] * other[1] / (one[1] * other[0]) - 1) <= PROPORTION
-
-
 def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
-    """Whether two pictures of one size differ by no more than compression makes.
+    """Return whether two images of one size differ by no more than compression makes.
 
-    JPEG of quality 75 changes pixels by up to 5 levels of 255 on average, but the means of blocks by less than 9, that
-    of the picture by less than 0.3, and it adds hardly any edges. An edit changes one of these, however small it is: a
-    dot of a fiftieth of the width the mean of a block, a little more light that of the picture, blurring and noise the
-    edges.
+    JPEG of quality 75 changes pixels by up to 5 levels of 255 on average, but the means of blocks by less than 9, the
+    mean of the image by less than 0.3, and it adds hardly any edges. An edit changes one of these, however small it is:
+    a dot of a fiftieth of the width the mean of a block, a little more light the mean of the image, blurring and noise
+    the edges.
     """
     one, other = (np.asarray(image, np.float32) for image in (control, target))
     change = other - one
@@ -188,145 +186,179 @@ def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
 
 
 def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Picture], Look] = look) -> Inspected:
-    """What is wrong with a sample's pictures.
+    """Find the faults of a sample's images.
 
     Args:
-        sides: of the squares of whose area it is trained; empty for its own size.
+        sides: sides of the squares to whose area it is shrunk in training; empty for its own size.
         see: `look`, or one that remembers.
     """
     seen: dict[Picture, Look] = {}
-    findings: list[Finding] = []
-    masks = [sample.mask] if sample.mask else []
-    rejected = [sample.rejected] if sample.rejected else []
-    for path in (sample.target, *sample.controls, *masks, *rejected):
-        try:
-            seen[path] = look_at_mask(path) if path in masks else see(path)
-        except UserError as error:
-            findings.append(_finding(sample, Kind.UNREADABLE, printable(str(error).replace(str(path), _name(path)))))
-    target, controls = seen.get(sample.target), [seen[path] for path in sample.controls if path in seen]
+    unreadable: list[tuple[Kind, str]] = []
+    for path in (sample.target, *sample.controls, sample.mask, sample.rejected):
+        if path is not None:
+            try:
+                seen[path] = look(path, mask=True) if path == sample.mask else see(path)
+            except UserError as error:
+                short = str(error).replace(str(path), str(path).rpartition("/")[2])
+                unreadable.append((Kind.UNREADABLE, printable(short)))
+    found = [*unreadable, *_faults(sample, seen, sides)]
+    findings = [Finding(kind, sample.key, figure, sample) for kind, figure in found]
+    target, control = seen.get(sample.target), seen.get(sample.controls[0]) if sample.controls else None
+    return Inspected(findings, *(None if one is None else one.print() for one in (target, control)))
+
+
+def _faults(sample: Sample, seen: dict[Picture, Look], sides: tuple[int, ...]) -> Iterator[tuple[Kind, str]]:
+    """Yield the faults of the images that could be read."""
+    controls = [seen[path] for path in sample.controls if path in seen]
+    target = seen.get(sample.target)
     if target is not None:
-        findings += _of_target(sample, target, sides)
-    findings += [
-        _finding(sample, Kind.BLANK, f"control {number}" if len(controls) > 1 else "control")
-        for number, control in enumerate(controls, 1)
-        if is_one_colour(control.small)
-    ]
-    if target is not None and sample.mask in seen:
-        findings += _of_mask(sample, seen[sample.mask], target)
-    other = seen.get(sample.rejected) if sample.rejected else None
-    if target is not None and other is not None and nearly_equal(resize(other.small, target.small.size), target.small):
-        findings.append(_finding(sample, Kind.NEARLY_EQUAL, "rejected and target"))
-    if target is not None and len(controls) == len(sample.controls) > 0:
-        findings += _of_pair(sample, target, controls, sides)
-    first = seen.get(sample.controls[0]) if sample.controls else None
-    return Inspected(findings, *(_print(one) for one in (target, first)))
-
-
-def _print(seen: Look | None) -> Print | None:
-    return None if seen is None or is_one_colour(seen.small) else print_of(seen.small)
-
-
-def _finding(sample: Sample, kind: Kind, figure: str) -> Finding:
-    return Finding(kind, sample.key, figure, sample)
-
-
-def _name(path: Picture) -> str:
-    return str(path).rpartition("/")[2]
-
-
-def _of_target(sample: Sample, target: Look, sides: tuple[int, ...]) -> Iterator[Finding]:
-    width, height = target.size
-    if is_one_colour(target.small):
-        yield _finding(sample, Kind.BLANK, "target")
-    # Of several sides the least: a small picture may be there for that one.
-    if sides and width * height < min(sides) ** 2 / 2:
-        yield _finding(sample, Kind.SMALL, f"{width}x{height}, data.resolution={min(sides)}")
-    if target.quality is not None and target.quality < LEAST_QUALITY:
-        yield _finding(sample, Kind.COMPRESSED, f"JPEG quality {target.quality}")
-
-
-def _of_mask(sample: Sample, mask: Look, target: Look) -> Iterator[Finding]:
-    if is_one_colour(mask.small):
-        level = np.asarray(mask.small).mean() / 255
-        yield _finding(sample, Kind.MASK, "all white" if level > 0.95 else "all black" if level < 0.05 else "one grey")
-    if not same_proportion(mask.size, target.size):
-        yield _finding(sample, Kind.MASK, _sizes("mask", mask, target))
+        width, height = target.size
+        if target.one_colour:
+            yield Kind.BLANK, "target"
+        # The least of several sides: a small image may be meant for that one.
+        if sides and width * height < min(sides) ** 2 / 2:
+            yield Kind.SMALL, f"{width}x{height}, data.resolution={min(sides)}"
+        if target.quality is not None and target.quality < LEAST_QUALITY:
+            yield Kind.COMPRESSED, f"JPEG quality {target.quality}"
+    for number, control in enumerate(controls, 1):
+        if control.one_colour:
+            yield Kind.BLANK, f"control {number}" if len(controls) > 1 else "control"
+    if target is None:
+        return
+    if mask := seen.get(sample.mask) if sample.mask else None:
+        if mask.one_colour:
+            level = np.asarray(mask.small).mean() / 255
+            yield Kind.MASK, "all white" if level > 0.95 else "all black" if level < 0.05 else "one grey"
+        if not mask.same_proportion(target):
+            yield Kind.MASK, _sizes("mask", mask, target)
+    rejected = seen.get(sample.rejected) if sample.rejected else None
+    if rejected and nearly_equal(resize(rejected.small, target.small.size), target.small):
+        yield Kind.NEARLY_EQUAL, "rejected and target"
+    if len(controls) == len(sample.controls) > 0:
+        yield from _faults_of_pair(sample, target, controls, sides)
 
 
 def _sizes(name: str, one: Look, target: Look) -> str:
     return f"{name} {one.size[0]}x{one.size[1]}, target {target.size[0]}x{target.size[1]}"
 
 
-def _of_pair(sample: Sample, target: Look, controls: list[Look], sides: tuple[int, ...]) -> Iterator[Finding]:
-    alike = [number for number, control in enumerate(controls) if same_proportion(control.size, target.size)]
+def _faults_of_pair(
+    sample: Sample, target: Look, controls: list[Look], sides: tuple[int, ...]
+) -> Iterator[tuple[Kind, str]]:
+    alike = [index for index, control in enumerate(controls) if control.same_proportion(target)]
     if not alike:
-        yield _finding(sample, Kind.PROPORTION, _sizes("control", controls[0], target))
+        yield Kind.PROPORTION, _sizes("control", controls[0], target)
         return
-    if is_one_colour(target.small):
+    if target.one_colour:
         return
-    for number in alike:
-        control = resize(controls[number].small, target.small.size)
-        if nearly_equal(control, target.small) and _equal_in_training(sample, number, sides):
-            which = f"control {number + 1}" if len(controls) > 1 else "control and target"
+    for index in alike:
+        control = resize(controls[index].small, target.small.size)
+        if nearly_equal(control, target.small) and _equal_in_training(sample, index, sides):
             same = not np.any(np.asarray(control) != np.asarray(target.small))
-            yield _finding(sample, Kind.EQUAL if same else Kind.NEARLY_EQUAL, which)
+            figure = f"control {index + 1}" if len(controls) > 1 else "control and target"
+            yield Kind.EQUAL if same else Kind.NEARLY_EQUAL, figure
             return
-    yield from _of_alignment(sample, target, controls[alike[0]])
-
-
-def _equal_in_training(sample: Sample, number: int, sides: tuple[int, ...]) -> bool:
-    """Whether they are also nearly equal at the size of training, where fine detail shows: a blurred control, noise."""
-    area = max(sides) ** 2 if sides else MOST_PIXELS
-    target, control = (open_image(path, area) for path in (sample.target, sample.controls[number]))
-    if max(target.size) <= SIDE:
-        return True
-    return nearly_equal(resize(control, target.size), target)
-
-
-def _of_alignment(sample: Sample, target: Look, control: Look) -> Iterator[Finding]:
     width, height = target.small.size
-    gray = [np.asarray(resize(one.small, (width, height)).convert("L"), np.float32) for one in (control, target)]
-    found = align(*gray)
-    if found is None:
+    control = controls[alike[0]].small
+    gray = [np.asarray(resize(one, (width, height)).convert("L"), np.float32) for one in (control, target.small)]
+    if (found := align(*gray)) is None:
         return
-    right, down = (offset * target.size[0] / width for offset in (found.x, found.y))
-    if np.hypot(found.x, found.y) >= SHIFT:
-        share = 100 * np.hypot(found.x, found.y) / max(width, height)
-        ways = [way for way in (_way(right, "right", "left"), _way(down, "down", "up")) if way]
-        figure = f"{', '.join(ways)} ({share:.1f} %)"
-        yield _finding(sample, Kind.SHIFTED, figure)
+    distance = float(np.hypot(found.x, found.y))
+    if distance >= SHIFT:
+        ways = [
+            f"{abs(pixels):.0f} px {there if pixels > 0 else back}"
+            for offset, there, back in ((found.x, "right", "left"), (found.y, "down", "up"))
+            if round(pixels := offset * target.size[0] / width)
+        ]
+        yield Kind.SHIFTED, f"{', '.join(ways)} ({100 * distance / max(width, height):.1f} %)"
     if abs(found.scale - 1) * max(width, height) / 2 >= 2 * SHIFT:
-        yield _finding(sample, Kind.SCALED, f"x {found.scale:.3f}")
+        yield Kind.SCALED, f"x {found.scale:.3f}"
 
 
-def _way(pixels: float, there: str, back: str) -> str:
-    return f"{abs(pixels):.0f} px {there if pixels > 0 else back}" if round(pixels) else ""
+def _equal_in_training(sample: Sample, index: int, sides: tuple[int, ...]) -> bool:
+    """Return whether a pair is nearly equal at the size of training, too, where blur and noise show."""
+    area = max(sides) ** 2 if sides else MOST_PIXELS
+    target, control = (open_image(path, area) for path in (sample.target, sample.controls[index]))
+    return max(target.size) <= SIDE or nearly_equal(resize(control, target.size), target)
 
 
-# Share of the samples that must have captions of their own before a repeated one is a mistake: else it is the edit's.
-VARIED = 0.8
-# Shorter captions are instructions ("make it snow"), which may be right for several pictures; a description is not.
-LEAST_WORDS = 6
-# Captions that are counted at once.
-CAPTIONS_AT_ONCE = 1000
+# Repeated images.
+
+
+def matches(prints: Sequence[Print | None], others: Sequence[Print | None]) -> Iterator[tuple[int, int, bool]]:
+    """Yield (index, index among `others`, same rather than near) of images that look alike.
+
+    If both are one list, each pair is yielded once, the later image first.
+    """
+    known = [np.array([index for index, one in enumerate(some) if one is not None]) for some in (prints, others)]
+    present = [[one for one in some if one is not None] for some in (prints, others)]
+    hashes = [np.array([one.hash for one in some], dtype=np.uint64) for some in present]
+    rows = max(1, AT_ONCE // max(1, len(hashes[1])))
+    for start in range(0, len(hashes[0]), rows):
+        bits = np.bitwise_count(hashes[0][start : start + rows, None] ^ hashes[1])
+        for row in np.flatnonzero((bits <= NEAR_BITS).any(axis=1)):
+            one = start + int(row)
+            columns = np.flatnonzero(bits[row] <= NEAR_BITS)
+            for column in (columns[columns < one] if others is prints else columns)[:MOST_MATCHES]:
+                colours = [some[i].colours.astype(int) for some, i in zip(present, (one, column), strict=True)]
+                apart = np.abs(colours[0] - colours[1]).max()
+                if apart <= NEAR_COLOURS:
+                    same = apart <= SAME_COLOURS and bits[row, column] <= SAME_BITS
+                    yield int(known[0][one]), int(known[1][column]), bool(same)
+
+
+def repeated(
+    samples: Sequence[Sample], targets: Sequence[Print | None], controls: Sequence[Print | None], held: set[int]
+) -> list[Finding]:
+    """Find targets that occur twice, and images of held-out samples that are trained on; each sample once.
+
+    One control with several instructions and targets is how sets of edits are made, and so is one pair with several
+    instructions: they are no faults if the same files are named.
+
+    Args:
+        targets, controls: the print of each sample's target and first control.
+        held: indices of the samples that are held out.
+    """
+    found: dict[int, Finding] = {}
+
+    def add(kind: Kind, index: int, other: int, figure: str) -> None:
+        if index not in found or (kind is Kind.LEAK and found[index].kind is not Kind.LEAK):
+            one, two = samples[index], samples[other]
+            found[index] = Finding(kind, one.key, f"{figure}{two.key}", one, two)
+
+    for index, other, same in matches(targets, targets):
+        one, two = samples[index], samples[other]
+        same_files = one.target == two.target and one.controls == two.controls
+        if same_files and not set(one.prompts) & set(two.prompts):
+            continue
+        share = one.controls and one.controls[:1] == two.controls[:1]
+        if not same and (share or any(matches([controls[index]], [controls[other]]))):
+            continue
+        if (index in held) == (other in held):
+            add(Kind.DUPLICATE, index, other, "as ")
+        else:
+            add(Kind.LEAK, *((index, other) if index in held else (other, index)), "target as ")
+    learned = [None if index in held else one for index, one in enumerate(controls)]
+    tested = [one if index in held else None for index, one in enumerate(controls)]
+    for index, other, _ in matches(tested, learned):
+        if samples[index].controls[0] != samples[other].controls[0]:
+            add(Kind.LEAK, index, other, "control as ")
+    return list(found.values())
+
+
+# Captions.
 
 
 def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
-    """Captions that are empty, unless all are, or lack letters, and descriptions that a few of many pictures share."""
-    found = [
-        Finding(Kind.NO_CAPTION, sample.key, "no words", sample)
-        for sample in samples
-        if not all(prompt.strip() for prompt in sample.prompts)
-    ]
-    if samples and len(found) == len(samples):
+    """Find captions that are empty, unless all are, or lack letters, and descriptions that a few images share."""
+    empty = [one for one in samples if not all(prompt.strip() for prompt in one.prompts)]
+    found = [Finding(Kind.NO_CAPTION, one.key, "no words", one) for one in empty]
+    if samples and len(empty) == len(samples):
         found = [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
-    found += [
-        Finding(Kind.NO_LETTERS, sample.key, listing(bare), sample)
-        for sample in samples
-        if (bare := [prompt for prompt in sample.prompts if prompt.strip() and not any(map(str.isalpha, prompt))])
-    ]
     owners: dict[str, dict[Picture, Sample]] = defaultdict(dict)
     for sample in samples:
+        if bare := [prompt for prompt in sample.prompts if prompt.strip() and not any(map(str.isalpha, prompt))]:
+            found.append(Finding(Kind.NO_LETTERS, sample.key, listing(bare), sample))
         for prompt in sample.prompts:
             owners[prompt.strip()].setdefault(sample.target, sample)
     own = sum(len(owned) == 1 for owned in owners.values())
@@ -341,10 +373,10 @@ def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
 def long_captions(
     samples: Iterable[Sample], count: Callable[[list[str]], tuple[list[int], int] | None]
 ) -> list[Finding]:
-    """Captions of more tokens than the text encoder reads.
+    """Find captions with more tokens than the text encoder reads.
 
     Args:
-        count: the tokens of each of some captions, and how many are read; None for all.
+        count: returns the tokens of each caption, and the largest number that is read; None if any number is.
     """
     by_prompt = {prompt: sample for sample in samples for prompt in sample.prompts}
     prompts = list(by_prompt)
@@ -353,9 +385,8 @@ def long_captions(
         some = prompts[start : start + CAPTIONS_AT_ONCE]
         if (counted := count(some)) is None:
             break
-        tokens_of, limit = counted
-        for prompt, tokens in zip(some, tokens_of, strict=True):
-            if tokens > limit:
-                sample = by_prompt[prompt]
-                found.append(Finding(Kind.LONG_CAPTION, sample.key, f"{tokens} tokens, {limit} are read", sample))
+        for prompt, tokens in zip(some, counted[0], strict=True):
+            if tokens > counted[1]:
+                figure = f"{tokens} tokens, {counted[1]} are read"
+                found.append(Finding(Kind.LONG_CAPTION, by_prompt[prompt].key, figure, by_prompt[prompt]))
     return found

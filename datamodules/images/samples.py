@@ -1,31 +1,46 @@
-"""What a source of samples gives: samples, whose pictures are files or stand inside of larger files."""
+"""Samples: their images and captions, and the settings of the root that holds them."""
 
 import json
 import math
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.files import Packed, file_signature, read_text
+from datamodules.files import Packed, file_signature
 
+# Both sides of every image are at least this long.
 SIDE_MULTIPLE = 16
-
-# In any case, as .TXT; the first is where captions are written.
+# Matched in any case. The first is the one captions are written to; when several exist, they are read in this order.
 CAPTION_SUFFIXES = (".txt", ".caption", ".json")
+# Keys of a JSON object that hold captions.
+CAPTION_KEYS = ("captions", "caption", "prompt")
+# Placeholder for the trigger word in a caption.
+TRIGGER = "[trigger]"
+# Above this side a training step would need hundreds of gigabytes.
+LONGEST_SIDE = 4096
+# An epoch is a list of draws, so repeats cost memory.
+MOST_REPEATS = 10_000
+# The forms of a root that a setting applies to.
+FORMS = {"columns": "tables, data sets and tars, which have columns", "pair_suffixes": "pairs in one folder"}
 
-
-# Where the bytes of a picture are.
+# An image file, or one packed in a tar or a table.
 Picture = Path | Packed
+RootSetting = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
+
+
+def nfc(name: str) -> str:
+    """Return the name in composed Unicode; macOS may write accents as separate characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 @dataclass(frozen=True)
 class Alpha(Packed):
-    """The alpha channel of a picture, as a mask: 1 where it is opaque."""
+    """The alpha channel of an image as a mask: 1 where it is opaque."""
 
     picture: Picture
 
@@ -44,32 +59,22 @@ class Alpha(Packed):
         return str(self.picture)
 
 
-# What the settings of single forms are about.
-FORMS = {"columns": "tables, data sets and tars, which have columns", "pair_suffixes": "pairs in one folder"}
-
-
-def place(picture: Picture) -> Picture:
-    """One name for all names of a picture."""
-    return picture.resolve() if isinstance(picture, Path) else picture
-
-
 @dataclass(frozen=True)
 class Root:
-    """One of data.root, with the settings of its samples; those that it does not set are data's.
+    """An entry of data.root with the settings of its samples.
 
     Attributes:
-        path: a folder, a table, `hf://owner/name`, ...
-        repeats: how often an epoch has each of its samples.
-        weight: of its samples in the loss.
-        resolution: sides of the squares whose areas its pictures are shrunk to, each sample to each; empty for its own
-            size.
-        prefix: stands before its captions.
-        trigger_word: replaces [trigger] in its captions, and stands before those that have neither.
-        columns: for tables, which of their columns is what.
-        pair_suffixes: how the file names of the controls and the targets of one folder end.
-        caption_per_line: whether each line of a text file is a caption, else the whole file is one.
-        alpha_mask: whether the alpha channels of its targets are the masks of their losses.
-        require_prompt: whether a sample without caption is incomplete, or is one with no prompts; no setting.
+        path: a folder, a table, tars or `hf://owner/name`.
+        repeats: times that an epoch draws each sample.
+        weight: weight of its samples in the loss.
+        resolution: sides of squares; each image is shrunk to the area of each. Empty: its own size.
+        prefix: text put before each caption.
+        trigger_word: replaces [trigger] in captions; prepended to captions with neither.
+        columns: column names of a table by role.
+        pair_suffixes: endings of the names of controls and targets in one folder.
+        caption_per_line: treat each line of a text file as a caption, not the whole file.
+        alpha_mask: use the alpha channel of targets as the mask of the loss.
+        require_prompt: treat a sample without a caption as incomplete. Not a setting.
     """
 
     path: str | Path
@@ -85,7 +90,7 @@ class Root:
     require_prompt: bool = True
 
     def __str__(self) -> str:
-        """Its path, with what makes its samples count more or less than those of others."""
+        """Return the path, with repeats and weight where they are not 1."""
         counts = [f"repeats {self.repeats}"] if self.repeats != 1 else []
         counts += [f"weight {self.weight:g}"] if self.weight != 1 else []
         return f"{self.path} ({', '.join(counts)})" if counts else str(self.path)
@@ -93,17 +98,17 @@ class Root:
 
 @dataclass(frozen=True)
 class Sample:
-    """The pictures and the captions of one sample.
+    """A sample: images and captions.
 
     Attributes:
-        key: the target's path in its root without suffix; unique over all roots, in valid UTF-8.
-        target: the picture to learn.
-        controls: the condition images to start from.
-        prompts: instructions or captions, at least one where its root requires it; each time one of them is drawn.
-        mask: the weight of each pixel in the loss.
-        rejected: of the target's size, what is to be liked less than it; only preferences are learned from it.
-        root: the number of its root.
-        caption_file: a text file of its own, where its prompts stand or would; None where they stand in a table.
+        key: path of the target in its root without suffix; unique over all roots, valid UTF-8.
+        target: the image to learn.
+        controls: condition images.
+        prompts: instructions or captions, of which one is drawn each time; at least one where its root requires it.
+        mask: weight of each pixel in the loss.
+        rejected: an image of the target's size that is preferred less (objective=dpo).
+        root: index of its root.
+        caption_file: text file that holds its prompts, or would; None in a table.
     """
 
     key: str
@@ -118,179 +123,164 @@ class Sample:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a scan: the complete samples, and a line about each incomplete one.
+    """The result of a scan.
 
     Attributes:
-        passed_over: how many files that are no pictures of anybody (hidden, Thumbs.db, __MACOSX) were left out.
-        forms: of each root, the setting that its form needs to know more: `columns`, `pair_suffixes`, or none.
+        samples: the complete samples.
+        incomplete: a line about each incomplete one.
+        passed_over: number of files left by systems and programs (hidden, Thumbs.db, __MACOSX).
+        forms: for each root, the setting of `FORMS` that it uses, or "".
         notes: a line about each thing that was found and not read.
     """
 
     samples: list[Sample]
     incomplete: list[str]
     passed_over: int = 0
-    forms: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ("",)
     notes: tuple[str, ...] = ()
 
+    def plus(self, other: "Found") -> "Found":
+        """Return both results as one."""
+        return Found(
+            self.samples + other.samples,
+            self.incomplete + other.incomplete,
+            self.passed_over + other.passed_over,
+            self.forms + other.forms,
+            self.notes + other.notes,
+        )
 
-# Finds the samples of some roots.
+
+# A function that finds the samples of some roots.
 Source = Callable[[list[Root]], Found]
 
 
 def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
-    """What `scan` finds in all roots, with keys that are unique over them."""
+    """Return the samples that `scan` finds in all roots, with unique and printable keys."""
     roots = list(roots)
-    samples: list[Sample] = []
-    incomplete: list[str] = []
-    passed_over = 0
-    forms: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    total = Found([], [], forms=())
     seen: Counter[str] = Counter()
-    for number, root in enumerate(roots):
+    for index, root in enumerate(roots):
         found = scan(root)
-        prefix = "" if len(roots) == 1 else f"{root.path}/"
+        samples = []
         for sample in found.samples:
-            key = printable(prefix + sample.key)
-            seen[key] += 1  # above 1 if a root is named twice
-            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}", root=number))
-        incomplete += map(printable, found.incomplete)
-        passed_over += found.passed_over
-        forms += found.forms or ("",)
-        notes += tuple(map(printable, found.notes))
-    return Found(samples, incomplete, passed_over, forms, notes)
+            key = printable(sample.key if len(roots) == 1 else f"{root.path}/{sample.key}")
+            seen[key] += 1  # above 1 if a root is listed twice
+            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}", root=index))
+        lines = list(map(printable, found.incomplete))
+        notes = tuple(map(printable, found.notes))
+        total = total.plus(replace(found, samples=samples, incomplete=lines, notes=notes))
+    return total
 
 
 def refuse_unused(roots: Sequence[Root], forms: Sequence[str]) -> None:
-    """Raise a UserError where no root has the form that data.columns or data.pair_suffixes is about.
-
-    What is set for all roots is used by those of its form; what one has for itself has to be of its form.
+    """Raise a UserError if data.columns or data.pair_suffixes applies to none of the roots that have it.
 
     Args:
-        forms: of each root, as in `Found`.
+        forms: see `Found`.
     """
     for setting, what in FORMS.items():
-        given = [(getattr(root, setting), root.path, form) for root, form in zip(roots, forms, strict=False)]
-        for value in [value for value, *_ in given if value]:
-            those = [(path, form) for other, path, form in given if other == value]
+        by_value: dict[str, list[tuple[Root, str]]] = defaultdict(list)
+        for root, form in zip(roots, forms, strict=False):
+            if value := getattr(root, setting):
+                by_value[str(value)].append((root, form))
+        for those in by_value.values():
             if all(form != setting for _, form in those):
-                text = f"[{','.join(value)}]" if isinstance(value, tuple) else dict(value)
-                paths = listing([str(path) for path, _ in those])
-                raise UserError(f"data.{setting}={text} is for {what}, and {paths} has none: leave it out")
+                paths = listing([str(root.path) for root, _ in those])
+                raise UserError(f"data.{setting} is for {what}, and {paths} has none: leave it out")
 
 
-# Under which an object of a JSON file has its captions.
-KEYS = ("captions", "caption", "prompt")
+# Captions of an image: one or several, in files next to it or in the columns of a table.
 
 
-class TextFile(str):
-    """The content of a text file with captions, inside of a larger file."""
-
-
-def read_prompts(files: Sequence[Path], per_line: bool = True) -> tuple[tuple[str, ...], Path | None]:
-    """Return the captions of an image, and the first of `files` that holds them; none if no file does.
+def read_captions(texts: Mapping[str, str], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
+    """Return the captions of an image and the name of the file that holds them; () and None if no file does.
 
     Args:
-        files: X.txt, X.caption, X.json, of which any may be missing.
-        per_line: whether each line of a text is a caption of its own.
+        texts: contents of X.txt, X.caption and X.json by file name; any may be missing.
+        per_line: treat each line of a text as a caption.
 
     Raises:
-        UserError: a file cannot be read, or two files differ.
+        UserError: a JSON file is malformed, or two files differ.
     """
-    found: dict[Path, tuple[str, ...]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for suffix in CAPTION_SUFFIXES:
-        for path in (one for one in files if one.suffix.lower() == suffix):
-            text = read_text(path)
-            alone = not found
-            prompts = json_prompts(text, path, alone) if suffix == ".json" else text_prompts(text, per_line)
-            found |= {path: prompts} if prompts else {}
+        for name, text in texts.items():
+            if name.lower().endswith(suffix):
+                prompts = text_prompts(text, per_line)
+                if suffix == ".json":
+                    prompts = _json_prompts(text, name, alone=not found)
+                found |= {name: prompts} if prompts else {}
     if len({tuple(" ".join(prompts).split()) for prompts in found.values()}) > 1:
-        raise UserError(f"{' and '.join(map(str, found))} hold different captions of one image. Keep one")
-    return next(((prompts, path) for path, prompts in found.items()), ((), None))
-
-
-def lines_of(text: str) -> list[str]:
-    """Split at the ends of lines of Unix, Windows and old Macs, and at none of Unicode's other separators."""
-    return re.split("\r\n?|\n", text)
+        raise UserError(f"{' and '.join(found)} hold different captions of one image. Keep one")
+    return next(((prompts, name) for name, prompts in found.items()), ((), None))
 
 
 def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
-    """Return each line that is not empty, or all of the text if it is JSON; the empty caption if there is none."""
-    lines = lines_of(text)
-    return as_prompts(lines if per_line and not is_json(text) else "\n".join(lines))
+    """Return each non-empty line, or the whole text if it is JSON; ("",) if there is none.
+
+    Lines end as on Unix, Windows and old Macs, not at other separators of Unicode.
+    """
+    lines = re.split("\r\n?|\n", text)
+    return _stripped(lines if per_line and not is_json(text) else ["\n".join(lines)])
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is an object or an array of JSON."""
+    """Return whether a text is a JSON object or array."""
     try:
         return isinstance(json.loads(text), dict | list)
     except (ValueError, RecursionError):
         return False
 
 
-def json_prompts(text: str, place: str | Path, alone: bool = True) -> tuple[str, ...]:
-    """Return the captions of a JSON file; none if it is an object about something else.
+def _json_prompts(text: str, name: str, alone: bool) -> tuple[str, ...]:
+    """Return the captions of a JSON file; () if it is an object about something else.
 
     Args:
-        alone: whether no other file holds captions of the image: then an object of several words is itself one.
+        alone: no other file holds captions; an object of several words is then itself a caption.
 
     Raises:
-        UserError: it is no JSON, or holds no captions.
+        UserError: the file is not JSON, or holds no captions.
     """
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON: {getattr(error, 'msg', error)}") from error
+        raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
     if isinstance(value, dict):
-        key = next((key for key in KEYS if key in value), None)
+        key = next((key for key in CAPTION_KEYS if key in value), None)
         if key is None:
-            return (text.strip(),) if alone and len(_words(value)) > 1 else ()
+            return (text.strip(),) if alone and _count_words(value) > 1 else ()
         if (value := value[key]) is None:
             return ()
     prompts = captions_of(value)
     if prompts is None and alone:
-        raise UserError(f"{place}: captions are a text, a list of texts, or an object with one of {', '.join(KEYS)}")
+        keys = ", ".join(CAPTION_KEYS)
+        raise UserError(f"{name}: captions must be a text, a list of texts, or an object with one of {keys}")
     return prompts or ()
 
 
-def _words(value: Any) -> list[str]:
-    """Return the words of all texts in a JSON value, without the names of its keys."""
-    words, values = [], [value]
-    while values:
-        one = values.pop()
-        words += one.split() if isinstance(one, str) else []
-        values += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
-    return words
-
-
-def is_text(value: Any) -> bool:
-    """Whether it is a text, or a list of texts."""
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+def _count_words(value: Any) -> int:
+    """Return the number of words in the texts of a JSON value, not counting keys."""
+    if isinstance(value, dict | list):
+        return sum(map(_count_words, value.values() if isinstance(value, dict) else value))
+    return len(value.split()) if isinstance(value, str) else 0
 
 
 def captions_of(value: Any) -> tuple[str, ...] | None:
-    """Return the captions that a value holds: a text or an object, which is one caption in JSON, or a list of them."""
+    """Return the captions in a value: a text, an object (one caption in JSON), or a list of them; None if neither."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str | dict) for one in values):
         return None
-    return as_prompts([one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values])
+    return _stripped([one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values])
 
 
-def as_prompts(value: str | Sequence[str]) -> tuple[str, ...]:
-    """One text or several, stripped; empty ones count only where there is no other."""
-    texts = [value] if isinstance(value, str) else value
+def _stripped(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(text.strip() for text in texts if text.strip()) or ("",)
 
 
-RootSetting = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
-# What a trigger word replaces in a caption.
-TRIGGER = "[trigger]"
-# Beyond it a training step would take hundreds of gigabytes.
-LONGEST_SIDE = 4096
-# An epoch is a list of what it draws.
-MOST_REPEATS = 10_000
+# Settings of roots.
 
 
-def _is_whole(value: Any, least: int, most: float = math.inf) -> bool:
+def _is_whole(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -308,7 +298,7 @@ def _are_suffixes(value: Any) -> bool:
     return not ends or (len(set(ends)) == len(ends) == 2 and all(isinstance(end, str) for end in ends))
 
 
-# What a setting of a root may be.
+# Checks of the settings of a root, and the allowed values in words.
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repeats": (lambda value: _is_whole(value, 1, MOST_REPEATS), f"a whole number from 1 to {MOST_REPEATS}"),
     "weight": (_is_weight, "a number from 0 on"),
@@ -322,16 +312,24 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list[Root]:
-    """One root or several as a list.
+    """Return one root or several as a list.
+
+    Args:
+        name: `root` or `val_root`.
+        settings: of roots that do not set their own.
 
     Raises:
-        UserError: a setting is unknown or no such value; or a name is not UTF-8, as the run's files are.
+        UserError: a setting is unknown or has a wrong value, or a path is not UTF-8.
     """
-    for key, (allows, what) in RULES.items():
-        if key in settings and not allows(settings[key]):
-            raise UserError(f"data.{key}={settings[key]}: must be {what}")
+    _check_settings("data.", settings)
     entries = value if isinstance(value, list | tuple) else [value]
     return [_as_root(name, one, settings) for one in entries if one not in (None, "")]
+
+
+def _check_settings(place: str, settings: Mapping[str, Any]) -> None:
+    for key, (allows, what) in RULES.items():
+        if key in settings and not allows(settings[key]):
+            raise UserError(f"{place}{key}={settings[key]}: must be {what}")
 
 
 def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
@@ -340,12 +338,10 @@ def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
         raise UserError(f"data.{name}: a root has no setting {listing(unknown)}; choose from path, {', '.join(RULES)}")
     path = str(own.get("path") or "")
     if not path:
-        raise UserError(f"data.{name}={own}: say where it is, as {{path: FOLDER, repeats: 2}}")
+        raise UserError(f"data.{name}={own}: the path is missing. Write {{path: FOLDER, repeats: 2}}")
     if printable(path) != path:
         raise UserError(f"data.{name}={printable(path)}: the name is not UTF-8: rename it, or give a link to it")
-    for key, (allows, what) in RULES.items():
-        if key in own and not allows(own[key]):
-            raise UserError(f"data.{name}={path}: {key}={own[key]}: must be {what}")
+    _check_settings(f"data.{name}={path}: ", own)
     chosen = {**settings, **own, "path": path}
     sides, ends = chosen.get("resolution"), chosen.get("pair_suffixes")
     chosen["resolution"] = tuple(dict.fromkeys([] if sides is None else [sides] if isinstance(sides, int) else sides))
@@ -355,7 +351,7 @@ def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
 
 
 def with_settings(found: Found, roots: Sequence[Root]) -> Found:
-    """Apply the settings of these roots to their samples: captions as the model will read them, masks.
+    """Apply the settings of roots to their samples: prefixes and trigger words of captions, alpha channels as masks.
 
     Raises:
         UserError: data.alpha_mask is set for a sample with a mask of its own.
@@ -374,15 +370,10 @@ def with_settings(found: Found, roots: Sequence[Root]) -> Found:
 
 
 def _caption(prompt: str, root: Root) -> str:
-    """A caption as the model will read it, by the settings of its root."""
+    """Return a caption with the prefix and the trigger word of its root."""
     word, prompt = root.trigger_word, root.prefix + prompt
     if word is not None and TRIGGER in prompt:
         prompt = prompt.replace(TRIGGER, word)
     elif word and not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt):
         prompt = f"{word}, {prompt}" if prompt else word
     return prompt
-
-
-def nfc(name: str) -> str:
-    """Return the name in composed Unicode: a Mac may write accents as characters of their own."""
-    return unicodedata.normalize("NFC", name)

@@ -1,4 +1,7 @@
-"""A small drawn world: one to three coloured shapes of different kinds on a plain ground."""
+"""A source that draws its pairs: scenes of coloured shapes on a plain ground, and edits with a known exact result.
+
+Images and instructions are a function of a seed.
+"""
 
 import json
 import math
@@ -29,7 +32,7 @@ COLORS = {
     "black": (25, 25, 25),
 }
 KINDS = ("circle", "square", "triangle", "star")
-# Pictures are drawn at this multiple of their size and scaled down, for smooth edges.
+# Images are drawn at this multiple of their size and scaled down, for smooth edges.
 OVERSAMPLING = 4
 
 
@@ -44,29 +47,29 @@ class Shape:
     radius: int
 
     def inside(self) -> bool:
-        """Whether the whole shape is in the picture."""
+        """Return whether the whole shape is in the image."""
         return all(self.radius < place < SIDE - self.radius for place in (self.x, self.y))
 
     def clear_of(self, other: "Shape") -> bool:
-        """Whether the two do not touch."""
+        """Return whether the two do not touch."""
         return math.hypot(self.x - other.x, self.y - other.y) > self.radius + other.radius + 1
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows."""
+    """The content of an image."""
 
     background: str
     shapes: tuple[Shape, ...]
 
     def changed(self, old: Shape, *new: Shape) -> "Scene":
-        """The scene with `new` in place of `old`, or without `old` if there is no new one."""
+        """Return the scene with `new` in place of `old`."""
         at = self.shapes.index(old)
         return replace(self, shapes=(*self.shapes[:at], *new, *self.shapes[at + 1 :]))
 
 
 def random_scene(random: Random) -> Scene:
-    """One to three shapes of different kinds that do not touch, none in the colour of the ground."""
+    """Return one to three shapes of different kinds that do not touch, none in the colour of the ground."""
     background = random.choice(list(COLORS))
     colors = [color for color in COLORS if color != background]
     kinds = random.sample(KINDS, random.randint(1, 3))
@@ -83,7 +86,7 @@ def _random_shape(random: Random, kind: str, color: str) -> Shape:
 
 
 def draw(scene: Scene, outlines: bool = False) -> Image.Image:
-    """The scene as a picture; with `outlines`, only the outlines of its shapes."""
+    """Draw a scene; with `outlines`, only the outlines of its shapes."""
     size = SIDE * OVERSAMPLING
     image = Image.new("RGB", (size, size), COLORS[scene.background])
     canvas = ImageDraw.Draw(image)
@@ -95,7 +98,7 @@ def draw(scene: Scene, outlines: bool = False) -> Image.Image:
 
 
 def _corners(shape: Shape) -> Iterator[tuple[float, float]]:
-    """The polygon in oversampled pixels. A star's inner corners are at half the radius."""
+    """Yield the polygon in oversampled pixels. A star's inner corners are at half the radius."""
     count, first = {"circle": (60, 0.0), "square": (4, 45.0), "triangle": (3, -90.0), "star": (10, -90.0)}[shape.kind]
     for corner in range(count):
         radius = shape.radius * (0.5 if shape.kind == "star" and corner % 2 else 1.0)
@@ -106,37 +109,37 @@ def _corners(shape: Shape) -> Iterator[tuple[float, float]]:
         )
 
 
-# The value of data.root.
+# The value of data.root for drawn pairs.
 DRAWN = "drawn shapes"
-STEP = 16  # pixels that "move" moves by
+STEP = 16  # pixels of "move"
 DIRECTIONS = {"left": (-STEP, 0), "right": (STEP, 0), "up": (0, -STEP), "down": (0, STEP)}
 
 
 class Edit(NamedTuple):
-    """An instruction, its result, and the instruction that undoes it, if there is one."""
+    """An instruction, its result, and the instruction that undoes it if possible."""
 
     prompt: str
     result: Image.Image
     back: str | None = None
 
 
-# Edits, each of a scene and one of its shapes; None where the edit is not possible.
+# Edits, each of a scene and one of its shapes; None if the edit is not possible.
 
 
 def recolor(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Gives the shape another colour, not the background's."""
+    """Give the shape another colour, not the background's."""
     color = random.choice([color for color in COLORS if color not in (shape.color, scene.background)])
     prompts = [f"make the {shape.kind} {name}" for name in (color, shape.color)]
     return Edit(prompts[0], draw(scene.changed(shape, replace(shape, color=color))), prompts[1])
 
 
 def remove(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Removes the shape."""
+    """Remove the shape."""
     return Edit(f"remove the {shape.kind}", draw(scene.changed(shape)))
 
 
 def move(random: Random, scene: Scene, shape: Shape) -> Edit | None:
-    """Moves the shape by `STEP`, where there is room."""
+    """Move the shape by `STEP`, if there is room."""
     name, (dx, dy) = random.choice(list(DIRECTIONS.items()))
     moved = replace(shape, x=shape.x + dx, y=shape.y + dy)
     if not moved.inside() or any(not moved.clear_of(other) for other in scene.shapes if other is not shape):
@@ -147,7 +150,7 @@ def move(random: Random, scene: Scene, shape: Shape) -> Edit | None:
 
 
 def background(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Gives the background another colour, no shape's."""
+    """Give the background another colour, no shape's."""
     taken = {scene.background, *(one.color for one in scene.shapes)}
     color = random.choice([color for color in COLORS if color not in taken])
     prompts = [f"make the background {name}" for name in (color, scene.background)]
@@ -155,30 +158,30 @@ def background(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 def turn(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Turns the shape into another kind."""
+    """Turn the shape into another kind."""
     kind = random.choice([kind for kind in KINDS if kind not in [one.kind for one in scene.shapes]])
     prompts = [f"turn the {old} into a {new}" for old, new in ((shape.kind, kind), (kind, shape.kind))]
     return Edit(prompts[0], draw(scene.changed(shape, replace(shape, kind=kind))), prompts[1])
 
 
 def segment(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Draws the shapes white on black."""
+    """Draw the shapes white on black."""
     white = tuple(replace(one, color="white") for one in scene.shapes)
     return Edit("segment the shapes", draw(Scene("black", white)).point(lambda value: 255 * (value - 25) / 220))
 
 
 def outline(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Draws the shapes' outlines on the same background."""
+    """Draw the shapes' outlines on the same background."""
     return Edit("outline the shapes", draw(scene, outlines=True))
 
 
 def mirror(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Flips the picture horizontally."""
+    """Flip the image horizontally."""
     return Edit("mirror the picture", ImageOps.mirror(draw(scene)))
 
 
 def invert(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Inverts all colours."""
+    """Invert all colours."""
     return Edit("invert the colors", ImageChops.invert(draw(scene)))
 
 
@@ -193,14 +196,14 @@ def find_shapes(
 ) -> Found:
     """Draw pairs into a folder below `folder`, once, and find them there; find the samples of other roots.
 
-    Scenes take the edits in turn. An edit that can be undone gives a second pair, with the two pictures exchanged.
+    Scenes use the edits in turn. An edit that can be undone adds a second pair, with the two images exchanged.
 
     Args:
         roots: `DRAWN`, or others, which are not drawn but read.
         folder: data.cache_dir; None for its default.
         edits: names of `EDITS`.
-        count: how many pairs.
-        seed: all that is drawn is a function of it.
+        count: number of pairs.
+        seed: determines all scenes and edits.
         change_weight: weight in the loss of the pixels that an edit changes, relative to the others; 1 writes no masks.
     """
     if [str(root.path) for root in roots] != [DRAWN]:
@@ -244,7 +247,7 @@ def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int, chang
 
 
 def weights(control: Image.Image, target: Image.Image, change_weight: float) -> Image.Image:
-    """The mask of an edit: white in blocks of 8x8 pixels that differ, even in a thin edge; darker elsewhere."""
+    """Draw the mask of an edit: white in blocks of 8x8 pixels that differ, even in a thin edge; darker elsewhere."""
     red, green, blue = ImageChops.difference(control, target).split()
     difference = ImageChops.lighter(ImageChops.lighter(red, green), blue).reduce(8)
     changed = difference.point(lambda value: 255 if value > 8 else round(255 / change_weight))

@@ -1,123 +1,246 @@
-"""In which form a folder holds its data set, and where below it stands."""
+"""Find the samples of roots, in whichever form a root holds them: pairs, and images with captions."""
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from datamodules.errors import UserError, listing, without_credentials
-from datamodules.images.data_sets import HUB, SUFFIXES, hub_table, local_table, mark_of_data_set
+from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_table, mark_of_data_set
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
     FORMATS,
-    FURTHER_CONTROL,
+    REJECTED_FOLDERS,
     TARGET_FOLDERS,
-    USUAL,
     Listing,
     controls_folders,
-    folders_of_pairs,
+    endings_of,
+    first_folder,
     is_clutter,
-    is_mask,
-    none_of_the_formats,
-    pairs_by_suffix,
-    pairs_of_folders,
-    rejected_folder,
-    suffixes_of,
-    targets_folder,
-    unread_beside,
+    is_image,
+    note_unread,
+    samples_by_name,
 )
-from datamodules.images.samples import Found, Root, Sample, read_prompts, scan_roots
+from datamodules.images.samples import Found, Root, Sample, scan_roots
 from datamodules.images.tables import TABLES, Table, file_table, samples_of
 from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
 
-Form = Literal["table", "folders", "tars", "data set", "suffixes"]
-# Folders below folders in which a data set is looked for.
+# Depth to which a data set is searched below a root.
 DEEPEST = 4
+# Folder names in kohya's scripts: repeats and subject. Years do not count.
+KOHYA = re.compile(r"([2-9]|[1-9]\d{1,2})_\S")
+# Reads the table or the samples of a folder.
+Reader = Callable[[], Any]
 
 
-def form_of_pairs(folder: Path, suffixes: tuple[str, str] | None) -> Form | None:
-    """How a folder holds pairs; None if it holds none.
-
-    Args:
-        suffixes: of pairs in one folder, where they are named: these pairs are meant, whatever is beside them.
+def find_samples(roots: Iterable[Root]) -> Found:
+    """Return the pairs of all roots in order; within a root by name, or in the order of its table.
 
     Raises:
-        UserError: two forms are as likely.
+        UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
     """
-    form = form_of_table(folder)
-    if form == "table":
-        return form
-    if folders_of_pairs(folder) is not None:
-        return "folders"
-    ends = suffixes_of(folder, suffixes)
-    if form is None or ends is None or suffixes is not None:
-        return form if ends is None else "suffixes"
-    other = next(iter(tars_of(folder)), None) or mark_of_data_set(folder)
+    return scan_roots(roots, _pairs)
+
+
+def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
+    """Return images with captions: those in folders and their subfolders, or of tables, data sets and tars.
+
+    Args:
+        instance_prompt: caption of images without one; None for the empty caption.
+
+    Raises:
+        UserError: a root does not exist, holds no images, or is a set of pairs.
+    """
+
+    def scan(root: Root) -> Found:
+        found = _captioned(root)
+        if not root.require_prompt:
+            return found
+        prompts = (instance_prompt or "",)
+        return replace(found, samples=[one if one.prompts else replace(one, prompts=prompts) for one in found.samples])
+
+    return scan_roots(roots, scan)
+
+
+def _pairs(root: Root) -> Found:
+    if (table := _named_table(root)) is not None:
+        return samples_of(table, root)
+    path = Path(root.path).expanduser()
+    if (read := _search(path, partial(_pairs_of, root=root))) is not None:
+        return read()
+    images = any(is_image(name) and not is_clutter(name) for name in os.listdir(path))
+    if images and root.pair_suffixes is not None:
+        control, target = root.pair_suffixes
+        raise UserError(f"data.root={path}: no pairs named X{control} and X{target} among its images")
+    if first_folder(path, TARGET_FOLDERS) is not None or images:
+        raise UserError(
+            f"data.root={path}: images, but no condition images in {'/'.join(CONTROL_FOLDERS)}, which editing needs. "
+            "To train on images and captions: model=flux_dev data=captions"
+        )
     raise UserError(
-        f"data.root={folder}: pairs named X{ends[0]}, X{ends[1]}, and {other}: move one of them elsewhere, or say "
-        f"data.pair_suffixes=[{','.join(ends)}] for the pairs, data.root={other} for the other"
+        f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for a folder "
+        f"{'/'.join(TARGET_FOLDERS)} (X.png and X.txt) next to a folder {'/'.join(CONTROL_FOLDERS)} (X.png), and for "
+        "the other forms of docs/data.md"
     )
 
 
-def form_of_table(folder: Path) -> Form | None:
-    """How a folder holds a table, for pairs or pictures with captions; None if it holds none."""
-    if any(os.path.lexists(folder / name) for name in TABLES):
-        return "table"
-    if tars_of(folder):
-        return "tars"
-    return None if mark_of_data_set(folder) is None else "data set"
+def _pairs_of(folder: Path, root: Root) -> Callable[[], Found] | None:
+    """Return a function that reads the pairs of a folder; None if it holds none.
+
+    Raises:
+        UserError: two forms are equally likely.
+    """
+    read = _metadata_of(folder)
+    if read is None:
+        targets, controls = first_folder(folder, TARGET_FOLDERS), controls_folders(folder)
+        if targets is not None and controls:
+            return partial(_paired_folders, folder, targets, controls, root)
+        endings, read = endings_of(folder, root.pair_suffixes), _stored_table_of(folder, root)
+        if endings is not None and read is not None and root.pair_suffixes is None:
+            other = next(iter(tars_of(folder)), None) or mark_of_data_set(folder)
+            raise UserError(
+                f"data.root={folder}: pairs named X{endings[0]}, X{endings[1]}, and {other}: move one of them "
+                f"elsewhere, or set data.pair_suffixes=[{','.join(endings)}] for the pairs, data.root={other} for the "
+                "other"
+            )
+        if endings is not None:
+            return partial(_paired_names, folder, endings, root)
+    return None if read is None else lambda: note_unread(samples_of(read(), root), folder)
 
 
-def look_below(root: Path, form_of: Callable[[Path], Form | None]) -> tuple[Path, Form] | None:
-    """The only folder below that holds a data set, and its form; None if there is none.
+def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Root) -> Found:
+    rejected = first_folder(folder, REJECTED_FOLDERS)
+    listed = [Listing.of(one) for one in (targets, *controls)]
+    others = None if rejected is None else Listing.of(rejected)
+    found = samples_by_name(listed[0], listed[1:], others, root, root.require_prompt)
+    if not found.samples and not found.incomplete:
+        raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, (targets, *controls)))}")
+    return note_unread(found, folder)
+
+
+def _paired_names(folder: Path, endings: tuple[str, str], root: Root) -> Found:
+    controls, targets = Listing.of(folder).halves(*endings)
+    found = samples_by_name(targets, [controls], None, root, root.require_prompt)
+    return note_unread(replace(found, forms=("pair_suffixes",)), folder)
+
+
+def _captioned(root: Root) -> Found:
+    if (table := _named_table(root)) is not None:
+        return samples_of(table, root, edits=False)
+    path = Path(root.path).expanduser()
+    if controls_folders(path):
+        raise UserError(
+            f"data.root={path} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
+            "alone: give the folder of the targets"
+        )
+    found = Found([], [])
+    read_table = _metadata_of(path)
+    if read_table is None:
+        found = _images_below(path, root)
+        if found.incomplete or any(one.prompts for one in found.samples):
+            return note_unread(found, path)
+        # Images without captions next to them may have theirs in a table.
+        read_table = _search(path, lambda folder: _metadata_of(folder) or _stored_table_of(folder, root))
+    if read_table is not None:
+        return samples_of(read_table(), root, edits=False)
+    if not found.samples:
+        raise UserError(f"data.root={path}: no images ({FORMATS}) in it or below")
+    return note_unread(found, path)
+
+
+def _images_below(path: Path, root: Root) -> Found:
+    """Return the images in a folder and below it, with their captions and masks."""
+    samples: list[Sample] = []
+    incomplete: list[str] = []
+    seen: set[str] = set()
+    clutter = 0
+    for place, below, _ in os.walk(path, followlinks=True):
+        below[:] = sorted(name for name in below if not is_clutter(name))
+        if (real := os.path.realpath(place)) in seen:  # a link to a parent folder
+            below.clear()
+            continue
+        seen.add(real)
+        found = samples_by_name(Listing.of(Path(place)), (), None, root, require_prompt=False)
+        folder = Path(place).relative_to(path)
+        samples += [replace(one, key=str(folder / one.key)) for one in found.samples]
+        incomplete += found.incomplete
+        clutter += found.passed_over
+    counts = Counter(Path(str(one.target)).parent for one in samples)
+    captioned = {Path(str(one.target)).parent for one in samples if one.prompts}
+    bare = [f"{folder} ({count})" for folder, count in counts.items() if captioned and folder not in captioned]
+    notes = [f"no image has a caption in {listing(bare)}"] if bare else []
+    repeats = {folder: match[1] for folder in counts if (match := KOHYA.match(folder.name))}
+    if repeats and root.repeats == 1:
+        roots = ",".join(f'{{path: "{folder}", repeats: {number}}}' for folder, number in repeats.items())
+        notes.append(f"the names of kohya's folders repeat nothing here; this does: data.root='[{roots}]'")
+    return Found(samples, incomplete, clutter, notes=tuple(notes))
+
+
+def _search(root: Path, reader_of: Callable[[Path], Reader | None]) -> Reader | None:
+    """Return the reader of `root`, or else of the only folder below it that has one; None if there is none.
 
     Raises:
         UserError: there are several.
     """
-    found: list[tuple[Path, Form]] = []
+    found: dict[str, Reader] = {}
     for place, below, _ in os.walk(root):
-        folder = Path(place)
-        depth = len(folder.relative_to(root).parts)
+        depth = len(Path(place).relative_to(root).parts)
         below[:] = sorted(name for name in below if not is_clutter(name) and depth < DEEPEST)
-        if folder != root and (form := form_of(folder)) is not None:
+        if (reader := reader_of(Path(place))) is not None:
             below.clear()
-            found.append((folder, form))
+            found[place] = reader
     if len(found) > 1:
-        several = [str(folder) for folder, _ in found]
+        several = list(found)
         raise UserError(
             f"data.root={root}: it holds {len(found)} data sets, {listing(several)}: name one of them, or several as "
             f"data.root=[{several[0]},{several[1]}]"
         )
-    return found[0] if found else None
+    return next(iter(found.values()), None)
 
 
-def named_table(root: str) -> tuple[Table, int] | None:
-    """The table that a root names, and how many files were passed over; None where it names a folder.
+def _metadata_of(folder: Path) -> Callable[[], Table] | None:
+    """Return a function that reads metadata.csv or metadata.jsonl of a folder; None if it has neither."""
+    tables = [folder / name for name in TABLES if os.path.lexists(folder / name)]
+    if len(tables) > 1:
+        raise UserError(f"data.root={folder}: two tables, {' and '.join(TABLES)}: name one of them as data.root")
+    return partial(file_table, tables[0]) if tables else None
+
+
+def _stored_table_of(folder: Path, root: Root) -> Callable[[], Table] | None:
+    """Return a function that reads the tars or the data set of a folder; None if it has neither."""
+    if tars := tars_of(folder):
+        return partial(tar_table, str(folder), tars, root.caption_per_line)
+    return None if mark_of_data_set(folder) is None else partial(local_table, folder, None)
+
+
+def _named_table(root: Root) -> Table | None:
+    """Return the table that a root names; None if it names a folder.
 
     Raises:
-        UserError: it is not there, or cannot be read.
+        UserError: it does not exist, or cannot be read.
     """
-    if root.startswith(HUB):
-        return hub_table(root), 0
-    if "://" in root:
+    name = str(root.path)
+    if name.startswith(HUB):
+        return hub_table(name)
+    if "://" in name:
         raise UserError(
-            f"data.root={without_credentials(root)}: pictures are read from this machine: copy them here first "
-            "(data.shards streams what is already encoded)"
+            f"data.root={without_credentials(name)}: images are read from this machine: copy them here first "
+            "(data.shards streams encoded ones)"
         )
-    path = Path(root).expanduser()
-    split: str | None = None
-    if is_tar(root) and not path.is_dir():
-        return tar_table(root, named_tars(root))
-    name, _, of_folder = str(path).rpartition("#")
-    if name and not path.exists() and Path(name).is_dir():
-        path, split = Path(name), of_folder
+    path = Path(name).expanduser()
+    if is_tar(name) and not path.is_dir():
+        return tar_table(name, named_tars(name), root.caption_per_line)
+    folder, _, split = str(path).rpartition("#")
+    if folder and not path.exists() and Path(folder).is_dir():
+        return local_table(Path(folder), split)
     if path.is_file() and path.suffix in (".csv", ".jsonl"):
-        return file_table(path), 0
-    if split is not None or (path.is_file() and path.suffix in SUFFIXES):
-        return local_table(path, split), 0
+        return file_table(path)
+    if path.is_file() and path.suffix in ARROW_SUFFIXES:
+        return local_table(path, None)
     if not path.exists():
         raise UserError(f"data.root={path}: no such folder (looked for {path.absolute()})")
     if not path.is_dir():
@@ -125,176 +248,3 @@ def named_table(root: str) -> tuple[Table, int] | None:
             f"data.root={path}: neither a folder nor a .csv or .jsonl table, nor a .parquet, .arrow or .tar file"
         )
     return None
-
-
-def folder_table(folder: Path, form: Form) -> tuple[Table, int]:
-    """The table that a folder holds in a form, and how many files were passed over.
-
-    Raises:
-        UserError: it has two of our tables, or cannot be read.
-    """
-    if form == "tars":
-        passed_over = sum(is_clutter(name) for name in os.listdir(folder))
-        table, members = tar_table(str(folder), tars_of(folder))
-        return table, passed_over + members
-    if form == "data set":
-        return local_table(folder, None), 0
-    tables = [folder / name for name in TABLES if os.path.lexists(folder / name)]
-    if len(tables) > 1:
-        raise UserError(f"data.root={folder}: two tables, {' and '.join(TABLES)}: name one of them as data.root")
-    return file_table(tables[0]), 0
-
-
-def find_samples(roots: Iterable[Root]) -> Found:
-    """The samples of all roots in order; within a root they are sorted by name, or in the order of the table.
-
-    Raises:
-        UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
-    """
-    return scan_roots(roots, _scan)
-
-
-def _scan(root: Root) -> Found:
-    if (named := named_table(str(root.path))) is not None:
-        table, passed_over = named
-        return replace(samples_of(table, root), passed_over=passed_over)
-    path = Path(root.path).expanduser()
-    suffixes = root.pair_suffixes
-    form = form_of_pairs(path, suffixes)
-    if form is not None:
-        return _read(path, form, root, suffixes)
-    if below := look_below(path, partial(form_of_pairs, suffixes=suffixes)):
-        return _read(*below, root, suffixes)
-    pictures = Listing.of(path).images
-    if pictures and suffixes is not None:
-        raise UserError(f"data.root={path}: no pairs named X{suffixes[0]} and X{suffixes[1]} among its pictures")
-    if targets_folder(path) is not None or pictures:
-        raise UserError(
-            f"data.root={path}: pictures, but no condition images in {'/'.join(CONTROL_FOLDERS)}, which editing "
-            "needs. To train on pictures and captions: model=flux_dev data=captions"
-        )
-    raise UserError(
-        f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for a folder "
-        f"{'/'.join(TARGET_FOLDERS)} (X.png and X.txt) beside a folder {'/'.join(CONTROL_FOLDERS)} (X.png), and for "
-        "the other forms of docs/data.md"
-    )
-
-
-def _read(folder: Path, form: Form, root: Root, suffixes: tuple[str, str] | None) -> Found:
-    """The samples of a folder in one of the forms."""
-    if form == "suffixes":
-        found = pairs_by_suffix(folder, *(suffixes_of(folder, suffixes) or USUAL[0]), root)
-    elif form == "folders" and (places := folders_of_pairs(folder)) is not None:
-        found = pairs_of_folders(*places, rejected_folder(folder), root)
-        if not found.samples and not found.incomplete:
-            names = " and ".join(map(str, (places[0], *places[1])))
-            raise UserError(f"data.root={folder}: no images ({FORMATS}) in {names}")
-    else:
-        table, passed_over = folder_table(folder, form)
-        found = replace(samples_of(table, root), passed_over=passed_over)
-    return note_unread(found, folder)
-
-
-def note_unread(found: Found, folder: Path) -> Found:
-    """Add notes on files that bear the names of samples and are not read, and on references that begin above 1."""
-    places = [(one.target, *one.controls, one.mask, one.rejected) for one in found.samples]
-    read = [path for some in places for path in some if isinstance(path, Path)]
-    if not read:
-        return found
-    notes = unread_beside(folder, read, [one.caption_file for one in found.samples if one.caption_file is not None])
-    further = [FURTHER_CONTROL.match(two.stem) for _, _, two, *_ in places if isinstance(two, Path)]
-    if late := [match[0] for match in further if match and int(match["number"]) != 1]:
-        notes.append(f"{folder}: {listing(late)}: second images, for there is no X_control_1")
-    return replace(found, notes=(*found.notes, *notes))
-
-
-# How scripts of kohya-ss name a folder of images: repeats and what they show. Years are none.
-KOHYA = re.compile(r"([2-9]|[1-9]\d{1,2})_\S")
-
-
-def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
-    """Every `X.png` (.jpg, ...) in the folders and their subfolders, with caption `X.txt` and loss mask `X_mask.*`.
-
-    Or the rows of a table, a data set of Hugging Face, or tars.
-
-    Args:
-        instance_prompt: the caption of pictures without one; None for the empty caption.
-
-    Raises:
-        UserError: a root does not exist, holds no pictures, or is a set of pairs.
-    """
-    return scan_roots(
-        roots, lambda root: _scan_captioned(root, (instance_prompt or "",) if root.require_prompt else ())
-    )
-
-
-def _scan_captioned(root: Root, instance_prompts: tuple[str, ...]) -> Found:
-    def read(table: Table, passed_over: int) -> Found:
-        return replace(samples_of(table, root, instance_prompts, edits=False), passed_over=passed_over)
-
-    if (named := named_table(str(root.path))) is not None:
-        return read(*named)
-    path = Path(root.path).expanduser()
-    if controls_folders(path):
-        raise UserError(
-            f"data.root={path} is a set of pairs, for data=cached and a model that edits; data=captions takes pictures "
-            "alone: give the folder of the targets"
-        )
-    if (form := form_of_table(path)) == "table":
-        return read(*folder_table(path, form))
-    found, captioned = _pictures(path, instance_prompts, root)
-    if captioned or found.incomplete:
-        return note_unread(found, path)
-    if found.samples:  # without captions beside them: they may stand in a table
-        below = look_below(path, lambda folder: "table" if form_of_table(folder) == "table" else None)
-    else:
-        below = (path, form) if form is not None else look_below(path, form_of_table)
-    if below is not None:
-        return read(*folder_table(*below))
-    if not found.samples:
-        raise UserError(f"data.root={path}: no pictures ({FORMATS}) in it or below")
-    return note_unread(found, path)
-
-
-def _pictures(root: Path, instance_prompts: tuple[str, ...], settings: Root) -> tuple[Found, bool]:
-    """The pictures of a folder and of those below, and whether any has a caption beside it."""
-    samples: list[Sample] = []
-    unread: list[str] = []
-    seen: set[str] = set()
-    # By folder the number of images, and how many of them have captions.
-    counts: dict[Path, tuple[int, int]] = {}
-    passed_over = 0
-    for place, below, _ in os.walk(root, followlinks=True):
-        below[:] = sorted(name for name in below if not is_clutter(name))
-        folder = Path(place)
-        if (real := os.path.realpath(folder)) in seen:  # a link to a parent folder
-            below.clear()
-            continue
-        seen.add(real)
-        listed = Listing.of(folder)
-        passed_over += listed.clutter
-        count = captioned = 0
-        for stem, path in listed.images.items():
-            if is_mask(stem, listed.images):
-                continue
-            try:
-                prompts, caption_file = read_prompts(listed.texts.get(stem, []), settings.caption_per_line)
-            except UserError as error:
-                unread.append(str(error))
-                continue
-            count, captioned = count + 1, captioned + bool(prompts)
-            key = str((folder / stem).relative_to(root))
-            mask, caption_file = listed.images.get(f"{stem}_mask"), caption_file or path.with_suffix(".txt")
-            samples.append(Sample(key, path, (), prompts or instance_prompts, mask, caption_file=caption_file))
-        counts |= {folder: (count, captioned)} if count else {}
-        for stem, [path, *_] in listed.others.items():
-            if stem not in listed.images and stem in listed.texts:
-                unread.append(f"{none_of_the_formats(path)}, but has a caption")
-    captioned = any(number for _, number in counts.values())
-    bare = [f"{folder} ({count})" for folder, (count, number) in counts.items() if captioned and not number]
-    notes = [f"no image has a caption in {listing(bare)}"] if bare else []
-    repeats = {folder: match[1] for folder in counts if (match := KOHYA.match(folder.name))}
-    if repeats and settings.repeats == 1:
-        roots = ",".join(f'{{path: "{folder}", repeats: {number}}}' for folder, number in repeats.items())
-        notes.append(f"the names of kohya's folders repeat nothing here; this does: data.root='[{roots}]'")
-    return Found(samples, unread, passed_over, notes=tuple(notes)), captioned

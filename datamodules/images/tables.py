@@ -1,232 +1,344 @@
-"""Samples of a table, whatever it is stored as: each row a sample, each column what it is called."""
+"""Tables of samples: each row is a sample, each column a role, whether it is stored as text, Arrow or tars."""
 
 import csv
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, read_text, reason, require_file
-from datamodules.images.columns import Columns, MissingColumn, choose_columns, is_optional
-from datamodules.images.folders import IMAGE_SUFFIXES, find_file
-from datamodules.images.samples import Found, Picture, Root, Sample, TextFile, captions_of, lines_of, text_prompts
+from datamodules.images.folders import IMAGE_SUFFIXES, find_file, is_image
+from datamodules.images.samples import CAPTION_SUFFIXES, Found, Picture, Root, Sample, captions_of
 
-# Values of a column that are looked at, to see whether they name pictures.
+# Names of a folder's table.
+TABLES = ("metadata.jsonl", "metadata.csv")
+# Our own column names. Others are guessed.
+COLUMNS = {
+    **{"target": "file_name", "control": "control_file_name", "prompt": "prompt"},
+    **{"mask": "mask_file_name", "rejected": "rejected_file_name"},
+}
+# Column names of each role, the likeliest first. "source", "source_image", "source_file_name" and "Source Images" are
+# one word.
+WORDS = {
+    role: tuple(words.split())
+    for role, words in {
+        "control": "control source src input original before conditioning condition cond reference references ref refs "
+        "start",
+        "target": "target tgt edited output after result end chosen preferred image images img picture photo file_name "
+        "file filename path jpg jpeg png webp",
+        "prompt": "txt edit_prompt edit_instruction editing_instruction instruction instructions prompt prompts "
+        "captions caption text description edit json",
+        "mask": "mask",
+        "rejected": "rejected dispreferred",
+    }.items()
+}
+NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}
+# Number of values by which a column is judged to name images.
 FIRST = 100
+_ENDINGS = re.compile(r"_?(file_?names?|files?|paths?|images?|imgs?|pictures?|photos?)$")
+_NUMBER = re.compile(r"_?(\d+)$")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table to make samples of.
+    """A table to read samples from.
 
     Attributes:
-        place: what messages call it.
-        rows: what they call its rows.
+        place: its name in messages.
+        rows: the names of its rows in messages.
         columns: the names of its columns.
-        values: of a column, one for each row. Pictures are Packed, or texts, which name files below `folder`; control
-            images may be lists of them. None where there is nothing.
-        pictures: columns that hold pictures, to be preferred to those of texts.
+        values: returns the values of a column by row: a Packed image; a text, which may name a file below `folder`; a
+            list of these; or None.
+        images: columns of images.
         texts: columns that may name files.
-        folder: of the files that texts name; None where texts name none.
-        keys: of the samples; None for those of the targets' names.
-        usual: names that a role's column has in such tables, before any guess.
+        folder: folder of the files that texts name; None if texts name none.
+        keys: keys of the samples; None for the names of the targets.
+        named: column names by role that need no guess.
         incomplete: a line about each row that could not be read.
         notes: a line about each thing that is not read.
+        passed_over: see `Found`.
     """
 
     place: str
     rows: Sequence[str]
     columns: Sequence[str]
     values: Callable[[str], Sequence[Any]]
-    pictures: Sequence[str] = ()
+    images: Sequence[str] = ()
     texts: Sequence[str] = ()
     folder: Path | None = None
     keys: Sequence[str] | None = None
-    usual: Mapping[str, str] | None = None
-    incomplete: tuple[str, ...] = ()
+    named: Mapping[str, list[str]] = field(default_factory=dict)
+    incomplete: Sequence[str] = ()
     notes: tuple[str, ...] = ()
+    passed_over: int = 0
 
 
 class _Incomplete(Exception):
-    """What a row lacks."""
+    """Something that a row lacks."""
 
 
-def samples_of(table: Table, root: Root, instance_prompts: tuple[str, ...] = (), edits: bool = True) -> Found:
-    """The samples of a table, in its order.
+def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
+    """Return the samples of a table, in its order.
 
     Args:
-        instance_prompts: of pictures that have none; where it is empty, these are incomplete if the root requires one.
-        edits: whether pairs are wanted, else pictures with captions.
+        edits: read pairs, not images with captions. Rows without a caption are incomplete if the root requires one.
 
     Raises:
-        UserError: a column is missing, or holds what it cannot be.
+        UserError: a column is missing, or has a value of a wrong type.
     """
-    columns = _columns(table, root, edits)
-    names = (columns.target, columns.prompt, columns.mask, columns.rejected, *columns.controls)
-    values = [table.values(name) if name is not None else [None] * len(table.rows) for name in names]
-    samples, incomplete = [], list(table.incomplete)
-    for number, (row, target, prompt, mask, rejected, *controls) in enumerate(zip(table.rows, *values, strict=True)):
+    require_prompt = edits and root.require_prompt
+    wanted = ["target", *(["control"] if edits else []), *(["prompt"] if require_prompt else [])]
+    tiers = _columns_of_images(table)
+    taken = [name for value in root.columns.values() for name in (value if isinstance(value, list) else [value])]
+    named = {role: [name for name in names if name not in taken] for role, names in table.named.items()}
+    roles = choose_columns(table.place, table.columns, tiers, named | dict(root.columns), wanted)
+    if not edits and roles["control"] and "target" not in root.columns:
+        raise UserError(
+            f"{table.place} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
+            f"alone: name the column, as data.columns='{{target: {roles['target'][0]}}}'"
+        )
+    if not edits:
+        roles["control"] = []
+    values = {name: table.values(name) for names in roles.values() for name in names}
+    samples: list[Sample] = []
+    incomplete = list(table.incomplete)
+    for number, row in enumerate(table.rows):
         where = f"{table.place} {row}"
+        cells = {role: [(name, values[name][number]) for name in names] for role, names in roles.items()}
         try:
-            sample = Sample(
-                key="" if table.keys is None else table.keys[number],
-                target=_picture(table, where, columns.target, target),
-                controls=_controls(table, where, columns.controls, controls),
-                prompts=_prompts(where, columns.prompt, prompt, root, instance_prompts),
-                mask=None if mask in (None, "") else _picture(table, where, str(columns.mask), mask),
-                rejected=None if rejected in (None, "") else _picture(table, where, str(columns.rejected), rejected),
-            )
+            sample = _sample(table, where, cells, require_prompt)
         except _Incomplete as error:
             incomplete.append(f"{where}: {error}")
-        else:
-            samples.append(replace(sample, key=sample.key or str(Path(target).with_suffix(""))))
-    if len({sample.key for sample in samples}) < len(samples):  # one picture with several instructions
+            continue
+        if not root.require_prompt and not any(sample.prompts):
+            sample = replace(sample, prompts=())
+        key = str(Path(cells["target"][0][1]).with_suffix("")) if table.keys is None else table.keys[number]
+        samples.append(replace(sample, key=key))
+    if len({sample.key for sample in samples}) < len(samples):  # one image with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
-    *_, pictures = _columns_of_pictures(table)
-    unread = [name for name in dict.fromkeys(pictures) if name not in names]
-    more = (f"{table.place}: images of other columns are not read: {listing(unread)}",) if unread else ()
-    return Found(samples, incomplete, forms=("columns",), notes=table.notes + more)
+    unread = [name for tier in tiers for name in tier if name not in values]
+    notes = (f"{table.place}: images of other columns are not read: {listing(unread)}",) if unread else ()
+    return Found(samples, incomplete, table.passed_over, ("columns",), table.notes + notes)
 
 
-def _columns(table: Table, root: Root, edits: bool) -> Columns:
-    wanted = ["target", *(["control"] if edits else []), *(["prompt"] if edits and root.require_prompt else [])]
-    missing: MissingColumn | None = None
-    for pictures in _columns_of_pictures(table):
-        try:
-            return choose_columns(table.place, table.columns, pictures, root.columns, wanted, table.usual)
-        except MissingColumn as error:
-            missing = error
-    assert missing is not None
-    raise missing
+def _sample(table: Table, where: str, cells: Mapping[str, Sequence[tuple[str, Any]]], require_prompt: bool) -> Sample:
+    """Return the sample of a row.
 
+    Args:
+        where: the name of the row in messages.
+        cells: the columns of each role, and their values in the row.
 
-def _columns_of_pictures(table: Table) -> Iterator[Sequence[str]]:
-    """Those that hold pictures, then those that name files, too, and last those that name missing ones."""
-    if table.pictures or table.folder is None:
-        yield table.pictures
-    if (folder := table.folder) is None:
-        return
-    names = {name: _file_names(table.values(name)) for name in table.texts}
-    files = [name for name, some in names.items() if any(os.path.isfile(find_file(folder, one)) for one in some)]
-    lost = [name for name, some in names.items() if name not in files and any(map(_is_like_a_picture, some))]
-    yield [*table.pictures, *files, *filter(is_optional, lost)]  # not wanted, and never missed
-    yield [*table.pictures, *files, *lost]
-
-
-def _file_names(values: Sequence[Any]) -> list[str]:
-    """The first names that a column holds, if it holds names."""
-    filled = (value for value in values if value not in (None, "", []))
-    return [one for value in islice(filled, FIRST) for one in _several(value) if isinstance(one, str)]
-
-
-def _several(value: Any) -> list[Any]:
-    try:
-        value = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
-    except json.JSONDecodeError:
-        return []
-    return value if isinstance(value, list) else [value]
-
-
-def _is_like_a_picture(name: str) -> bool:
-    return "://" not in name and Path(name).suffix.lower() in IMAGE_SUFFIXES
-
-
-def _controls(table: Table, where: str, names: Sequence[str], values: Sequence[Any]) -> tuple[Picture, ...]:
-    """Of all columns; only the first must have one, as samples may have different numbers of references."""
-    found: list[Picture] = []
-    for name, value in zip(names, values, strict=True):
-        value = _listed(where, name, value)
-        if not value and name == names[0]:
+    Raises:
+        _Incomplete: an image or a caption is missing.
+    """
+    images: dict[str, list[Picture]] = {}
+    for role in ("target", "control", "mask", "rejected"):
+        found = [_images(table, where, name, value) for name, value in cells[role]]
+        # Only the first of several control columns must have an image: samples may have different numbers of them.
+        if role in ("target", "control") and found and not found[0]:
+            raise _Incomplete(f"{cells[role][0][0]} is empty")
+        images[role] = [image for some in found for image in some]
+        if role != "control" and len(images[role]) > 1:
+            raise UserError(f"{where}: {cells[role][0][0]} must be one image, not a list")
+    prompts: tuple[str, ...] = ()
+    for name, value in cells["prompt"]:
+        prompts = _prompts(where, name, value)
+        if require_prompt and not prompts:
             raise _Incomplete(f"{name} is empty")
-        found += [_picture(table, where, name, one) for one in value]
-    return tuple(found)
+    mask, rejected = (next(iter(images[role]), None) for role in ("mask", "rejected"))
+    return Sample("", images["target"][0], tuple(images["control"]), prompts, mask, rejected)
 
 
-def _listed(where: str, name: str, value: Any) -> list[Any]:
-    """One picture, or several as a list (in CSV: a JSON list)."""
+def _columns_of_images(table: Table) -> list[list[str]]:
+    """Return the columns that hold images, those that name existing files, and those that name missing ones."""
+    files: list[str] = []
+    missing: list[str] = []
+    for name in table.texts if table.folder is not None else ():
+        some = [one for value in islice(filter(None, table.values(name)), FIRST) for one in _parsed(value)]
+        names = [one for one in some if isinstance(one, str)]
+        if any(os.path.isfile(find_file(table.folder or Path(), one)) for one in names):
+            files.append(name)
+        elif any("://" not in one and is_image(one) for one in names):
+            missing.append(name)
+    return [list(table.images), files, missing]
+
+
+def _parsed(value: Any) -> list[Any]:
+    """Return one or several values as a list; a text may be a JSON list."""
     if isinstance(value, str) and value.startswith("["):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(f'{where}: {name}={value}: several are written as ["a.png", "b.png"]') from error
-    value = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(one is None or isinstance(one, str | Packed) for one in value):
-        raise UserError(f"{where}: {name}={value}: must be a picture or a list of them")
-    return [one for one in value if one != ""]
+        except json.JSONDecodeError:
+            return []
+    return value if isinstance(value, list) else [value]
 
 
-def _picture(table: Table, where: str, name: str, value: Any) -> Picture:
-    if value is None or value == "":
-        raise _Incomplete(f"{name} is empty")
-    if isinstance(value, Packed):
-        return value
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {name} must be text, the name of a file")
-    path = find_file(table.folder or Path(), value)
-    if not os.path.isfile(path):
-        raise _Incomplete(_why_absent(path))
-    return path
-
-
-def _why_absent(path: Path) -> str:
-    try:
-        require_file(path)
-    except FileNotFoundError as error:
-        return f"{path} does not exist" if not path.is_symlink() else f"{path}: {error.strerror}"
-    except (OSError, ValueError) as error:
-        return f"{path}: {reason(error)}"
-    return f"{path} does not exist"
-
-
-def _prompts(
-    where: str, name: str | None, value: Any, root: Root, instance_prompts: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Of a row; missing ones are the instance prompts, where there are such things."""
-    if value is None or value == []:
-        if root.require_prompt and not instance_prompts:
+def _images(table: Table, where: str, name: str, value: Any) -> list[Picture]:
+    """Return the images of a cell: one, or several as a list (in CSV: a JSON list)."""
+    values = [] if value in (None, "", []) else _parsed(value)
+    if value and not values:
+        raise UserError(f'{where}: {name}={value}: several images must be written as ["a.png", "b.png"]')
+    found: list[Picture] = []
+    for one in values:
+        if one is None:
             raise _Incomplete(f"{name} is empty")
-        return instance_prompts
-    if isinstance(value, TextFile):
-        prompts = text_prompts(value, root.caption_per_line)
-    elif (found := captions_of(value)) is not None:
-        prompts = found
-    else:
+        if isinstance(one, Packed):
+            found.append(one)
+        elif isinstance(one, str):
+            path = find_file(table.folder or Path(), one)
+            try:
+                require_file(path)
+            except (OSError, ValueError) as error:
+                raise _Incomplete(f"{path}: {reason(error)}") from error
+            found.append(path)
+        else:
+            raise UserError(f"{where}: {name}={value}: must be an image or a list of images")
+    return found
+
+
+def _prompts(where: str, name: str, value: Any) -> tuple[str, ...]:
+    prompts = () if value in (None, []) else captions_of(value)
+    if prompts is None:
         raise UserError(f"{where}: {name} must be text, or a list of texts")
     try:
         "".join(prompts).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: {name} holds an incomplete character, {error.object[error.start]!r}") from error
-    return prompts if root.require_prompt or any(prompts) else ()
+    return prompts
 
 
-# What a folder's table is called.
-TABLES = ("metadata.jsonl", "metadata.csv")
-# What the columns of a table of ours are called; others are guessed.
-COLUMNS = {
-    **{"target": "file_name", "control": "control_file_name", "prompt": "prompt"},
-    **{"mask": "mask_file_name", "rejected": "rejected_file_name"},
-}
+# The columns of a table by role.
+
+
+def choose_columns(
+    place: str,
+    columns: Sequence[str],
+    tiers: Sequence[Sequence[str]],
+    named: Mapping[str, Any],
+    wanted: Sequence[str],
+) -> dict[str, list[str]]:
+    """Return the columns of each role of `WORDS`: as named, or guessed. Only controls may have several.
+
+    Args:
+        place: the name of the table in messages.
+        tiers: columns of images, the more certain ones first. Those of the last one are used for wanted roles, masks
+            and rejected images only.
+        named: for a role its column; for control also a list.
+        wanted: roles that must have a column; without control, pairs are not wanted.
+
+    Raises:
+        UserError: a wanted column is missing, two are equally likely, or a named one does not exist.
+    """
+    if unknown := [str(role) for role in named if role not in WORDS]:
+        raise UserError(f"data.columns: there is no {listing(unknown)}; choose from {', '.join(WORDS)}")
+    found = {role: _named(place, columns, role, value) for role, value in named.items() if value not in (None, "", [])}
+    certain = tiers if "control" in wanted or len(tiers) == 1 else tiers[:-1]
+    controls = found.setdefault("control", _guess(place, "control", certain, columns))
+    others = [[name for name in tier if name not in controls] for tier in tiers]
+    among: dict[str, Sequence[Sequence[str]]] = {
+        "target": others,
+        "prompt": [columns],
+        "mask": tiers,
+        "rejected": tiers,
+    }
+    for role in among:
+        found[role] = found.get(role) or _guess(place, role, among[role], columns)
+    if missing := [role for role in WORDS if role in wanted and not found[role]]:
+        raise UserError(
+            f"{place} has no {listing([NOUNS[role] for role in missing])}; its columns are {', '.join(columns)}: name "
+            f"them, as data.columns='{{{', '.join(f'{role}: NAME' for role in missing)}}}'"
+        )
+    return found
+
+
+def _named(place: str, columns: Sequence[str], role: str, value: Any) -> list[str]:
+    """Return the columns that are named for a role."""
+    names = list(value) if isinstance(value, list | tuple) else [value]
+    if wrong := [str(name) for name in names if not isinstance(name, str)]:
+        raise UserError(f"data.columns.{role}={listing(wrong)}: must be the name of a column (a number in quotes)")
+    if len(names) > 1 and role != "control":
+        raise UserError(f"data.columns.{role}={listing(names)}: one column, only control may have several")
+    if absent := [name for name in names if name not in columns]:
+        raise UserError(
+            f"{place} has no column {listing(absent)}, which data.columns names for {role}; its columns are "
+            f"{', '.join(columns)}"
+        )
+    return names
+
+
+def _guess(place: str, role: str, tiers: Sequence[Sequence[str]], columns: Sequence[str]) -> list[str]:
+    """Return the column of the likeliest word; for control all of that word by number (source, source_2, ...)."""
+    for tier in tiers:
+        for word in WORDS[role]:
+            by_number: dict[int, list[str]] = {}
+            for name in tier:
+                if _word(name, role) == word:
+                    by_number.setdefault(_number(name) if role == "control" else 0, []).append(name)
+            for names in by_number.values():
+                exact = [name for name in names if name == word] or names
+                if len(exact) > 1:
+                    raise UserError(
+                        f"{place}: {' and '.join(exact)} may both be the {role}; its columns are "
+                        f"{', '.join(columns)}: name it, as data.columns='{{{role}: {exact[0]}}}'"
+                    )
+                names[:] = exact
+            if by_number:
+                return [by_number[number][0] for number in sorted(by_number)]
+    return []
+
+
+def _word(name: str, role: str) -> str:
+    """Return a column's name without its number and words for files and images, if something is left."""
+    name = _plain(name)
+    if role == "control":
+        name = _NUMBER.sub("", name)
+    for _ in range(2) if role != "prompt" else ():
+        name = _ENDINGS.sub("", name) or name
+    return name
+
+
+def _plain(name: str) -> str:
+    """Return a name in lower case, without the suffix of a file (`source.jpg`, `prompt.txt`, as in tars)."""
+    name = name.lower()
+    for suffix in (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES):
+        name = name.removesuffix(suffix)
+    return re.sub(r"[\s.-]+", "_", name)
+
+
+def _number(name: str) -> int:
+    """Return the number at the end of a column's name; -1 without one, so that it comes first."""
+    match = _NUMBER.search(_plain(name))
+    return int(match[1]) if match else -1
+
+
+# Tables in text files.
 
 
 def file_table(path: Path) -> Table:
-    """A table whose file names are relative to its folder.
+    """Return a .csv or .jsonl table, whose file names are relative to its folder.
 
-    Columns: file_name, control_file_name (one name, or a JSON list), prompt (a text, in JSON lines also a list), and
-    optionally mask_file_name and rejected_file_name; or such as `choose_columns` guesses.
+    Columns: see `COLUMNS`; control_file_name is a name or a JSON list, prompt a text, in JSON lines also a list. Other
+    names are guessed.
 
     Raises:
-        UserError: as `read_table`, or it has no rows.
+        UserError: the table is malformed or has no rows.
     """
-    rows = read_table(path)
+    text = read_text(path)
+    rows = list(_csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text))
     if not rows:
         raise UserError(f"{path} has no rows")
     columns = list(dict.fromkeys(name for row in rows for name in row))
+    named = {role: [name] for role, name in COLUMNS.items() if name in columns}
+    if "control" in named:
+        numbered = [name for name in columns if _NUMBER.sub("", name) == COLUMNS["control"]]
+        named["control"] = sorted(numbered, key=_number)
     return Table(
         place=str(path),
         rows=[f"row {number}" for number in range(1, len(rows) + 1)],
@@ -234,18 +346,8 @@ def file_table(path: Path) -> Table:
         texts=columns,
         values=lambda name: [row.get(name) for row in rows],
         folder=path.parent,
-        usual=COLUMNS,
+        named=named,
     )
-
-
-def read_table(table: Path) -> list[dict[str, Any]]:
-    """The rows as dicts by column; values are text in CSV, and any JSON value in JSON lines.
-
-    Raises:
-        UserError: it is malformed, or its quotes leave in doubt where a value ends.
-    """
-    text = read_text(table)
-    return list(_csv_rows(table, text) if table.suffix == ".csv" else _json_rows(table, text))
 
 
 def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
@@ -259,38 +361,28 @@ def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
                 continue
             if not columns:
                 columns = values
-                _once(table, columns)
+                _require_different(table, columns)
                 continue
             if len(values) != len(columns):
                 raise UserError(
                     f"{table} line {first}: {len(values)} values for {len(columns)} columns ({', '.join(columns)}); a "
                     "prompt with a comma needs quotes"
                 )
-            if swallowed := _swallowed_row(table, values):
-                raise UserError(
-                    f"{table} line {first}: a quote is left open, so its prompt includes the row of {swallowed}"
-                )
             yield dict(zip(columns, values, strict=True))
     except csv.Error as error:
         raise UserError(f"{table} line {line}: a quote is left open, or not doubled, in this row ({error})") from error
 
 
-def _swallowed_row(table: Path, values: list[str]) -> str | None:
-    """The image file named at the start of a line inside a value: a quote left open has swallowed its row."""
-    names = [line.partition(",")[0] for value in values for line in lines_of(value)[1:] if "," in line]
-    return next((name for name in names if name and os.path.isfile(table.parent / name)), None)
-
-
 def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
-    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _once(table, [name for name, _ in pairs])
+    def row_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _require_different(table, [name for name, _ in pairs])
         return dict(pairs)
 
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=read)
+            row = json.loads(line, object_pairs_hook=row_of)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{table} line {number} is not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(row, dict):
@@ -298,6 +390,6 @@ def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _once(table: Path, columns: list[str]) -> None:
+def _require_different(table: Path, columns: list[str]) -> None:
     if repeated := [name for name, count in Counter(columns).items() if count > 1]:
         raise UserError(f"{table} has the column {listing(repeated)} twice")

@@ -63,7 +63,7 @@ def hold_out(index: ShardIndex, count: int) -> tuple[Sequence[int], Sequence[int
         return [], index.numbers
     first = [number for number in index.numbers if index.is_first[number]]
     names = [index.keys[number] for number in first]
-    held = sorted(choose_held_out(names, names, set(), [], count, "samples"))
+    held = sorted(choose_held_out(names, names, count, "samples"))
     held_names = {names[place] for place in held}
     learned = array("i", (number for number in index.numbers if index.keys[number] not in held_names))
     return [first[place] for place in held], learned

@@ -119,7 +119,7 @@ def test_a_caption_that_comes_while_the_model_writes_is_kept(run, arguments, bar
 def test_batches_are_of_one_size_and_the_same_when_gone_on(arguments, bare):
     cfg = compose("predict", *arguments(bare, "captioner.batch_size=2"))
     captioner, data = (instantiate(node, _convert_="all") for node in (cfg.captioner, cfg.data))
-    found = [[one.key for one in batch] for batch in batches(data.sample_set.find_uncaptioned_too(), captioner)]
+    found = [[one.key for one in batch] for batch in batches(data.sample_set.find_uncaptioned_too().samples, captioner)]
     assert found == [["00", "01"], ["02"], ["03"], ["04", "05"], ["06"]]
 
 

@@ -98,7 +98,7 @@ def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositorie
 def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):
     arguments = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}"]
     line = run("train", "model=flux_dev", "data=cached", *arguments, ok=False).error
-    assert line.startswith("error: black-forest-labs/FLUX.1-dev makes pictures from text alone")
+    assert line.startswith("error: black-forest-labs/FLUX.1-dev makes images from text only")
     other = "model.pretrained_model_name_or_path=black-forest-labs/FLUX.1-dev"
     line = run("train", "model=qwen_image_edit", other, *arguments, ok=False).error
     assert line.startswith("error: black-forest-labs/FLUX.1-dev has no processor, which QwenImageEdit needs")

@@ -111,7 +111,7 @@ def test_what_is_no_caption_folder_is_refused(tmp_path, kind):
         make_pairs(root, [(32, 32)])
     message = {
         "nowhere": "no such folder",
-        "empty": r"no pictures \(.bmp",
+        "empty": r"no images \(.bmp",
         "file": "neither a folder nor",
         "pairs": "is a set of pairs",
     }

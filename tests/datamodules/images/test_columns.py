@@ -3,7 +3,7 @@
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.columns import choose_columns
+from datamodules.images.tables import choose_columns
 
 # The columns of well-known editing sets, those with pictures, and what they are.
 SETS = {
@@ -57,15 +57,18 @@ PAIRS = ["target", "control", "prompt"]
 @pytest.mark.parametrize("name", SETS)
 def test_columns_of_known_sets_are_guessed(name):
     there, pictures, expected = SETS[name]
-    found = choose_columns(name, there, pictures, {}, PAIRS)
-    assert (found.target, found.controls, found.prompt, found.mask) == expected
+    found = choose_columns(name, there, [pictures], {}, PAIRS)
+    target, controls, prompt, mask = expected
+    assert found["target"] == [target]
+    assert found["control"] == list(controls)
+    assert (found["prompt"], found["mask"]) == ([prompt], [] if mask is None else [mask])
 
 
 def test_named_columns_win():
     given = {"control": ["b", "a"], "target": "image_2", "prompt": "words"}
     there = ["a", "b", "image", "image_2", "words", "prompt"]
-    found = choose_columns("x", there, there[:4], given, PAIRS)
-    assert (found.target, found.controls, found.prompt) == ("image_2", ("b", "a"), "words")
+    found = choose_columns("x", there, [there[:4]], given, PAIRS)
+    assert (found["target"], found["control"], found["prompt"]) == (["image_2"], ["b", "a"], ["words"])
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,9 @@ def test_named_columns_win():
         (
             ["a", "b"],
             {},
-            "t has no column of targets, column of condition images, column of prompts; its columns are a, b",
+            "t has no column of condition images, column of targets, column of prompts; its columns are a, b",
         ),
-        (["image", "source"], {}, "t has no column of prompts; its columns are image, source: say"),
+        (["image", "source"], {}, "t has no column of prompts; its columns are image, source: name"),
         (
             ["image", "source", "text"],
             {"control": "src"},
@@ -94,26 +97,19 @@ def test_named_columns_win():
 )
 def test_column_that_is_missing_or_in_doubt_is_answered_with_those_that_are_there(there, given, message):
     with pytest.raises(UserError) as error:
-        choose_columns("t", there, there, given, PAIRS)
+        choose_columns("t", there, [there], given, PAIRS)
     assert message in str(error.value)
-
-
-def test_pairs_are_no_pictures_with_captions_unless_the_picture_is_named():
-    there = ["source_image", "edited_image", "caption"]
-    with pytest.raises(UserError, match=r"is a set of pairs.*data.columns='\{target: edited_image\}'"):
-        choose_columns("t", there, there[:2], {}, ["target"])
-    found = choose_columns("t", there, there[:2], {"target": "edited_image"}, ["target"])
-    assert (found.target, found.controls, found.prompt) == ("edited_image", (), "caption")
 
 
 @pytest.mark.parametrize("value", [{"target": 5}, {"control": [5]}, {"control": [["a"]]}, {5: "a"}])
 def test_what_is_no_name_of_a_column_is_a_line(value):
     with pytest.raises(UserError, match=r"data\.columns.*(must be the name of a column|there is no 5)") as error:
-        choose_columns("t", ["image", "source", "text"], ["image", "source"], value, PAIRS)
+        choose_columns("t", ["image", "source", "text"], [["image", "source"]], value, PAIRS)
     assert "\n" not in str(error.value)
 
 
 def test_a_bare_edit_is_the_last_guess_of_a_prompt():
     for word in ("prompt", "caption", "text", "instruction", "edit_prompt", "description"):
-        assert choose_columns("t", ["image", "source", "edit", word], ["image", "source"], {}, PAIRS).prompt == word
-    assert choose_columns("t", ["image", "source", "edit"], ["image", "source"], {}, PAIRS).prompt == "edit"
+        columns = ["image", "source", "edit", word]
+        assert choose_columns("t", columns, [["image", "source"]], {}, PAIRS)["prompt"] == [word]
+    assert choose_columns("t", ["image", "source", "edit"], [["image", "source"]], {}, PAIRS)["prompt"] == ["edit"]

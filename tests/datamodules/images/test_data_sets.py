@@ -46,7 +46,7 @@ def test_paths_are_files_beside_the_table(tmp_path):
     root = parquet(tmp_path, source=["0.png", "0.png"], target=["1.png", "9.png"], text=["x", "y"])
     found = find_samples([Root(root)])
     assert [(one.controls, one.target) for one in found.samples] == [((tmp_path / "0.png",), tmp_path / "1.png")]
-    assert found.incomplete == [f"data.root={root} row 1: {tmp_path}/9.png does not exist"]
+    assert found.incomplete == [f"data.root={root} row 1: {tmp_path}/9.png: No such file or directory"]
 
 
 def test_pictures_that_stand_outside_of_their_cells(tmp_path):
@@ -124,7 +124,7 @@ def test_split_is_train_or_the_one_behind_the_hash(tmp_path):
         find_samples([Root(f"{root}#dev")])
     splits = datasets.DatasetDict({"a": data_set(1), "b": data_set(2)})
     splits.save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match=r"which split\?; its splits are a, b: name one behind a #"):
+    with pytest.raises(UserError, match=r"which split\?; its splits are a, b: name one after a #"):
         find_samples([Root(tmp_path / "splits")])
     assert len(find_samples([Root(f"{tmp_path}/splits#b")]).samples) == 2
 
@@ -189,7 +189,7 @@ def test_folder_of_a_truncated_parquet_is_a_line(tmp_path):
 
 def test_table_without_pictures_names_its_columns(tmp_path):
     root = parquet(tmp_path, url=["http://x"], caption=["x"])
-    message = "no column of targets, column of condition images; its columns are url, caption"
+    message = "no column of condition images, column of targets; its columns are url, caption"
     with pytest.raises(UserError, match=message):
         find_samples([Root(root)])
     with pytest.raises(UserError, match="no column of targets; its columns are url, caption"):

@@ -67,7 +67,7 @@ def test_what_is_not_there_is_a_line(folder, ask):
     assert none.startswith("data.root=hf://owner/none: Dataset 'owner/none' doesn't exist on the Hub")
     assert none.endswith("see https://huggingface.co/datasets/owner/none")
     assert "'other' not found. Available: ['default']" in config
-    assert split == "data.root=hf://owner/name#dev: no split dev; its splits are train, test: name one behind a #"
+    assert split == "data.root=hf://owner/name#dev: no split dev; its splits are train, test: name one after a #"
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from datamodules.images.alignment import align
-from datamodules.images.duplicates import Prints, repeated
 from datamodules.images.inspection import (
     Finding,
     Kind,
@@ -18,11 +17,12 @@ from datamodules.images.inspection import (
     inspect_sample,
     jpeg_quality,
     look,
-    mostly_small,
+    matches,
     nearly_equal,
-    print_of,
+    repeated,
 )
 from datamodules.images.samples import Sample
+from tasks.inspect import mostly_small
 from tests.support.combinations import first
 from tests.support.faults import EDITS, PHOTOGRAPHS, moved, noisy, picture, recompressed, with_a_small_change
 
@@ -135,7 +135,7 @@ def test_several_controls_are_looked_at_each_for_what_it_is(tmp_path):
     assert found("target", "style", "control") == [(Kind.EQUAL, "control 2")]
     assert found("target", "style") == [(Kind.PROPORTION, "control 300x400, target 512x384")]
     assert found("target", "lost", "style") == [
-        (Kind.UNREADABLE, "cannot read the image lost.png: it is empty or no picture")
+        (Kind.UNREADABLE, "cannot read the image lost.png: it is empty or no image")
     ]
 
 
@@ -162,16 +162,16 @@ def test_the_quality_of_a_jpeg_is_read_from_its_tables(quality):
 
 def test_copies_are_near_and_other_pictures_are_not():
     originals = [picture(photo) for photo in PHOTOGRAPHS]
-    prints = Prints([print_of(image) for image in originals])
-    assert list(prints.near(prints)) == []
-    copies = Prints([print_of(recompressed(image, 60).resize((300, 225))) for image in originals])
-    assert [(one, other) for one, other, _ in copies.near(prints)] == [(n, n) for n in range(len(originals))]
+    prints = [Print.of(image) for image in originals]
+    assert list(matches(prints, prints)) == []
+    copies = [Print.of(recompressed(image, 60).resize((300, 225))) for image in originals]
+    assert [(one, other) for one, other, _ in matches(copies, prints)] == [(n, n) for n in range(len(originals))]
     orange, blue = (
-        Prints([print_of(ImageOps.colorize(image.convert("L"), "black", colour)) for image in originals])
+        [Print.of(ImageOps.colorize(image.convert("L"), "black", colour)) for image in originals]
         for colour in ("orange", "deepskyblue")
     )
-    assert np.bitwise_count(orange.hashes ^ blue.hashes).max() <= 4
-    assert list(orange.near(blue)) == []
+    assert max((one.hash ^ other.hash).bit_count() for one, other in zip(orange, blue, strict=True)) <= 4
+    assert list(matches(orange, blue)) == []
 
 
 def test_near_prints_are_found_among_very_many(monkeypatch):
@@ -181,17 +181,17 @@ def test_near_prints_are_found_among_very_many(monkeypatch):
     for one in range(0, 3000, 100):
         hashes[one + 7] = hashes[one] ^ np.uint64(0b1011 << 20)
     flat = np.full((8, 8, 3), 128, np.uint8)
-    prints = Prints([None, *(Print(int(one), flat) for one in hashes)])
+    prints = [None, *(Print(int(one), flat) for one in hashes)]
     expected = {(one + 8, one + 1) for one in range(0, 3000, 100)}
-    assert {(one, other) for one, other, _ in prints.near(prints)} == expected
-    monkeypatch.setattr("datamodules.images.duplicates.AT_ONCE", 7001)
-    assert {(one, other) for one, other, _ in prints.near(prints)} == expected
+    assert {(one, other) for one, other, _ in matches(prints, prints)} == expected
+    monkeypatch.setattr("datamodules.images.inspection.AT_ONCE", 7001)
+    assert {(one, other) for one, other, _ in matches(prints, prints)} == expected
 
 
 def test_a_held_out_control_that_is_learned_is_a_leak(tmp_path):
     """Another file of the same picture; one file with several edits is how such sets are made."""
-    controls = [print_of(picture("coffee")), print_of(recompressed(picture("coffee"), 90))]
-    targets = [print_of(picture("rocket")), print_of(picture("astronaut"))]
+    controls = [Print.of(picture("coffee")), Print.of(recompressed(picture("coffee"), 90))]
+    targets = [Print.of(picture("rocket")), Print.of(picture("astronaut"))]
     one = Sample("one", tmp_path / "1.png", (tmp_path / "a.png",), ("fly",))
     two = Sample("two", tmp_path / "2.png", (tmp_path / "b.png",), ("smile",))
     [leak] = repeated([one, two], targets, controls, held={1})

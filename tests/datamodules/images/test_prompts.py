@@ -7,7 +7,6 @@ import pytest
 
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
-from datamodules.images import samples as reading
 from datamodules.images.folders import Listing
 from datamodules.images.inspection import Kind, caption_findings
 from datamodules.images.samples import Root, Sample
@@ -19,7 +18,7 @@ from tests.support.stored import picture, tar_members, write_tar
 
 
 def read_prompts(picture, per_line=True):
-    return reading.read_prompts(Listing.of(picture.parent).texts.get(picture.stem, []), per_line)[0]
+    return Listing.of(picture.parent).captions(picture.stem, per_line)[0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_structured_prompts_of_a_tar_are_captions_where_there_are_no_others(tmp_
     different = {**members, "0000.json": b'{"caption": "three"}', "0000.TXT": b"one"}
     found = find_samples([Root(write_tar(tmp_path / "z.tar", {**different, **tar_members([1])}))])
     assert ([one.key for one in found.samples], len(found.incomplete)) == (["0001"], 1)
-    assert "another member has a different caption" in found.incomplete[0]
+    assert "hold different captions of one image" in found.incomplete[0]
 
 
 def test_one_file_is_one_caption_where_asked(tmp_path):
@@ -172,7 +171,7 @@ def test_captions_without_letters_are_found():
     ("text", "message"),
     [
         ("{broken", "x.json is not JSON: Expecting"),
-        ("3", "captions are a text"),
+        ("3", "captions must be a text"),
         ('{"caption": 3}', "a list of texts"),
         ("[" * 100_000, "is not JSON"),
     ],

@@ -84,7 +84,7 @@ def test_every_form_has_them(root, form):
 def test_a_rejected_picture_alone_is_incomplete(root):
     (root / "training_images" / "01.png").unlink()
     incomplete = find_samples([Root(root)]).incomplete
-    assert f"{root / 'rejected_images' / '01.png'} has no target image" in incomplete
+    assert f"{root}/rejected_images/01.png has no target image {root}/training_images/01.*" in incomplete
 
 
 def test_a_missing_file_of_a_table_is_incomplete(root):
@@ -92,7 +92,7 @@ def test_a_missing_file_of_a_table_is_incomplete(root):
     (root / "rejected_images" / "00.png").unlink()
     found = find_samples([Root(table)])
     assert len(found.samples) == 2
-    assert "rejected_images/00.png does not exist" in found.incomplete[0]
+    assert "rejected_images/00.png: No such file" in found.incomplete[0]
 
 
 def data_of(root, *more):

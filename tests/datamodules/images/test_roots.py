@@ -22,7 +22,7 @@ def test_a_root_has_its_own_settings_and_the_others_of_all():
 @pytest.mark.parametrize(
     ("root", "message"),
     [
-        ({"repeats": 2}, r"say where it is, as \{path: FOLDER, repeats: 2\}"),
+        ({"repeats": 2}, r"the path is missing. Write \{path: FOLDER, repeats: 2\}"),
         ({"path": "x", "repeat": 2}, "a root has no setting repeat; choose from path, repeats, weight, resolution"),
         ({"path": "x", "require_prompt": False}, "a root has no setting require_prompt"),
         ({"path": "x", "repeats": 0}, "data.root=x: repeats=0: must be a whole number from 1 to 10000"),

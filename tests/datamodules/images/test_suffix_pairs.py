@@ -3,7 +3,7 @@
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.images.folders import USUAL
+from datamodules.images.folders import USUAL_ENDINGS
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
 from tests.support.stored import picture
@@ -16,7 +16,7 @@ def make(folder, *names):
     return folder
 
 
-@pytest.mark.parametrize("ends", USUAL)
+@pytest.mark.parametrize("ends", USUAL_ENDINGS)
 @pytest.mark.parametrize("caption", ["a b{}.txt", "a b.txt"])
 def test_usual_endings(tmp_path, ends, caption):
     control, target = ends
@@ -32,7 +32,7 @@ def test_endings_of_ones_own(tmp_path):
     root = make(tmp_path / "x", "a-raw.png", "a-done.png", "a.txt", "b_start.png", "b_end.png")
     [sample] = find_samples([Root(root, pair_suffixes=("-raw", "-done"))]).samples
     assert (sample.controls[0].name, sample.target.name) == ("a-raw.png", "a-done.png")
-    with pytest.raises(UserError, match="no pairs named X-in and X-out among its pictures"):
+    with pytest.raises(UserError, match="no pairs named X-in and X-out among its images"):
         find_samples([Root(root, pair_suffixes=("-in", "-out"))])
 
 
@@ -66,18 +66,17 @@ def test_what_is_no_whole_pair_is_incomplete(tmp_path):
     assert [sample.key for sample in found.samples] == ["a"]
     assert found.passed_over == 2
     assert [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in found.incomplete] == [
-        "b_start.png has no b_end.*",
-        "c_end.png has no c_start.*",
+        "c_end.png has no control image c_start.*",
         "d_end.png has no caption d.txt",
-        f"e.txt and {root}/e_end.txt hold different captions of one image. Keep one".replace(f"{root}/", ""),
-        "f_start.png has no f_end.*: f_end.heic",
-        "other.png is neither X_start nor X_end of a pair",
-        "g_end.gif",
+        "e.txt and e_end.txt hold different captions of one image. Keep one",
+        "b_start.png has no target image b_end.*",
+        "f_start.png has no target image f_end.*: f_end.heic",
+        "other.png has no target image other_end.*",
     ]
 
 
 def test_pictures_that_are_no_pairs_are_as_before(tmp_path):
-    with pytest.raises(UserError, match="pictures, but no condition images"):
+    with pytest.raises(UserError, match="images, but no condition images"):
         find_samples([Root(make(tmp_path / "x", "weekend.png", "kick_start.png", "a.png", "a.txt"))])
 
 
@@ -87,7 +86,10 @@ def test_a_pair_named_by_its_endings_alone_has_no_caption_of_its_folder(tmp_path
     for require_prompt in (True, False):
         found = find_samples([Root(root, require_prompt=require_prompt)])
         assert [sample.key for sample in found.samples] == ["a"]
-        assert found.incomplete == [f"{root}/_start.png is named by its ending alone: put a name before it"]
+        assert [line.partition(" has no target image ")[0] for line in found.incomplete] == [
+            f"{root}/_end.png",
+            f"{root}/_start.png",
+        ]
 
 
 @pytest.mark.parametrize("ends", [("", "_after"), ("_before", "")])
@@ -104,9 +106,9 @@ def test_one_ending_may_be_empty(tmp_path, ends):
     assert [one.name for one in found.samples[0].controls] == [f"x{control}.png", "x_control_1.jpg"]
     assert found.samples[0].mask == root / "x_mask.png"
     assert [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in found.incomplete] == [
-        f"v{control}.png has no v{target}.*: v{target}.heic",
-        f"w{target}.png has no w{control}.*",
-        f"z{control}.png has no z{target}.*",
+        f"w{target}.png has no control image w{control}.*",
+        f"v{control}.png has no target image v{target}.*: v{target}.heic",
+        f"z{control}.png has no target image z{target}.*",
     ]
 
 
@@ -115,7 +117,7 @@ def test_pairs_beside_another_data_set_are_not_guessed(tmp_path, name):
     root = make(tmp_path / "x", "a_start.png", "a_end.png", "a.txt")
     (root / "data").mkdir()
     (root / name).write_bytes(b"x")
-    with pytest.raises(UserError, match=f"pairs named X_start, X_end, and {root / name}: move one .* or say") as error:
+    with pytest.raises(UserError, match=f"pairs named X_start, X_end, and {root / name}: move one .* or set") as error:
         find_samples([Root(root)])
     assert "data.pair_suffixes=[_start,_end]" in str(error.value)
     assert "\n" not in str(error.value)

@@ -72,7 +72,7 @@ def test_pictures_that_are_all_missing_are_said(tmp_path, missing):
     columns = {"source_file_name": "b.png", "edited_file_name": "a.png", "instruction": "x", "mask": "m.png"}
     found = find_samples([write(tmp_path, **columns | {missing: "there/no.png"})])
     assert found.samples == []
-    assert f"row 1: {tmp_path}/there/no.png does not exist" in found.incomplete[0]
+    assert f"row 1: {tmp_path}/there/no.png: No such file or directory" in found.incomplete[0]
 
 
 def test_columns_in_doubt_are_said_whatever_else_there_is(tmp_path):

@@ -42,7 +42,7 @@ def test_masks_references_and_captions(tmp_path):
 
 def test_columns_are_named_by_what_stands_before_the_suffix(tmp_path):
     tar = write_tar(tmp_path / "x.tar", tar_members([0], "a", "b"))
-    with pytest.raises(UserError, match="no column of targets, column of condition images; its columns are a, b, txt"):
+    with pytest.raises(UserError, match="no column of condition images, column of targets; its columns are a, b, txt"):
         find_samples([Root(tar)])
     [sample] = find_samples([Root(tar, columns={"control": "b", "target": "a"})]).samples
     assert sample.target.read() == picture(0)
@@ -82,7 +82,7 @@ def test_samples_up_to_a_cut_are_used_and_the_cut_is_said(tmp_path, cut):
     tar.write_bytes(tar.read_bytes()[: end + (cut + 10240)])
     found = find_samples([Root(tar)])
     assert len(found.samples) == (4 if cut == -10240 else 3)
-    assert f"{tar} ends early, or is damaged behind 0003." in found.incomplete[0]
+    assert f"{tar} ends early, or is damaged after 0003." in found.incomplete[0]
     if cut != -10240:
         assert "sample 0003: " in found.incomplete[1]
 
@@ -114,10 +114,10 @@ def test_zeroed_header_in_the_middle_is_said(tmp_path):
     tar.write_bytes(content)
     found = find_samples([Root(tar)])
     assert [one.key for one in found.samples] == ["0000"]
-    assert "damaged behind 0000.txt" in found.incomplete[0]
+    assert "damaged after 0000.txt" in found.incomplete[0]
 
 
-@pytest.mark.parametrize("kind", ["empty", "text", "gzip", "gzip named tar", "no members", "no pictures", "folder"])
+@pytest.mark.parametrize("kind", ["empty", "text", "gzip", "gzip named tar", "no members", "no images", "folder"])
 def test_unusable_tar_is_a_line(tmp_path, kind):
     path = tmp_path / ("x.tar.gz" if kind == "gzip" else "x.tar")
     messages = {
@@ -125,12 +125,12 @@ def test_unusable_tar_is_a_line(tmp_path, kind):
         "text": "is empty or no tar",
         "gzip": r"is compressed, .* repack it as a plain \.tar",
         "gzip named tar": r"is compressed, .* repack it as a plain \.tar",
-        "no members": "no pictures",
-        "no pictures": "no pictures",
+        "no members": "no images",
+        "no images": "no images",
         "folder": "no pairs found",
     }
-    if kind in ("no members", "no pictures"):
-        write_tar(path, {"a.txt": b"x"} if kind == "no pictures" else {})
+    if kind in ("no members", "no images"):
+        write_tar(path, {"a.txt": b"x"} if kind == "no images" else {})
     elif kind == "folder":
         path.mkdir()
     elif kind.startswith("gzip"):
@@ -156,7 +156,7 @@ def test_members_in_doubt_are_incomplete(tmp_path):
     found = find_samples([Root(tar)])
     assert [one.key for one in found.samples] == ["0004"]
     for message in (
-        "0001.json cannot be read",
+        "0001.json is not JSON",
         "0000.source.png is there twice",
         "0003.mask.png is a link",
         "heic is none of",

@@ -174,7 +174,7 @@ def unreadable(path, kind):
         ("dangling", "it is a link to /nowhere/x.png, which is not there"),
         ("floats", "its pixels are floating-point numbers"),
         ("giant", "15000x14000 are more than 179 megapixels, shrink it$"),
-        ("empty", "it is empty or no picture"),
+        ("empty", "it is empty or no image"),
     ],
 )
 @pytest.mark.parametrize("read", [image_size, verify_image, open_image])
@@ -218,7 +218,7 @@ def test_of_an_animation_the_first_frame_is_read(image, tmp_path, kind):
 
 def test_picture_of_a_telephone_is_a_line(tmp_path):
     (tmp_path / "x.jpg").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
-    with pytest.raises(UserError, match=r"x\.jpg: it is empty or no picture"):
+    with pytest.raises(UserError, match=r"x\.jpg: it is empty or no image"):
         image_size(tmp_path / "x.jpg")
 
 
