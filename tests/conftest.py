@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,12 @@ def runs(shared, tiny, pairs) -> Runs:
 def gallery(runs) -> Gallery:
     """Runs by name, each made once; tests read them."""
     return Gallery(runs)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Copy a past run, to change it: to a folder of this test."""
+    return lambda past, name="run": Path(shutil.copytree(past.folder, tmp_path / name))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tasks.arguments import with_run_settings
 from tasks.resuming import check_resumable, find_checkpoint
 from tests.support.combinations import first
 from tests.support.commands import kill_when, lora_bytes, metrics, short, wait_until
+from tests.support.gallery import SHOWN
 from tests.support.hold import kill_before_the_first_checkpoint
 from tests.support.pictures import make_pairs, photograph
 
@@ -52,16 +53,14 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, t
 @pytest.mark.parametrize(
     "optimizer", first(1, ["adamw_schedule_free", "adamw_8bit", "paged_adamw_8bit", "prodigy", "adafactor"])
 )
-def test_resume_is_bitwise_for_other_optimizers(run, tiny, pairs, tmp_path, optimizer):
+def test_resume_is_bitwise_for_other_optimizers(run, runs, copied, tiny, pairs, optimizer):
     settings = [f"optimizer={optimizer}", "scheduler=constant"]
-    run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings, "save_every=0")
-    run("train", *short(tiny, pairs, tmp_path / "halves", 3), *settings, "save_every=2")
-    run("train", *short(tiny, pairs, tmp_path / "halves", 6), *settings, "ckpt_path=last", "save_every=2")
-    assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
+    folder = copied(runs(3, *settings))
+    run("train", *short(tiny, pairs, folder, 6), *settings, "ckpt_path=last", "save_every=2")
+    assert lora_bytes(folder) == lora_bytes(runs(6, *settings).folder)
 
 
-@pytest.mark.parametrize("number", first(1, [signal.SIGTERM, signal.SIGINT]))
-def test_signal_saves_and_the_run_goes_on_exactly(run, start, tiny, pairs, tmp_path, number):
+def test_signal_saves_and_the_run_goes_on_exactly(run, start, tiny, pairs, tmp_path):
     """To the whole process group, data workers included, as a terminal and a cluster send it; within a window."""
     settings = ["trainer.accumulate_grad_batches=3", "save_every=0", "scheduler=constant", "data.num_workers=2"]
     folder = tmp_path / "a stopped run"
@@ -69,11 +68,11 @@ def test_signal_saves_and_the_run_goes_on_exactly(run, start, tiny, pairs, tmp_p
     process = start("train", *stopped)
     wait_until((folder / "metrics.csv").exists, process)
     wait_until(lambda: len((folder / "metrics.csv").read_text().splitlines()) > 3, process)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGTERM)
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, text
+    assert process.returncode == 128 + signal.SIGTERM, text
     assert "Traceback" not in text
-    assert f"stopped by {number.name} after step" in text
+    assert "stopped by SIGTERM after step" in text
     [line] = [line for line in text.splitlines() if "resume with the same command and" in line]
     goes_on = shlex.split(line.partition("same command and ")[2])
     assert goes_on == [f"output_dir={folder}", "ckpt_path=last"]
@@ -86,22 +85,19 @@ def test_signal_saves_and_the_run_goes_on_exactly(run, start, tiny, pairs, tmp_p
 
 
 @pytest.mark.slow
-def test_run_that_was_killed_behind_its_last_saving_gets_its_end(run, tiny, pairs, tmp_path):
-    """Its last pictures, what they measure, and its report; so does one that was killed so in the middle."""
-    folder = tmp_path / "run"
+def test_run_killed_after_its_last_checkpoint_gets_its_end(run, gallery, copied, tiny, pairs):
+    """Its last images, their metrics, and its report; also when it then trains further."""
+    folder = copied(gallery("shown"))
 
     def arguments(steps):
-        common = short(tiny, pairs, folder, steps, shown=True)
-        settings = ["model.sampling.num_inference_steps=1", "callbacks.sample_images.count=2"]
-        return [*common, *settings, "data.val_count=2", "save_every=2", "sample_every=2", "scheduler=constant"]
+        return [*short(tiny, pairs, folder, steps, shown=True), *SHOWN]
 
-    run("train", *arguments(4))
     pictures = sorted((folder / "samples" / "step-000004").glob("*.png"))
     before = {path: path.read_bytes() for path in (folder / "validation.csv", folder / "grid.png", *pictures)}
     assert len(pictures) == 2
     weights_before = lora_bytes(folder)
 
-    def kill_behind_last_saving():
+    def kill_after_last_checkpoint():
         rows = (folder / "validation.csv").read_text().splitlines()
         (folder / "validation.csv").write_text("\n".join(rows[:-1]) + "\n")
         shutil.rmtree(folder / "samples" / "step-000004")
@@ -109,7 +105,7 @@ def test_run_that_was_killed_behind_its_last_saving_gets_its_end(run, tiny, pair
         (folder / "report.html").unlink()
 
     for measured_only in (False, True):
-        kill_behind_last_saving()
+        kill_after_last_checkpoint()
         if measured_only:
             (folder / "samples" / "step-000004").mkdir()
             for path in pictures:
@@ -119,7 +115,7 @@ def test_run_that_was_killed_behind_its_last_saving_gets_its_end(run, tiny, pair
         assert {path: path.read_bytes() for path in before} == before
         assert "http-equiv" not in (folder / "report.html").read_text(), "a finished report waits for nothing"
         assert lora_bytes(folder) == weights_before
-    kill_behind_last_saving()
+    kill_after_last_checkpoint()
     run("train", *arguments(6), "ckpt_path=last")
     steps = [line.split(",")[0] for line in (folder / "validation.csv").read_text().splitlines()[1:]]
     assert steps == ["0", "2", "4", "6"]
@@ -147,9 +143,9 @@ def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monk
     assert (folder / "notes.txt").exists()
 
 
-def test_a_run_is_not_resumed_with_a_changed_setting(run, tiny, pairs, tmp_path):
-    arguments = short(tiny, pairs, tmp_path / "run", 2)
-    run("train", *arguments)
+def test_a_run_is_not_resumed_with_a_changed_setting(run, gallery, copied, tiny, pairs):
+    folder = copied(gallery("plain"))
+    arguments = short(tiny, pairs, folder, 2)
     error = run("train", *arguments, "ckpt_path=last", "optimizer.lr=1e-2", ok=False).error
     assert "cannot resume with a changed setting: optimizer.lr was 0.0001 in" in error
     assert "adapter.init_from=" in error
@@ -160,7 +156,7 @@ def test_a_run_is_not_resumed_with_a_changed_setting(run, tiny, pairs, tmp_path)
         assert "init_from" not in error
     error = run("train", *arguments, "ckpt_path=last", "objective=slider", ok=False).error
     assert "cannot resume with a changed setting: objective._target_ was" in error
-    config = tmp_path / "run" / "config.yaml"
+    config = folder / "config.yaml"
     lines = config.read_text().splitlines(keepends=True)
     earlier = [line for line in lines if "lora_plus_ratio" not in line and "use_rslora" not in line]
     assert len(earlier) == len(lines) - 2
@@ -172,28 +168,19 @@ def test_a_run_is_not_resumed_with_a_changed_setting(run, tiny, pairs, tmp_path)
     assert "note: objective.weighting was None in" in text
 
 
-# The factor of the learning rate after a share of the steps.
-SCHEDULES = {
-    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
-    "linear": lambda share: 1 - share,
-    "constant": lambda share: 1.0,
-}
-
-
-@pytest.mark.parametrize("scheduler", first(1, SCHEDULES))
-def test_extended_run_takes_the_new_schedules_learning_rate_from_its_first_step(run, tiny, pairs, tmp_path, scheduler):
-    settings = [f"scheduler={scheduler}", "optimizer.lr=0.003", "adapter.lora_plus_ratio=4"]
-    assert "was read back" in run("train", *short(tiny, pairs, tmp_path / "run", 4), *settings).text
-    table = tmp_path / "run" / "metrics.csv"
-    former = metrics(tmp_path / "run")[-1]["seconds"]
+def test_extended_run_takes_the_new_schedules_learning_rate_from_its_first_step(run, runs, copied, tiny, pairs):
+    settings = ["scheduler=cosine", "optimizer.lr=0.003", "adapter.lora_plus_ratio=4"]
+    past = runs(4, *settings)
+    folder = copied(past)
+    assert "was read back" in past.text
+    table = folder / "metrics.csv"
+    former = metrics(folder)[-1]["seconds"]
     table.write_text(table.read_text().replace(f",{former}\n", ",3600\n"))  # it took an hour
-    text = run("train", *short(tiny, pairs, tmp_path / "run", 8), *settings, "ckpt_path=last").text
+    text = run("train", *short(tiny, pairs, folder, 8), *settings, "ckpt_path=last").text
     assert "was read back" not in text
-    assert all(3600 < float(row["seconds"]) < 3700 for row in metrics(tmp_path / "run")[4:])
-    expected = [0.003 * SCHEDULES[scheduler](step / 8) for step in range(4, 8)]
-    assert [float(row["lr"]) for row in metrics(tmp_path / "run")][4:] == pytest.approx(expected, rel=1e-5)
-    if scheduler == "cosine":
-        assert expected == pytest.approx([0.0015, 0.000926, 0.000439, 0.000114], abs=5e-7)
+    assert all(3600 < float(row["seconds"]) < 3700 for row in metrics(folder)[4:])
+    rates = [float(row["lr"]) for row in metrics(folder)][4:]
+    assert rates == pytest.approx([0.5 * 0.003 * (1 + math.cos(math.pi * step / 8)) for step in range(4, 8)], rel=1e-5)
     assert "note: trainer.max_steps was 4 in" in text
     assert text.count("note:") == 1
 
@@ -239,20 +226,19 @@ def test_a_resumed_schedule_has_the_rates_and_momenta_of_one_that_was_never_stop
     assert follow(resumed, scheduler, 3) == whole[5:]
 
 
-def test_changed_accumulation_is_that_of_the_first_step_after_resuming(run, tiny, pairs, tmp_path):
+def test_changed_accumulation_is_that_of_the_first_step_after_resuming(run, runs, copied, tiny, pairs, tmp_path):
     settings = ["scheduler=constant", "trainer.log_every_n_steps=1"]
-    command = [*short(tiny, pairs, tmp_path / "run", 3), *settings]
-    run("train", *command, "trainer.accumulate_grad_batches=2")
+    folder = copied(runs(3, *settings, "trainer.accumulate_grad_batches=2"))
+    command = [*short(tiny, pairs, folder, 3), *settings]
     counted = "+callbacks.count={_target_: tests.support.probes.CountBatches, file: " + f"{tmp_path / 'counts'}}}"
     more = ["ckpt_path=last", "trainer.max_steps=5", "trainer.accumulate_grad_batches=4", counted]
     assert "note: trainer.accumulate_grad_batches was 2 in" in run("train", *command, *more).text
     assert (tmp_path / "counts").read_text().split() == ["4:4", "5:4"]
 
 
-def test_all_that_changed_is_noted_when_a_run_is_resumed(run, tiny, pairs, tmp_path):
+def test_all_that_changed_is_noted_when_a_run_is_resumed(run, gallery, copied, tiny, pairs, tmp_path):
     root = shutil.copytree(pairs, tmp_path / "pairs")
-    command = short(tiny, root, tmp_path / "run", 2)
-    run("train", *command)
+    command = short(tiny, root, copied(gallery("plain")), 2)
     more = photograph("coffee", 32, 32)
     for folder in ("training_images", "control_images"):
         more.save(root / folder / "more.png")
@@ -278,11 +264,10 @@ def test_all_that_changed_is_noted_when_a_run_is_resumed(run, tiny, pairs, tmp_p
 
 
 @pytest.mark.parametrize("how", first(1, ["ckpt_path=last", "resume=auto", "newest", "ckpt_path=PATH"]))
-def test_a_run_that_a_command_only_names_is_resumed_with_its_own_settings(run, tiny, pairs, tmp_path, monkeypatch, how):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "outputs" / "it's a run=mine"
+def test_a_run_that_is_only_named_is_resumed_with_its_own_settings(run, runs, copied, tmp_path, monkeypatch, how):
     settings = ["adapter.target_modules=[attn.to_q]", "optimizer=adamw_schedule_free", "seed=5"]
-    run("train", *short(tiny, pairs, folder, 2), *settings)
+    whole, folder = runs(3, *settings).folder, copied(runs(2, *settings), "outputs/it's a run=mine")
+    monkeypatch.chdir(tmp_path)
     path = folder / "checkpoints" / "last.ckpt"
     places = [f"output_dir={folder}"] if "=" in how and "PATH" not in how else []
     resume = {"newest": "ckpt_path=last", "ckpt_path=PATH": f"ckpt_path={path}"}.get(how, how)
@@ -293,8 +278,7 @@ def test_a_run_that_a_command_only_names_is_resumed_with_its_own_settings(run, t
     resumed = folder
     if "PATH" in how:  # it branches off into a folder of its own
         [resumed] = (one for one in folder.parent.iterdir() if one != folder)
-    run("train", *short(tiny, pairs, tmp_path / "whole", 3), *settings)
-    assert lora_bytes(resumed) == lora_bytes(tmp_path / "whole")
+    assert lora_bytes(resumed) == lora_bytes(whole)
 
 
 @pytest.mark.parametrize(
@@ -321,9 +305,8 @@ def test_a_command_with_settings_of_its_own_keeps_them(arguments, tmp_path):
     assert with_run_settings(given) == own
 
 
-def test_a_changed_setting_of_a_finished_run_is_answered(run, tiny, pairs, tmp_path):
-    command = [*short(tiny, pairs, tmp_path / "run", 2), "resume=auto"]
-    run("train", *command)
+def test_a_changed_setting_of_a_finished_run_is_answered(run, gallery, copied, tiny, pairs):
+    command = [*short(tiny, pairs, copied(gallery("plain")), 2), "resume=auto"]
     error = run("train", *command, "optimizer.lr=1e-2", "adapter.alpha=3", ok=False).error
     assert "optimizer.lr was 0.0001 in" in error
     assert "adapter.alpha was " in error
@@ -377,15 +360,14 @@ def test_newest_run_goes_on_without_naming_it(run, tiny, pairs, tmp_path, monkey
     assert {path.name for path in (tmp_path / "outputs" / f"{folder.name}-2").iterdir()} >= {"0", "1", "sweep.csv"}
 
 
-def test_the_same_command_starts_a_run_resumes_it_and_says_that_it_is_finished(run, start, tiny, pairs, tmp_path):
+def test_the_same_command_starts_a_run_resumes_it_and_says_that_it_is_finished(run, runs, start, tiny, pairs, tmp_path):
     settings = ["save_every=2", "scheduler=constant"]
-    run("train", *short(tiny, pairs, tmp_path / "whole", 6), *settings)
     folder = tmp_path / "run"
     command = [*short(tiny, pairs, folder, 6), *settings, "resume=auto"]
     process = start("train", *command, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 5}")
     kill_when((folder / "checkpoints" / "step-000002.ckpt").exists, process)
     assert "nothing to do" not in run("train", *command).text
-    assert lora_bytes(folder) == lora_bytes(tmp_path / "whole")
+    assert lora_bytes(folder) == lora_bytes(runs(6, *settings).folder)
 
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     finished = run("train", *command)
@@ -408,13 +390,11 @@ def test_resume_needs_the_name_of_the_folder(run, tiny, pairs, tmp_path, monkeyp
     assert "resume=auto needs output_dir=FOLDER" in run("train", *arguments, "resume=auto", ok=False).error
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tiny, pairs, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, runs, copied, tiny, pairs):
     """And it does not take the good one's place when the run saves next."""
     settings = ["save_every=2", "scheduler=constant"]
-    run("train", *short(tiny, pairs, tmp_path / "whole", 8), *settings)
-    folder = tmp_path / "run"
+    folder = copied(runs(6, *settings, "keep_checkpoints=3"))
     command = [*short(tiny, pairs, folder, 6), *settings, "keep_checkpoints=3", "resume=auto"]
-    run("train", *command)
     checkpoints = folder / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"last.ckpt", "step-000002.ckpt", "step-000004.ckpt"}
     content = bytearray((checkpoints / "last.ckpt").read_bytes())
@@ -425,36 +405,35 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tiny, pairs
     assert "last.ckpt is damaged (checksum of" in text
     assert "step-000004.ckpt is damaged (its end is missing, or it is no checkpoint); " in text
     assert "step-000002.ckpt is tried" in text
-    assert lora_bytes(folder) == lora_bytes(tmp_path / "whole")
+    assert lora_bytes(folder) == lora_bytes(runs(8, *settings).folder)
     kept = {path.name: torch.load(path, weights_only=True)["global_step"] for path in checkpoints.iterdir()}
     assert kept == {"last.ckpt": 8, "step-000006.ckpt": 6, "step-000004.ckpt": 4}
 
 
-def test_what_a_run_that_was_killed_at_its_end_kept_too_much_is_removed(run, tiny, pairs, tmp_path):
-    command = [*short(tiny, pairs, tmp_path / "run", 3), "save_every=1", "keep_checkpoints=3", "resume=auto"]
-    run("train", *command)
-    (tmp_path / "run" / "finished.json").unlink()
-    run("train", *command, "keep_checkpoints=2")
-    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+def test_checkpoints_that_a_killed_run_kept_too_many_are_removed(run, runs, copied, tiny, pairs):
+    folder = copied(runs(3, "save_every=1", "keep_checkpoints=3"))
+    (folder / "finished.json").unlink()
+    run("train", *short(tiny, pairs, folder, 3), "save_every=1", "keep_checkpoints=2", "resume=auto")
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"last.ckpt", "step-000002.ckpt"}
 
 
-def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(run, tiny, pairs, tmp_path):
-    run("train", *short(tiny, pairs, tmp_path / "run", 1))
-    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(gallery, copied):
+    run = RunFolder(copied(gallery("plain")))
+    path = run.checkpoint
     whole, content = torch.load(path, weights_only=True), path.read_bytes()
     found = 0
-    for place in range(0, len(content), len(content) // 400):
+    for place in range(0, len(content), len(content) // 60):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
         try:
-            find_checkpoint("last", None, RunFolder(tmp_path / "run"))
+            find_checkpoint("last", None, run)
         except UserError:
             found += 1
         else:
             assert str(torch.load(path, weights_only=True)) == str(whole)
-    assert found > 200
+    assert found > 30
 
 
 def test_a_run_that_was_killed_in_its_first_saving_starts_anew(run, start, tiny, pairs, tmp_path):
@@ -474,12 +453,12 @@ def test_a_run_that_was_killed_in_its_first_saving_starts_anew(run, start, tiny,
     assert "without a checkpoint: choose another folder" in run("train", *command, ok=False).error
 
 
-def test_a_run_whose_first_saving_fails_starts_anew(run, tiny, pairs, tmp_path):
+def test_a_run_whose_first_saving_fails_starts_anew(run, runs, tiny, pairs, tmp_path):
     """The disk has room for its weights and none for its checkpoint."""
     command = [*short(tiny, pairs, tmp_path / "run", 4), "save_every=2", "resume=auto"]
-    run("train", *short(tiny, pairs, tmp_path / "whole", 4), "save_every=2")
-    room = (tmp_path / "whole" / "checkpoints" / "last.ckpt").stat().st_size - 1000
-    assert room > len(lora_bytes(tmp_path / "whole"))
+    whole = runs(4, "save_every=2").folder
+    room = (whole / "checkpoints" / "last.ckpt").stat().st_size - 1000
+    assert room > len(lora_bytes(whole))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
@@ -489,12 +468,11 @@ def test_a_run_whose_first_saving_fails_starts_anew(run, tiny, pairs, tmp_path):
     assert "cannot write" in error
     assert (tmp_path / "run" / "lora" / "last").is_dir()
     assert "it is started again" in run("train", *command).text
-    assert lora_bytes(tmp_path / "run") == lora_bytes(tmp_path / "whole")
+    assert lora_bytes(tmp_path / "run") == lora_bytes(whole)
 
 
-def test_what_a_killed_saving_leaves_is_removed(run, tiny, pairs, tmp_path):
-    folder = tmp_path / "run"
-    run("train", *short(tiny, pairs, folder, 2))
+def test_what_a_killed_saving_leaves_is_removed(run, gallery, copied, tiny, pairs):
+    folder = copied(gallery("plain"))
     left = [
         folder / ".config.yaml.1.tmp",
         folder / "lora" / "last" / ".weights.safetensors.1.tmp",
@@ -507,10 +485,8 @@ def test_what_a_killed_saving_leaves_is_removed(run, tiny, pairs, tmp_path):
     assert not list(folder.rglob(".*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("number", "resume"), first(1, [(signal.SIGUSR1, True), (signal.SIGUSR2, True), (signal.SIGUSR1, False)])
-)
-def test_slurm_queues_a_job_again_that_it_tells_to_end(run, start, tiny, pairs, tmp_path, monkeypatch, number, resume):
+@pytest.mark.parametrize("resume", first(1, [True, False]))
+def test_slurm_queues_a_job_again_that_it_tells_to_end(start, tiny, pairs, tmp_path, monkeypatch, resume):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     scontrol.chmod(0o755)
@@ -520,9 +496,9 @@ def test_slurm_queues_a_job_again_that_it_tells_to_end(run, start, tiny, pairs, 
     settings = ["save_every=0", "scheduler=constant", *(["resume=auto"] if resume else [])]
     process = start("train", *short(tiny, pairs, folder, 10_000), *settings)
     wait_until(lambda: (folder / "metrics.csv").is_file() and (folder / "metrics.csv").stat().st_size > 200, process)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGUSR1)
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, text
+    assert process.returncode == 128 + signal.SIGUSR1, text
     assert "Traceback" not in text
     if not resume:
         assert not (tmp_path / "asked").exists()
@@ -531,7 +507,3 @@ def test_slurm_queues_a_job_again_that_it_tells_to_end(run, start, tiny, pairs, 
     assert "saved in" in text
     assert "resume with the same command; job 17 is queued again" in text
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
-    step = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    run("train", *short(tiny, pairs, folder, step + 2), *settings)
-    run("train", *short(tiny, pairs, tmp_path / "whole", step + 2), *settings)
-    assert lora_bytes(folder) == lora_bytes(tmp_path / "whole")

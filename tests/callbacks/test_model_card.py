@@ -50,7 +50,7 @@ def settings(tiny, pairs, tmp_path):
     return [*short(tiny, pairs, tmp_path / "run", 4, shown=True), *SHOWN, "data.val_count=2", "sample_every=2"]
 
 
-@pytest.mark.parametrize("adapter", first(1, ["tlora", "full", "lora", "ortho_tlora"]))
+@pytest.mark.parametrize("adapter", first(1, ["tlora", "full", "lora"]))
 def test_all_weights_of_every_adapter_have_a_card(run, tiny, tmp_path, settings, adapter):
     """Its commands work when the folder is somewhere else."""
     own = [one for one in settings if adapter != "full" or not one.startswith("adapter.rank")]
@@ -98,13 +98,14 @@ def test_card_of_every_family(run, tmp_path, arguments, model):
 
 
 @pytest.mark.parametrize("late", first(1, [False, True]), ids=["at once", "when more has been made"])
-def test_card_belongs_to_its_weights(run, tmp_path, settings, late):
-    run("train", *settings, "save_every=1", "optimizer.lr=1e-2")
+def test_card_belongs_to_its_weights(run, runs, copied, tiny, pairs, tmp_path, late):
+    more = [*SHOWN, "save_every=1", "data.val_count=2", "sample_every=2", "optimizer.lr=1e-2"]
+    run_folder = copied(runs(4, *more, shown=True))
     if late:
-        for card in (tmp_path / "run/lora").glob("*/*.md"):
+        for card in run_folder.glob("lora/*/*.md"):
             card.unlink()
-        run("train", *settings, "save_every=1", "optimizer.lr=1e-2", "ckpt_path=last")
-    measured = {int(row["step"]): row for row in rows(tmp_path / "run")}
+        run("train", *short(tiny, pairs, run_folder, 4, shown=True), *more, "ckpt_path=last")
+    measured = {int(row["step"]): row for row in rows(run_folder)}
     best = max((row["psnr"], -step) for step, row in measured.items() if step)[1] * -1
     folders = {f"step-00000{step}": step for step in range(1, 5)} | {"last": 4, "best": best}
     for name, step in folders.items():
@@ -197,17 +198,13 @@ def test_card_names_nothing_of_the_machine(run, tiny, tmp_path, monkeypatch):
     assert f"PATH_TO/{tiny.name}" in text
 
 
-def test_trigger_word_is_the_instance_prompt(run, tiny, pairs, tmp_path):
-    run("train", *short(tiny, pairs, tmp_path / "run", 1), "data.trigger_word=sks")
+def test_card_names_the_trigger_word_and_no_other_loader_for_a_constant_schedule(run, tiny, pairs, tmp_path):
+    adapter = ["adapter=tlora", "adapter.rank_schedule=constant", "model=flux_kontext", "model.dtype=float32"]
+    run("train", *short(tiny, pairs, tmp_path / "run", 1), *adapter, "data.trigger_word=sks")
     card = read(tmp_path / "run/lora/last")
     assert card.data.instance_prompt == "sks"
     assert "Its trigger word: `sks`" in card.text
-
-
-def test_schedule_that_is_constant_needs_no_other_loader(run, tiny, pairs, tmp_path):
-    more = ["adapter=tlora", "adapter.rank_schedule=constant", "model=flux_kontext", "model.dtype=float32"]
-    run("train", *short(tiny, pairs, tmp_path / "run", 1), *more)
-    assert "full rank" not in read(tmp_path / "run/lora/last").text
+    assert "full rank" not in card.text
 
 
 @pytest.mark.parametrize("adapter", first(1, ["lora", "tlora", "full"]))

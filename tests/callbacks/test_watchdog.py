@@ -9,7 +9,7 @@ import pytest
 from callbacks.lifecycle import Watchdog
 from lightning_modules.timing import LOADING, NOT_TRAINING, StageTimer
 
-SECONDS = 1.0
+SECONDS = 0.6
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def watched(monkeypatch):
         found.set()
         watchdog._ended.set()
 
-    monkeypatch.setattr(watchdog, "_end", end)
+    monkeypatch.setattr(watchdog, "_abort", end)
     module = SimpleNamespace(base=SimpleNamespace(timer=timer))
     thread = threading.Thread(target=watchdog._watch, args=(module, SECONDS))
     thread.start()
