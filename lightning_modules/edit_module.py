@@ -249,9 +249,6 @@ class EditModule(L.LightningModule, Family):
             return self.encoder.to_cache(batch)
         return self.sampler.generate(batch, lambda: self.trainer.should_stop)
 
-    def on_predict_end(self) -> None:
-        self.sampler.loras.unmerge()
-
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ from torch import nn
 from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
+from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gate import Gate
 from lightning_modules.adapters.peft_layers import cast_inputs
 from lightning_modules.adapters.rank_mask import RankGate
-from lightning_modules.adapters.training_adapter import TrainingAdapter
 from lightning_modules.estimation.calibration import DeviceMemory
 from lightning_modules.execution.blocks import (
     cast_inputs_once,
@@ -95,7 +95,7 @@ class Execution:
         if trains and self.offload["blocks"] and not recomputes:
             raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
         if self._adapter is not None and self.training_adapter is not None:
-            self.training_adapter.check(self.base, self._adapter, sharded)
+            self.training_adapter.check(self.base, self._adapter)
         elif trains:
             self.base.note_distilled()
 
@@ -115,7 +115,7 @@ class Execution:
         transformer = self.base.load_transformer(sharded=mesh is not None)
         self.adapt(transformer)
         if self.training_adapter is not None:
-            self.training_adapter.load(transformer, self.base, sharded=mesh is not None)
+            self.training_adapter.load(transformer, self.base)
         if self.offload["activations"]:
             self._activations = ActivationOffload(self.base.device, all_weights(transformer))
         dynamic = None

@@ -51,7 +51,7 @@ class Sampler:
 
     def check(self) -> None:
         """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would not follow."""
-        self.loras.check(self.base)
+        self.loras.check_files(self.base)
         if self.sampling is not None:
             self.family.sampling_rules.check(self.sampling, self.family.pipeline_name)
             if self.sampling.transformer_name_or_path in (None, self.base.transformer_name):

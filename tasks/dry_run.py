@@ -82,9 +82,8 @@ def rows(
     offloaded = module.base.offloads_encoders  # to the host, while the transformer computes
     weights = plan.weights - plan.waiting
     assistant = module.execution.training_adapter
-    beside_weights, originals = (0, 0) if assistant is None else assistant.memory(module.base)
     training = {
-        "weights": weights + beside_weights,
+        "weights": weights + (0 if assistant is None else assistant.memory(module.base)),
         "adapter": plan.adapter,
         "optimizer": plan.optimizer,
         **({"EMA": plan.ema} if plan.ema else {}),
@@ -108,7 +107,6 @@ def rows(
     host |= {part: plan.encoders[part] for part in sorted(on_host)}
     host |= {"blocks": plan.waiting} if plan.waiting else {}
     host |= beside if offloaded else {}
-    host |= {"weights without the training adapter": originals} if originals else {}
     disk = {"cache": plan.cache} if caches else {}
     if not caches:
         del host["prompts while encoding"], host["reading ahead"]

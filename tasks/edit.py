@@ -50,12 +50,8 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
         log.info("a slider: pictures from lora_scale=-2 to 2; lora_scale=1 makes one alone")
     if not files and (by_layer or scales != [1.0]):
         raise UserError("lora_scale needs lora=: name the weights that it scales")
-    if not files and cfg.merge_lora:
-        raise UserError("merge_lora=true needs lora=: name the weights to merge")
     place_trainer(cfg)
-    make_pictures(
-        cfg, AppliedLoRAs(files, cfg.merge_lora, by_layer, weights), scales, output_dir, strips=len(scales) > 1
-    )
+    make_pictures(cfg, AppliedLoRAs(files, by_layer, weights), scales, output_dir, strips=len(scales) > 1)
     log.info(f"done: {output_dir}")
 
 

@@ -42,7 +42,7 @@ DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")
 # Tasks of predict.py that read a setting and all below it; the longest name counts, other settings are for all tasks.
 READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("format", "merge", "merge_weights", "rank", "extract", "fuse", "export"), ("export",)),
-    **dict.fromkeys(("lora_scale", "lora_weights", "merge_lora", "image", "prompt", "prompts_file"), ("edit",)),
+    **dict.fromkeys(("lora_scale", "lora_weights", "image", "prompt", "prompts_file"), ("edit",)),
     **dict.fromkeys(("negative_prompt", "guidance_scale", "true_cfg_scale", "num_images_per_prompt"), ("edit",)),
     **dict.fromkeys(("height", "width", "max_area", "batch_size"), ("edit",)),
     **dict.fromkeys(("num_inference_steps", "shift", "shift_terminal"), ("edit", "export")),

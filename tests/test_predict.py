@@ -8,13 +8,10 @@ import torch
 import torch._dynamo
 from PIL import Image
 
-from lightning_modules.adapters.applied import MergedLoRAs
-from lightning_modules.adapters.peft_layers import ADAPTER
 from lightning_modules.execution import blocks as execution
 from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.pictures import pixels, records
-from tests.support.tiny_adapters import LAYER, build, learn
 
 STAGES = {"load", "encode_prompt", "encode_image", "denoise", "decode"}
 
@@ -152,39 +149,6 @@ def test_pictures_made_at_once_are_those_made_alone(run, trained, photo, tmp_pat
         assert np.abs(pixels(one) - pixels(other)).max() <= 1
     facts = {row["file"]: (row["prompt"], row["seed"]) for row in records(tmp_path / "together")}
     assert facts == {row["file"]: (row["prompt"], row["seed"]) for row in records(tmp_path / "alone")}
-
-
-def test_merged_lora_gives_the_same_picture_at_each_scale(run, trained, photo, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    request = [f"lora={trained}", f"image={photo}", "num_inference_steps=2", "prompt=make it snow"]
-    for name, more in (("beside", []), ("merged", ["merge_lora=true"])):
-        run("predict", *request, "lora_scale=[0,1,2]", f"output_dir={name}", *more)
-    beside, merged = (sorted((tmp_path / name).glob("*.png")) for name in ("beside", "merged"))
-    assert len(beside) == len(merged) == 3
-    for one, other in zip(beside, merged, strict=True):
-        assert np.abs(pixels(one) - pixels(other)).max() <= 1
-    assert np.abs(pixels(beside[0]) - pixels(beside[2])).max() > 8
-
-
-def test_merged_weights_come_back_bitwise(tiny):
-    module = build(tiny, "lora", dtype="bfloat16")
-    learn(module)
-    before = {name: tensor.clone() for name, tensor in module.transformer.state_dict().items()}
-    merged = MergedLoRAs(module.transformer, [ADAPTER])
-    layer = module.transformer.get_submodule(LAYER)
-    for scale in (1.0, 0.5):
-        layer.scaling[ADAPTER] = scale
-        merged.merge()
-        update = layer.lora_B[ADAPTER].weight.float() @ layer.lora_A[ADAPTER].weight.float()
-        original = before[f"{LAYER}.base_layer.weight"]
-        assert torch.equal(layer.base_layer.weight, (original.float() + scale * update).bfloat16())
-    x = torch.randn(2, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer(x), layer.base_layer(x))
-        merged.unmerge()
-        assert not torch.equal(layer(x), layer.base_layer(x))
-    after = module.transformer.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.slow

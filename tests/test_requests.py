@@ -51,8 +51,8 @@ def test_components_may_be_placed_one_by_one(run, trained, photo, tmp_path):
         (["prompt=[]"], "prompt=[]: the list is empty"),
         (["lora=[]"], "lora=[]: the list is empty"),
         (["prompt=x", "image=[a.png,b.png]"], "image=[...]: a.png is not an image file. A list names the references"),
-        (["prompt=x", "merge_lora=true", "width=32", "height=32"], "merge_lora=true needs lora="),
         (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
+        (["prompt=x", "batch_size=0"], "batch_size=0: must be a whole number from 1 on"),
         (["prompt=x", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number from 1 on"),
         (
             ["prompt=x", "height=100", "width=32"],
@@ -108,25 +108,6 @@ def test_header_of_a_file_from_elsewhere_can_call_nothing(run, tiny, trained, ph
 def test_missing_negative_prompt_is_said(run, tmp_path):
     arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", "true_cfg_scale=2"]
     assert 'using ""' in run("predict", *arguments, f"output_dir={tmp_path / 'out'}").text
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["merge_lora=true", "model/quantization=fp8"], "merge_lora=true needs a base in bf16 or float32"),
-        (["merge_lora=true", "model.offload.blocks=1"], "merge_lora=true does not go with model.offload.blocks"),
-        (["batch_size=0"], "batch_size=0: must be a whole number from 1 on"),
-    ],
-)
-def test_what_does_not_go_together_is_named(run, trained, photo, tmp_path, more, message):
-    request = [f"lora={trained}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
-    assert run("predict", *request, *more, ok=False).error.startswith(f"error: {message}")
-
-
-def test_t_lora_is_not_merged(run, learned, photo, tmp_path):
-    request = [f"lora={learned('tlora')}", f"image={photo}", "prompt=x", f"output_dir={tmp_path / 'out'}"]
-    error = run("predict", *request, "merge_lora=true", ok=False).error
-    assert error.startswith("error: merge_lora=true: a T-LoRA cannot be merged")
 
 
 def test_pictures_of_long_names_are_written(run, trained, tmp_path):

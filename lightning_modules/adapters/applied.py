@@ -1,15 +1,16 @@
-"""LoRA files that are used in prediction: checked, loaded, scaled, merged into the weights that they adapt."""
+"""LoRA files applied to a transformer: the LoRAs of a prediction, and a training adapter."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from datamodules.errors import UserError
 from datamodules.files import reading
-from lightning_modules.adapters.dora import attach_magnitudes, has_magnitude, row_factors
+from lightning_modules.adapters.adapter import Adapter, trainable
+from lightning_modules.adapters.dora import attach_magnitudes
 from lightning_modules.adapters.factors import Factors
 from lightning_modules.adapters.formats.checked import require_loaded
 from lightning_modules.adapters.formats.find import find_or_download
@@ -18,50 +19,45 @@ from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.formats.written import FORMATS, encode
 from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.adapters.low_rank import LowRank
-from lightning_modules.adapters.peft_layers import adapted_layers, enable, lora_layers, update_of
+from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable
 from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.layers import NO_NATIVE_NAMES
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import DTYPES
 
 
 class AppliedLoRAs:
-    """The LoRAs of a prediction, weighted by one factor.
+    """LoRAs next to a transformer's weights, multiplied by one factor.
 
     Args:
         files: their weights.
-        merge: whether they become a part of the transformer's weights while pictures are made.
-        scales: of layers, by patterns of diffusers' names of them: the last one that matches holds, else it is 1.
-        weights: the strength of each file, by which these are multiplied; None for 1.
+        scales: of layers, by patterns of diffusers' layer names: the last match counts, else 1.
+        weights: strength of each file, which the other scales multiply; None for 1.
 
     Attributes:
-        rank_gates: of those that are T-LoRAs, once they are loaded.
+        rank_gates: of the T-LoRAs, once they are loaded.
     """
 
     def __init__(
         self,
         files: Sequence[str | Path],
-        merge: bool = False,
         scales: Mapping[str, float] | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
         self.files = [Path(file) for file in files]
         self.weights = None if weights is None else list(weights)
-        self.merge = merge
         self.scales = dict(scales or {})
         self.rank_gates: list[RankGate] = []
-        self._merged: MergedLoRAs | None = None
         self._scale: float | None = None
 
     @property
     def used(self) -> dict[str, tuple[Path, float]]:
-        """Each file and its weight, by its name in the transformer; without those of weight 0."""
+        """Each file with a weight other than 0, and that weight, by its adapter name."""
         weighted = zip(self.files, self.weights or [1.0] * len(self.files), strict=True)
-        return {f"lora_{number}": one for number, one in enumerate(weighted) if one[1] != 0}
+        return {f"lora_{index}": one for index, one in enumerate(weighted) if one[1] != 0}
 
-    def check(self, base: FrozenBase) -> None:
-        """Raise a UserError for files that do not fit the base, or cannot be merged into it."""
+    def check_files(self, base: FrozenBase) -> None:
+        """Raise a UserError for files that do not fit the base."""
         if not self.files:
             return
         names = LayerNames.of(base)
@@ -71,26 +67,16 @@ class AppliedLoRAs:
             adapted.update(layer for meaning in meanings.values() for layer in meaning.layers)
             if len(self.files) > 1 and kind_of(LoRAFile(path).empty.values()) == "OFT":
                 raise UserError(
-                    f"lora={path} is an OFT, which turns what other LoRAs would see: name it alone, or put it into a "
-                    "transformer by task=export fuse=true"
+                    f"lora={path} is an OFT, which rotates the inputs of other LoRAs. Pass it as the only one, or put "
+                    "it into a transformer by task=export fuse=true."
                 )
-            if self.merge and read_rank_gate(path) is not None:
-                raise UserError(f"merge_lora=true: {NOT_MERGED}")
         require_matches("lora_scale", self.scales, [layer for layer in names.sides if layer in adapted])
-        if self.merge:
-            precision = base.source.expected_precision
-            if precision not in DTYPES:
-                raise UserError(
-                    f"merge_lora=true needs a base in bf16 or float32: rounding to {precision} would lose the LoRA"
-                )
-            if base.source.streamed:
-                raise UserError("merge_lora=true does not go with model.offload.blocks")
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
-        """Put them into a loaded transformer of diffusers, frozen.
+        """Load them into diffusers' transformer, frozen.
 
         Raises:
-            UserError: a file holds no LoRA of this model.
+            UserError: a file contains no LoRA of this model.
         """
         from lightning_modules.adapters.beside import put_beside
 
@@ -100,7 +86,7 @@ class AppliedLoRAs:
         for name, (path, _) in self.used.items():
             read = LoRAFile(path).read(names, base.name)
             scales = {layer: last_match(self.scales, layer, 1.0) for layer in read}
-            # A DoRA scales its rows, however small the update is: a layer without it is left out.
+            # A DoRA scales its rows, however small the update is: a layer with scale 0 is left out.
             left_out = {layer for layer, one in read.items() if not scales[layer] and "magnitude" in one.tensors()}
             updates = {layer: one.scaled(scales[layer]) for layer, one in read.items() if layer not in left_out}
             if not updates:
@@ -108,7 +94,7 @@ class AppliedLoRAs:
             others[name] = {layer: one for layer, one in updates.items() if isinstance(one, Factors)}
             loras = {layer: one for layer, one in updates.items() if isinstance(one, LowRank)}
             if loras:
-                # peft's own DoRA fails on some quantized layers: ours is put beside its LoRA.
+                # peft's own DoRA fails on some quantized layers: ours is attached to its LoRA.
                 plain = {layer: one._replace(magnitude=None) for layer, one in loras.items()}
                 with reading(path, "please report it"):
                     state = encode(plain, FORMATS["diffusers"])
@@ -120,8 +106,8 @@ class AppliedLoRAs:
             if gate is not None:
                 gate.attach(transformer, name)
                 self.rank_gates.append(gate)
-        for name, beside in others.items():  # around peft's layers, which know these by their names
-            put_beside(transformer, name, {layer: one.to(base.dtype) for layer, one in beside.items()})
+        for name, factors in others.items():  # around peft's layers, which find theirs by name
+            put_beside(transformer, name, {layer: one.to(base.dtype) for layer, one in factors.items()})
         transformer.requires_grad_(False)
 
     def set_scale(self, transformer: Any, scale: float) -> None:
@@ -130,77 +116,85 @@ class AppliedLoRAs:
             return
         self._scale = scale
         transformer.set_adapters(list(self.used), [scale * weight for _, weight in self.used.values()])
-        enable(transformer, scale != 0)  # at 0 a DoRA would go on to scale rows
-        if self.merge:
-            self._merged = self._merged or MergedLoRAs(transformer, list(self.used))
-            self._merged.merge()
-
-    def unmerge(self) -> None:
-        """Give the transformer its own weights back."""
-        if self._merged is not None:
-            self._merged.unmerge()
-        self._merged = self._scale = None
+        enable(transformer, scale != 0)  # at 0 a DoRA would still scale rows
 
 
-class MergedLoRAs:
-    """Adds LoRAs to a transformer's weights, and gives these back bitwise; the originals wait in the host's memory.
+class TrainingAdapter:
+    """A frozen LoRA that is in the transformer while it trains; images, validation and files are without it.
 
-    Raises:
-        UserError: an adapter is no plain LoRA.
+    It undoes the distillation of a base (https://huggingface.co/ostris/zimage_turbo_training_adapter), so that the
+    trained adapter learns the edit only.
+
+    Args:
+        name: a file, a folder, or owner/name on the hub.
     """
 
-    def __init__(self, transformer: Any, names: Sequence[str]) -> None:
-        self.transformer = transformer
-        self.names = names
-        # By the linear layer: what adapts it, and the name by which it does.
-        self._adapters: dict[Any, list[tuple[Any, str]]] = {}
-        for name in names:
-            for layer in adapted_layers(transformer, name):
-                self._adapters.setdefault(layer.get_base_layer(), []).append((layer, name))
-        for adapters in self._adapters.values():  # peft's are inside of ours
-            adapters.sort(key=lambda one: not hasattr(one[0], "lora_A"))
-        self._originals: list[Tensor] | None = None
-        for layer in lora_layers(transformer).values():
-            if any(layer.lora_bias.get(name) for name in names):
-                raise UserError("merge_lora=true is for plain LoRAs, this one has biases: leave merge_lora out")
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise UserError(f"model.training_adapter={name}: name one LoRA, a file, a folder or owner/name on the hub")
+        self.name = name
+        self._transformer: Any = None
+        self._lora = AppliedLoRAs([])
 
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Weights become those that the adapters update, rounded once, and the adapters rest.
+    @cached_property
+    def file(self) -> LoRAFile:
+        """Its weights, which are downloaded if needed."""
+        return LoRAFile(find_or_download(self.name))
 
-        A DoRA scales the rows of what the adapters before it have made, as it does beside the weights.
+    def check(self, base: FrozenBase, adapter: Adapter) -> None:
+        """Raise a UserError for a file, or an adapter, that it cannot train with, before any weights are read."""
+        setting = f"model.training_adapter={self.name}"
+        if adapter.trains_base:
+            raise UserError(f"{setting}: with adapter=full all weights would learn to replace it. Use adapter=lora.")
+        if adapter.reads_base or adapter.turns_inputs:
+            raise UserError(f"{setting}: {adapter} would change its output as well. Use adapter=lora.")
+        self.file.check(LayerNames.of(base), base.name)
+        if read_rank_gate(self.file.path) is not None:
+            raise UserError(f"{setting}: {NOT_MERGED}; task=export rank=N makes a plain LoRA of it")
+        is_dora = any("magnitude" in parts for parts in self.file.parts.values())
+        if is_dora or kind_of(self.file.empty.values()) == "OFT":
+            raise UserError(f"{setting} is {'a DoRA' if is_dora else 'an OFT'}: a LoRA, LoKr or LoHa is needed")
+
+    def load(self, transformer: Any, base: FrozenBase) -> None:
+        """Load it into a transformer that has the trained adapter.
+
+        Raises:
+            UserError: the file contains no LoRA of this model.
         """
-        if self._originals is None:
-            self._originals = [linear.weight.data.to("cpu", copy=True) for linear in self._adapters]
-        for (linear, adapters), original in zip(self._adapters.items(), self._originals, strict=True):
-            weight = linear.weight.data
-            weight.copy_(original)  # of which a DoRA knows the norms
-            merged = original.to(weight.device)
-            for layer, name in adapters:
-                merged = update_of(layer, name).updated(merged)
-                if has_magnitude(layer, name):
-                    merged *= row_factors(layer, name)[:, None]
-            weight.copy_(merged)
-        enable(self.transformer, False)
+        self._transformer, self._lora = transformer, AppliedLoRAs([self.file.path])
+        trained = trainable(transformer).values()
+        self._lora.load(transformer, base)  # freezes everything
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        activate(transformer, [*self._lora.used, ADAPTER])
 
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """As before."""
-        for linear, original in zip(self._adapters, self._originals or [], strict=self._originals is not None):
-            linear.weight.data.copy_(original)
-        self._originals = None
-        enable(self.transformer, True)
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Temporarily compute without it, the same bits as if it had never been loaded."""
+        if self._transformer is None:
+            yield
+            return
+        activate(self._transformer, [ADAPTER])
+        try:
+            yield
+        finally:
+            activate(self._transformer, [*self._lora.used, ADAPTER])
+
+    def memory(self, base: FrozenBase) -> int:
+        """Return its bytes on the device."""
+        sizes = (math.prod(self.file.shapes[key]) for parts in self.file.parts.values() for key in parts.values())
+        return sum(sizes) * base.dtype.itemsize
 
 
 def load_adapter(transformer: Any, lora: str | Path, adapter_name: str = "default") -> None:
-    """Put a LoKr, LoHa or OFT of Retouch's into a transformer of diffusers', whatever weights that has.
+    """Load a LoKr, LoHa or OFT of Retouch into diffusers' transformer, whatever its precision.
 
     Args:
-        lora: what `find_or_download` finds, with diffusers' names of the layers.
-        adapter_name: by which `set_adapters` knows it.
+        lora: a run's folder, a weights folder or a file, with diffusers' layer names.
+        adapter_name: for `set_adapters`.
 
     Raises:
-        UserError: it is none, or of another model.
+        UserError: the file is of another kind, or of another model.
     """
     from lightning_modules.adapters.beside import put_beside
 

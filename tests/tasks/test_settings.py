@@ -135,7 +135,7 @@ def test_no_number_may_be_infinite_or_nan(script):
         ("predict", "lora_scale={a:{b:1}}", "or a mapping {PATTERN:NUMBER}"),
         ("predict", "num_images_per_prompt=0", "must be a whole number from 1 on"),
         ("predict", "batch_size=1.5", "must be a whole number from 1 on"),
-        ("predict", "merge_lora=perhaps", "must be true or false"),
+        ("predict", "fuse=perhaps", "must be true or false"),
     ],
 )
 def test_what_is_out_of_its_range_is_named(composed, script, override, rule):

@@ -51,7 +51,7 @@ def base_of(transformer, family):
 
 
 def apply(path, transformer, family):
-    loras = AppliedLoRAs([path], merge=False)
+    loras = AppliedLoRAs([path])
     base = base_of(transformer, family)
     loras.load(transformer, base)
 
