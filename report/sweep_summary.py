@@ -1,7 +1,6 @@
-"""What a sweep found: sweep.csv, sweep.png and report.html, brought up to date after each job."""
+"""Results of a sweep: sweep.csv, sweep.png and report.html, updated after each job."""
 
 import csv
-import io
 import json
 import logging
 import math
@@ -23,18 +22,19 @@ from runs.run_folder import RunFolder, best_effort, shorten
 
 log = logging.getLogger("retouch")
 
-# A file for each job's row.
+# Folder with a file for each job's row.
 ROWS = ".jobs"
 # Pixels of the longer side of sweep.png on the page.
 FIGURE = 1100
-# The job of a sweep that runs, for its summary: "2 of 3: optimizer.lr=1e-4".
+# The running job of a sweep, for its summary: "2 of 3: optimizer.lr=1e-4".
 sweep_job = ContextVar("sweep_job", default="")
 
 
 class SweepSummary(Callback):
-    """A Hydra callback: one row and one loss curve for each job of a multirun.
+    """A Hydra callback that collects a row and a loss curve of each job of a multirun.
 
-    Jobs may run on several machines at once: each writes its row to a file, and then the summary of all rows.
+    Jobs may run on several machines at once: each writes its row to a file, and then the summary of all rows. Hydra
+    imports this file before it looks at the command, so images and plots are imported later.
     """
 
     def __init__(self) -> None:
@@ -42,20 +42,18 @@ class SweepSummary(Callback):
         self.folder: Path | None = None
         self._swept: set[str] = set()
         self._count = 0
-        self.monitor = ""
-        self.sign = 1.0  # -1 where more is better
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir)
         with best_effort("names of the jobs"):
-            self._look_at(config.hydra)
+            self._find_swept(config.hydra)
         shutil.rmtree(self.folder / ROWS, ignore_errors=True)
         logs = OmegaConf.select(config, "hydra.launcher.submitit_folder")
         if logs is not None:
-            log.info(f"jobs are queued; what they print goes to {shorten(logs).parent}")
+            log.info(f"jobs are queued; their output goes to {shorten(logs).parent}")
 
-    def _look_at(self, hydra: DictConfig) -> None:
-        """Find the settings that differ between the jobs, and the number of these."""
+    def _find_swept(self, hydra: DictConfig) -> None:
+        """Find the settings that differ between the jobs, and the number of jobs."""
         params = (hydra.sweeper.get("params") or {}).items()
         parser = OverridesParser.create()
         given = parser.parse_overrides([*hydra.overrides.task, *(f"{key}={value}" for key, value in params)])
@@ -71,22 +69,20 @@ class SweepSummary(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.folder is not None and not self.rows and any((self.folder / ROWS).glob("[!.]*.json")):
-            self._summarize(self.folder, config)  # the jobs ran elsewhere, and what they printed is there
+            self._summarize(self.folder)  # the jobs ran elsewhere, with their output
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         sweep_job.set("")
         if self.folder is None:
             return
         run = RunFolder(config.hydra.runtime.output_dir)
-        curve = read_metrics(run.metrics)
-        weights, measured = run.saved_weights(), read_rows(run.validation)
+        curve, measured, weights = read_metrics(run.metrics), read_rows(run.validation), run.saved_weights()
         failed = job_return.status is not JobStatus.COMPLETED
         end = json.loads(run.finished.read_text()) if run.finished.is_file() else {}
         row = {
             "job": run.path.name,
             "overrides": "",
             "final_loss": curve[-1]["loss_avg"] if curve else "",
-            "best_loss": _best_loss(run, curve, config),
             **({name: measured[-1][name] for name in metric_names(measured[-1])} if measured else {}),
             "monitor": end.get("monitor", ""),
             "more_is_better": end.get("more_is_better", ""),
@@ -97,79 +93,37 @@ class SweepSummary(Callback):
         }
         with replacing(self.folder / ROWS / f"{row['job']}.json") as temporary:
             temporary.write_text(json.dumps([list(job_return.overrides or []), row]), encoding="utf-8")
-        self._summarize(self.folder, config)
+        self._summarize(self.folder)
 
-    def _summarize(self, folder: Path, config: DictConfig) -> None:
-        self.rows = _read_rows(folder)
-        for name, write in {"sweep.csv": self._table, "sweep.png": self._plot, "report.html": self._report}.items():
-            with best_effort(name):
-                write(folder, config)
-        # After each job: after the last one a sweep with a failed job shows Hydra's error only.
-        if len(self.rows) < 2:
-            return
-        best, here = min(self.rows, key=self._order), shorten(folder)
-        what = f"{self.monitor} of no job is known"
-        if _known(best):
-            found = f"{self.monitor} {best['value']:.4g} with {best['overrides']} in {here / best['job']}"
-            what = f"best of {len(self.rows)} jobs so far: {found}"
-        log.info(f"{what}; all of them: {here / 'report.html'}")
-
-    def _order(self, row: Mapping[str, Any]) -> tuple[bool, float]:
-        """Order the best first, then those that have no value, or one of another figure."""
-        comparable = _known(row) and row["monitor"] == self.monitor
-        return (False, self.sign * row["value"]) if comparable else (True, 0.0)
-
-    def _table(self, folder: Path, config: DictConfig) -> None:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, dict.fromkeys(name for row in self.rows for name in row), restval="")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        with replacing(folder / "sweep.csv") as temporary:
-            temporary.write_text(text.getvalue(), encoding="utf-8")
-
-    def _report(self, folder: Path, config: DictConfig) -> None:
-        """The jobs' pictures on one page, sorted by what the sweep compares."""
-        # Hydra imports this file before it looks at the command.
-        from PIL import Image
-
-        from report.images import data_url
-        from report.page import render
-
+    def _summarize(self, folder: Path) -> None:
+        self.rows = _read_jobs(folder)
         compared = Counter((row["monitor"], row["more_is_better"]) for row in self.rows if row["monitor"])
         monitor, higher = next((one for one, _ in compared.most_common(1)), ("the monitored figure", False))
-        self.monitor, self.sign = monitor, -1.0 if higher else 1.0
-        render(
-            folder / "report.html",
-            title=folder.name,
-            subtitle=f"{len(self.rows)} runs, by {monitor}, {'more' if higher else 'less'} is better",
-            jobs=[_job(folder, row) for row in sorted(self.rows, key=self._order)],
-            monitor=monitor,
-            picture_names="control, result, target",
-            figure=data_url(Image.open(folder / "sweep.png"), FIGURE) if (folder / "sweep.png").is_file() else "",
-        )
 
-    def _plot(self, folder: Path, config: DictConfig) -> None:
-        import matplotlib
+        def order(row: Mapping[str, Any]) -> tuple[bool, float]:
+            """Order the best first, and last the jobs without a value, or with one of another figure."""
+            comparable = _is_known(row) and row["monitor"] == monitor
+            return (False, -row["value"] if higher else row["value"]) if comparable else (True, 0.0)
 
-        from report.images import plot_text, write_figure
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-        for row in self.rows:
-            curve = read_metrics(RunFolder(folder / row["job"]).metrics)
-            steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
-            axes.plot(steps, losses, label=plot_text(row["overrides"]).lstrip("_"))
-        axes.set(xlabel="step", ylabel="loss (running mean)")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        write_figure(figure, folder / "sweep.png", dpi=120)
-        pyplot.close(figure)
+        rows = sorted(self.rows, key=order)
+        with best_effort("sweep.csv"):
+            _write_table(folder / "sweep.csv", self.rows)
+        with best_effort("sweep.png"):
+            _plot(folder, self.rows)
+        with best_effort("report.html"):
+            _write_page(folder, rows, monitor, "more" if higher else "less")
+        # After each job: after the last one a sweep with a failed job shows Hydra's error only.
+        if len(rows) > 1:
+            best, here = rows[0], shorten(folder)
+            line = f"{monitor} of no job is known"
+            if _is_known(best):
+                found = f"{monitor} {best['value']:.4g} with {best['overrides']} in {here / best['job']}"
+                line = f"best of {len(rows)} jobs so far: {found}"
+            log.info(f"{line}; all of them: {here / 'report.html'}")
 
 
-def _read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of all jobs so far; their overrides are what tells the jobs apart, which is known from the second on."""
+def _read_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of all jobs so far, each with the overrides that distinguish it from the others."""
     paths = sorted((folder / ROWS).glob("[!.]*.json"), key=lambda path: (len(path.stem), path.stem))
     jobs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     common = set.intersection(*(set(overrides) for overrides, _ in jobs))
@@ -178,31 +132,64 @@ def _read_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for _, row in jobs]
 
 
-def _known(row: Mapping[str, Any]) -> bool:
+def _is_known(row: Mapping[str, Any]) -> bool:
     return row["value"] != "" and math.isfinite(row["value"])
 
 
-def _best_loss(run: RunFolder, curve: list[dict[str, str]], config: DictConfig) -> float | str:
-    """The least validation loss after step 0; without samples that are held out, the least running mean of a window."""
-    if rows := read_rows(run.validation):
-        return min((row["val_loss"] for row in rows if row["step"]), default="")
-    window = OmegaConf.select(config, "callbacks.metrics.window", default=1)
-    full = curve[window - 1 :] or curve[-1:]
-    return min((float(row["loss_avg"]) for row in full), default="")
+def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def _job(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's row of the page."""
+def _plot(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw the loss curves of the jobs."""
+    from matplotlib.figure import Figure
+
+    from report.images import plot_text, write_figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for row in rows:
+        curve = read_metrics(RunFolder(folder / row["job"]).metrics)
+        steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
+        axes.plot(steps, losses, label=plot_text(row["overrides"]).lstrip("_"))
+    axes.set(xlabel="step", ylabel="loss (running mean)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    write_figure(figure, folder / "sweep.png", dpi=120)
+
+
+def _write_page(folder: Path, rows: list[dict[str, Any]], monitor: str, better: str) -> None:
+    """Write the page with the jobs and their images in this order."""
+    from PIL import Image
+
     from report.images import THUMBNAIL, data_url, read_strip, sample_files
+    from report.page import render
     from report.quoting import without_secrets
 
-    run = RunFolder(folder / row["job"])
-    samples = sample_files(run)
-    strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if any(samples) else []
-    return {
-        "name": row["job"],
-        "link": str(run.report.relative_to(folder)) if run.report.is_file() else "",
-        "overrides": without_secrets(row["overrides"]),
-        "value": f"{row['value']:.4g}" if row["value"] != "" else "failed",
-        "strips": [[data_url(one, THUMBNAIL) for one in (*s.controls, s.result, s.target) if one] for s in strips],
-    }
+    jobs = []
+    for row in rows:
+        run = RunFolder(folder / row["job"])
+        samples = sample_files(run)
+        strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if any(samples) else []
+        images = [[*strip.controls, strip.result, strip.target] for strip in strips]
+        jobs.append(
+            {
+                "name": row["job"],
+                "link": str(run.report.relative_to(folder)) if run.report.is_file() else "",
+                "overrides": without_secrets(row["overrides"]),
+                "value": f"{row['value']:.4g}" if row["value"] != "" else "failed",
+                "strips": [[data_url(image, THUMBNAIL) for image in strip if image] for strip in images],
+            }
+        )
+    curves = folder / "sweep.png"
+    render(
+        folder / "report.html",
+        title=folder.name,
+        subtitle=f"{len(rows)} runs, by {monitor}, {better} is better",
+        jobs=jobs,
+        monitor=monitor,
+        figure=data_url(Image.open(curves), FIGURE) if curves.is_file() else "",
+    )

@@ -51,7 +51,7 @@ def test_jobs_of_a_sweep_are_those_of_slurm_and_resume_when_they_are_queued_agai
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text + logs(tmp_path)
     assert "resume with the same command; job 7_" in logs(tmp_path)
-    assert f"jobs are queued; what they print goes to {sweep}/.submitit\n" in text
+    assert f"jobs are queued; their output goes to {sweep}/.submitit\n" in text
     assert f"all of them: {sweep}/report.html" in text
     for number in range(2):
         assert lora_bytes(sweep / str(number)) == lora_bytes(tmp_path / "alone" / str(number))

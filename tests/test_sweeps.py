@@ -27,8 +27,6 @@ def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
         assert (tmp_path / "sweep" / str(number) / "lora" / "last").samefile(row["lora"])
         assert float(row["final_loss"]) == float(metrics(tmp_path / "sweep" / str(number))[-1]["loss_avg"])
         assert float(row["seconds"]) > 0
-        means = [float(line["loss_avg"]) for line in metrics(tmp_path / "sweep" / str(number))]
-        assert float(row["best_loss"]) == min(means[1:])
     curves = Image.open(tmp_path / "sweep" / "sweep.png")
     assert min(curves.size) > 500
     assert data_url(curves, FIGURE) in (tmp_path / "sweep" / "report.html").read_text()
