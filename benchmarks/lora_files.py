@@ -24,13 +24,11 @@ from hydra.utils import instantiate
 
 from benchmarks.made_up_weights import write_transformer
 from benchmarks.memory import compose
-from lightning_modules.adapters.extraction import extract
-from lightning_modules.adapters.formats.checked import check_with_diffusers
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.adapters.fusing import write_fused
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.fusing import extract, write_fused
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.programs import check_with_diffusers
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import write
 from lightning_modules.pretrained.transformer import TransformerSource
 
 CPU = torch.device("cpu")
@@ -74,26 +72,26 @@ def measure(folder: Path, depth: int | None, rank: int, formats: list[str]) -> l
     rows: list[dict[str, Any]] = []
     write_transformer(folder / "base", depth)
     module, source = source_of(folder / "base")
-    names = LayerNames.of(module.base)
+    names = module.base.layer_names
     generator = torch.Generator().manual_seed(0)
     updates = {
         name: LowRank(
-            torch.randn(rank, sides.in_features, generator=generator) / sides.in_features**0.5,
-            torch.randn(sides.out_features, rank, generator=generator) * 0.01,
+            torch.randn(rank, shape.in_features, generator=generator) / shape.in_features**0.5,
+            torch.randn(shape.out_features, rank, generator=generator) * 0.01,
         )
-        for name, sides in names.sides.items()
+        for name, shape in names.shapes.items()
         if "attn" in name and name.endswith(ATTENTION)
     }
     what = f"{len(updates)} layers of rank {rank}"
     file = folder / "pytorch_lora_weights.safetensors"
     with measured(rows, f"write {what}"):
-        save_lora(updates, file, {})
+        write(file, updates, {})
     with measured(rows, "read"):
         read = LoRAFile(file).read(names, "base")
     with measured(rows, "read back by diffusers"):
         check_with_diffusers(file, read, "FluxKontextPipeline", source.meta)
     with measured(rows, "write for kohya, fused layers"):
-        save_lora(updates, folder / "kohya.safetensors", {}, format="kohya", names=names)
+        write(folder / "kohya.safetensors", updates, {}, format="kohya", names=names)
     with measured(rows, "read kohya's, split"):
         LoRAFile(folder / "kohya.safetensors").read(names, "base")
     with measured(rows, f"SVD to rank {rank // 2}"):

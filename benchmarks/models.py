@@ -21,11 +21,9 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import nn
 
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.readers import readers
-from lightning_modules.adapters.formats.written import FORMATS
 from lightning_modules.adapters.targets import resolve_targets
 from lightning_modules.family import Family
+from lightning_modules.lora_files.programs import readers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from tasks.models import without_network
 from tasks.resolvers import CONF
@@ -161,7 +159,7 @@ def page(memory: dict[str, Any]) -> str:
         cfg = compose(name)
         with without_network(cfg.model) as module:
             base: FrozenBase = module.base
-            names, transformer = LayerNames.of(base), base.source.meta
+            names, transformer = base.layer_names, base.source.meta
             layers = resolve_targets(transformer, module.layers, None)
         condition_images, repository = module.condition_images, cfg.model.pretrained_model_name_or_path
         learns = "images with captions"
@@ -185,7 +183,7 @@ def page(memory: dict[str, Any]) -> str:
             f"{'none' if shift is None else shift} | {trainer.max_steps:,} x {samples} | "
             f"{cfg.data.caption_dropout_rate:.0%} | {cfg.model.vae_encode_mode} |\n"
         )
-        told = {one.program: one.verdict for one in readers(FORMATS["diffusers"], names, layers, module.pipeline_name)}
+        told = {one.program: one.verdict for one in readers("diffusers", names, layers, module.pipeline_name)}
         loads.setdefault(tuple(told[program] for program in PROGRAMS), []).append(f"`{name}`")
     readers_table = "".join(f"| {', '.join(names)} | {' | '.join(verdicts)} |\n" for verdicts, names in loads.items())
     return TOP.format(precisions=", ".join(PRECISIONS)) + bases + MIDDLE + defaults + LAST + readers_table

@@ -12,9 +12,9 @@ import torch
 
 from datamodules.errors import UserError
 from datamodules.files import link_or_copy, replacing
-from lightning_modules.adapters.formats.written import export_dtype
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import averaged_weights
+from lightning_modules.lora_files.writing import export_dtype
 from lightning_modules.timing import NOT_TRAINING
 from report.origin import published
 from runs.run_folder import RunFolder
@@ -63,7 +63,7 @@ class LoRACheckpoint(L.Callback):
         keep_checkpoints: how many checkpoints are kept, with the last one.
         model_name: the name of the model's YAML, and
         model: its composed settings, for the header of the LoRA files: predict.py needs no more.
-        dtype: of the LoRA files, a name of `adapters.formats.written.DTYPES`.
+        dtype: of the LoRA files, a name of `lora_files.writing.DTYPES`.
     """
 
     def __init__(
@@ -140,9 +140,10 @@ class LoRACheckpoint(L.Callback):
         with averaged_weights(module, other):
             if ema is not None and ema.in_use:
                 header["ema"] = ema.metadata()
-            write = module.trained.export(module.base, published(header, self.model["name"]), self.dtype)
+            gathered = module.trained.gather()
             for name in names if trainer.is_global_zero else ():
-                write(self.run.weights(module.adapter.folder, name))
+                folder = self.run.weights(module.adapter.folder, name)
+                module.adapter.write(folder, gathered, module.base, published(header, self.model["name"]), self.dtype)
 
     def _save(self, trainer: L.Trainer, module: EditModule) -> None:
         assert module.adapter is not None
@@ -170,7 +171,7 @@ class LoRACheckpoint(L.Callback):
             self._remove_checkpoints(step)
         if trainer.is_global_zero and not self._was_read_back:
             weights = self.run.weights(module.adapter.folder, "last")
-            if words := module.adapter.check_exported(weights, module.base):
+            if words := module.adapter.check_written(weights, module.base):
                 log.info(f"{weights} was read back: {words}")
             self._was_read_back = True
 

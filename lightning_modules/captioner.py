@@ -11,11 +11,11 @@ from PIL import Image
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading, reason
+from datamodules.hub import repository_file
 from datamodules.images.decoding import fit_area
 from lightning_modules.pretrained.checks import check_component, read_json
 from lightning_modules.pretrained.repository import (
     load_model,
-    repository_file,
     resolve_device,
     resolve_dtype,
     resolve_repository,

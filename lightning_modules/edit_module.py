@@ -15,10 +15,9 @@ from datamodules.base import PromptData, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
-from lightning_modules.adapters.adapter import Adapter, Training
+from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import RankGate
-from lightning_modules.adapters.trained import TrainedParts
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.encoder import Encoder
 from lightning_modules.estimation.flops import StepFlops

@@ -12,11 +12,11 @@ from torch import nn
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.formats.find import find_weights
-from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.fsdp import gather_anew
+from lightning_modules.lora_files.find import find_weights
+from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained.transformer import TransformerSource
 
 
@@ -101,7 +101,7 @@ class SamplingTransformer:
         self.source.check_settings()
         self.module.sampler.check_source(self.source)
         layers = self.module.layers.native
-        if LayerNames(self.source.meta, layers).sides != LayerNames(base.source.meta, layers).sides:
+        if LayerNames(self.source.meta, layers).shapes != LayerNames(base.source.meta, layers).shapes:
             raise UserError(f"{setting} has other layers than {base.transformer_name}: a LoRA of one does not fit both")
         self.source.check_files()
 
@@ -126,8 +126,9 @@ class SamplingTransformer:
         transformer = self.source.load(module.base.device)
         with TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):  # peft draws what is then replaced
             with averaged_weights(module):
-                write = module.trained.export(module.base, {"adapter": module.adapter.metadata()}, torch.float32)
-            write(Path(folder))
+                gathered = module.trained.gather()
+            header = {"adapter": module.adapter.metadata()}
+            module.adapter.write(Path(folder), gathered, module.base, header, torch.float32)
             loras = AppliedLoRAs([find_weights(folder)])
             loras.load(transformer, module.base)
         module.execution.prepare(transformer)

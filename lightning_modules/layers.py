@@ -1,29 +1,8 @@
-"""What is to be known of a transformer's layers: which LoRA adapts, and their names outside of diffusers."""
+"""The linear layers of a family's transformer: the default targets of adapters, and names outside of diffusers."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-
-class NativeNames(NamedTuple):
-    """How a model's own code names the layers of its transformer, where that is not as diffusers does.
-
-    In all names `{}` is the number of a block.
-
-    Attributes:
-        layers: by native name the layers of diffusers, whose outputs the native one gives one after the other.
-        read_only: the same, of names in which files come and none is written.
-        swapped: layers of diffusers whose outputs' halves are there the other way round.
-        readers: what programs know of these names, by the tables of formats/readers.py.
-    """
-
-    layers: Mapping[str, tuple[str, ...]] = {}
-    read_only: Mapping[str, tuple[str, ...]] = {}
-    swapped: tuple[str, ...] = ()
-    readers: str = ""
-
-
-NO_NATIVE_NAMES = NativeNames()
-
+from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 
 ATTENTION = ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0")
 TEXT_ATTENTION = ("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out")

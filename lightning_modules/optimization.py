@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
+from lightning_modules.adapters.adapter import TrainedParts
 from lightning_modules.adapters.peft_layers import full_tensor
-from lightning_modules.adapters.trained import TrainedParts
 from lightning_modules.ema import EMA, KEY
 
 log = logging.getLogger("retouch")

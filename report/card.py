@@ -10,12 +10,10 @@ from omegaconf import OmegaConf
 
 from datamodules.base import TrainingData
 from datamodules.files import replacing
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.readers import Reader, readers
-from lightning_modules.adapters.formats.written import FORMATS
-from lightning_modules.adapters.kinds import kind_of
 from lightning_modules.edit_module import EditModule
+from lightning_modules.lora_files.kinds import common_kind
+from lightning_modules.lora_files.programs import Reader, readers
+from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED
 from report.commands import Names, commands
 from report.images import LARGEST, Strip, read_strip, sample_files, save_png, scaled, write_grid
@@ -210,8 +208,8 @@ class Card(NamedTuple):
     def _in_comfyui(self) -> Reader:
         """Return whether and how ComfyUI reads the file."""
         [path] = self.folder.glob("*.safetensors")
-        file, names = LoRAFile(path), LayerNames.of(self.module.base)
-        layers = [layer for one in file.check(names, self.module.base.name).values() for layer in one.layers]
-        dora, kind = any("magnitude" in parts for parts in file.parts.values()), kind_of(file.empty.values())
-        found = readers(FORMATS["diffusers"], names, layers, self.module.pipeline_name, dora, kind=kind)
+        file, names = LoRAFile(path), self.module.base.layer_names
+        layers = [layer for one in file.match(names, self.module.base.name).values() for layer in one.layers]
+        dora, kind = any("magnitude" in parts for parts in file.parts.values()), common_kind(file.empty.values())
+        found = readers("diffusers", names, layers, self.module.pipeline_name, kind, dora)
         return next(one for one in found if one.program == "ComfyUI")

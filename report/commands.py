@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datamodules.base import TrainingData
+from datamodules.hub import repository_file
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
-from lightning_modules.pretrained.repository import repository_file, resolve_repository
+from lightning_modules.pretrained.repository import resolve_repository
 from report.images import Strip, file_names, read_strip, sample_files
 from report.quoting import override, portable_path, without_secrets
 from runs.run_folder import RunFolder, shorten

@@ -12,8 +12,9 @@ from yaml import YAMLError
 
 from datamodules.errors import UserError
 from datamodules.files import DAMAGED
+from datamodules.hub import repository_file
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import EMBEDDED, repository_file
+from lightning_modules.pretrained.repository import EMBEDDED
 from report.quoting import code
 from runs.run_folder import best_effort
 

@@ -16,9 +16,9 @@ from callbacks.rank_schedule import RankMasks
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.formats.find import find_or_download
-from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.family import Sampling
+from lightning_modules.lora_files.find import find_or_download
+from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
 from tasks.models import Header, header_here, model_settings

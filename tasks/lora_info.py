@@ -1,106 +1,215 @@
-"""task=lora_info: what a LoRA file is, or what differs between two; neither weights of a model nor network are used."""
+"""task=lora_info: the contents of a LoRA file, or the differences of two, without a model's weights or the network."""
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from datamodules.errors import UserError
-from lightning_modules.adapters.formats.find import find_or_download
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.low_rank import inner, squared_difference
+from datamodules.errors import UserError, printable
+from lightning_modules.adapters.rank_mask import read_rank_gate
+from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.lora_files.arithmetic import inner, squared_difference
+from lightning_modules.lora_files.delta import Delta
+from lightning_modules.lora_files.find import find_or_download
+from lightning_modules.lora_files.names import LayerNames, LayerShape, Meaning, OwnNames, program_of
+from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile
 from tasks.edit import as_list
-from tasks.lora_chart import write_chart
-from tasks.lora_facts import LoRAFacts, facts_of
-from tasks.lora_header import end_of, entries, shown
-from tasks.terminal import log
+from tasks.models import fitting_models, known_models, model_for
 
 WIDEST = 120
 # Lines of a header, and layers that are named.
-ENTRIES, DIFFERENT, LAYERS = 12, 20, 3
-CHART = "lora_info.png"
-# %, below which two updates are the same to float32's rounding.
-EQUAL = 1e-3
+ENTRIES, LAYERS = 12, 3
+# Letters of a text from a file, of a path, and of a header that is parsed.
+LETTERS, PATH, LONGEST = 70, 48, 100_000
+# Layer names of models that Retouch does not know.
+OTHERS = {
+    r"(down|up|mid|input|output|middle)_block": "a UNet, of Stable Diffusion",
+    r"joint_blocks": "Stable Diffusion 3",
+    r"blocks[._]\d+[._](self|cross)_attn": "Wan",
+    r"attn1[._]": "a transformer with cross-attention",
+    r"layers[._]\d+[._](self_attn|mlp)": "a language model",
+}
+# Header entries that are shown elsewhere: model.base is the one that counts, and the schedule has a row.
+SHOWN_ELSEWHERE = ("model.pre", "model.max_non", "model.sampling", "adapter.rank_schedule")
+# The header entries of Retouch, kohya's tools and others that are shown first.
+FIRST = (
+    *("base", "model.name", "step", "adapter.rank", "adapter.alpha", "adapter.target_modules"),
+    *("ss_base_model_version", "ss_sd_model_name", "ss_output_name", "ss_network_module", "ss_network_dim"),
+    *("ss_network_alpha", "ss_learning_rate", "ss_optimizer", "ss_steps", "ss_num_train_images"),
+    *("modelspec.title", "modelspec.architecture", "transformer.r", "transformer.lora_alpha"),
+    *("transformer.target_modules", "software.name", "training_info.step"),
+)
 
 
 def lora_info(cfg: DictConfig, output_dir: Path) -> None:
-    """Print what is in one LoRA, or what differs between two, and draw lora_info.png."""
+    """Print a table of one LoRA, or of the differences of two."""
     loras = [] if cfg.lora is None else as_list(cfg, "lora")
     if len(loras) not in (1, 2):
         raise UserError("task=lora_info: give lora=FILE, or two to compare, lora=[ONE,OTHER]")
-    facts = [facts_of(cfg, LoRAFile(find_or_download(lora))) for lora in loras]
-    chart = output_dir / CHART
-    chart.unlink(missing_ok=True)  # of another time
-    names = [end_of(str(lora), 44) for lora in loras]
-    tables = [_one(facts[0]) if len(facts) == 1 else _two(facts[0], facts[1], names)]
-    if len(facts) == 1:
-        values = facts[0].norms
-        title, unit, zero = f"Update of each layer: {names[0]}", "Frobenius norm of the update", "all zero"
-    else:
-        values = {layer: 100 * change for layer, change in changes(facts[0], facts[1]).items()}
-        title = f"Difference of each layer: {names[1]}\nfrom {names[0]}"
-        unit, zero = "relative difference, %", "equal"
-        if values:
-            tables.append(_differences(facts[0], facts[1], values))
-        if values and max(values.values()) < EQUAL and not magnitude_change(facts[0], facts[1]):
-            values = {}
-            log.info("the updates of all layers that both have are the same, to rounding")
+    facts = [LoRAFacts.of(cfg, LoRAFile(find_or_download(lora))) for lora in loras]
     console = Console(stderr=True)
     console.width = min(console.width, WIDEST)
-    console.print(*tables)
-    if values:
-        write_chart(values, title, unit, zero, chart)
-        log.info(f"done: {chart}")
+    if len(facts) == 1:
+        console.print(_one_table(facts[0]))
+    else:
+        console.print(_comparison(facts[0], facts[1], [shown_end(str(lora), 44) for lora in loras]))
 
 
-def changes(one: LoRAFacts, other: LoRAFacts) -> dict[str, float]:
-    """How large the difference of two updates is beside the first, of each layer that both have in equal size."""
-    found = {}
-    for layer in _common(one, other):
-        difference = squared_difference(one.updates[layer], other.updates[layer]) ** 0.5
-        norm = one.norms[layer]
-        found[layer] = difference / norm if norm else math.inf if difference else 0.0
-    return found
+@dataclass(frozen=True)
+class LoRAFacts:
+    """Facts about a LoRA file of any program.
+
+    Attributes:
+        file: the file.
+        model: its model, in words.
+        names: of that model's layers, or the file's own.
+    """
+
+    file: LoRAFile
+    model: str
+    names: LayerNames
+
+    @classmethod
+    def of(cls, cfg: DictConfig, file: LoRAFile) -> "LoRAFacts":
+        """Find out a file's model.
+
+        Raises:
+            UserError: it is no LoRA, or does not fit model=.
+        """
+        file.empty, file.header  # noqa: B018 (the errors of an unusable file)
+        chosen = any(override.startswith("model=") for override in HydraConfig.get().overrides.task)
+        claimed = shown(((file.header or {}).get("model") or {}).get("name") or "", 40)
+        if chosen or file.header:
+            try:
+                model = model_for(cfg, [file])
+                file.match(model.names, model.base)
+                if not model.guessed:
+                    return cls(file, f"{model.name}, as {'model=' if chosen else 'its header'} says", model.names)
+            except (UserError, InstantiationException):
+                if chosen:
+                    raise
+        instead = f"; its header says {claimed}" if claimed else ""
+        if fitting := list(fitting_models([file])):
+            words = f"{' or '.join(model.name for model in fitting)}, by its layers"
+            return cls(file, words + instead, fitting[0].names)
+        shapes = {name: delta.shape for name, delta in file.empty.items()}
+        own = OwnNames({name: LayerShape(out or width, width) for name, (out, width) in shapes.items()})
+        return cls(file, f"none of the models that Retouch knows{_resemblance(file)}{instead}", own)
+
+    @cached_property
+    def deltas(self) -> dict[str, Delta]:
+        """Deltas by layer; empty if some values are not finite."""
+        return {} if self.not_finite else self.file.read(self.names, "the model")
+
+    @cached_property
+    def norms(self) -> dict[str, float]:
+        """Frobenius norm of each layer's delta."""
+        return {layer: max(delta.square(), 0.0) ** 0.5 for layer, delta in self.deltas.items()}
+
+    @cached_property
+    def not_finite(self) -> list[str]:
+        """Names of the tensors with values that are not finite."""
+        with self.file.opened() as read_tensor:
+            keys = [key for parts in self.file.parts.values() for key in parts.values()]
+            return [key for key in keys if not read_tensor(key).float().isfinite().all()]
+
+    def rows(self) -> dict[str, str]:
+        """Return the facts by their names."""
+        file, parts = self.file, self.file.parts
+        deltas = list(file.empty.values())
+        used = [key for one in parts.values() for _, key in sorted(one.items(), reverse=True)]
+        scales = counted([round(scale, 4) for scale in file.scales(self.names).values()])
+        doras = sum("magnitude" in one for one in parts.values())
+        values = sum(math.prod(file.shapes[key]) for key in used)
+        rows = {
+            "for": self.model,
+            "names": f"{counted([program_of(key) for key in used])}: {shown(used[0], 90)}",
+            "layers": f"{len(parts)}",
+            "kind": counted([delta.kind for delta in deltas]),
+            "rank": counted([delta.size for delta in deltas]),
+            "alpha": f"{self._alpha()}; scale {scales}",
+            "dtype": counted([file.dtypes[key] for key in used]),
+            "DoRA": f"in {doras} of {len(parts)} layers" if doras else "no",
+            "T-LoRA": _schedule(file),
+            **{owner: f"{len(keys)} tensors, ignored" for owner, keys in file.ignored.items()},
+            "size": f"{decimal(file.path.stat().st_size)}, {values:,} values",
+        }
+        if not isinstance(self.names, OwnNames) and len(self.deltas) not in (0, len(parts)):
+            rows["layers"] += f", {len(self.deltas)} by diffusers' names"
+        if self.not_finite:
+            bad = ", ".join(shown(key, 90) for key in self.not_finite[:LAYERS])
+            return rows | {"NOT FINITE": f"{len(self.not_finite)} tensors, training diverged: {bad}"}
+        without = " without DoRA's magnitudes" if doras else ""
+        rows["norm"] = f"{math.hypot(*self.norms.values()):.4g}, of the whole update{without}"
+        if zero := [layer for layer, norm in self.norms.items() if not norm]:
+            rows["ALL ZERO"] = f"{len(zero)} layers: {', '.join(shown(layer) for layer in zero[:LAYERS])}"
+        return rows
+
+    def _alpha(self) -> str:
+        """Return the alphas, and where the file states them."""
+        file, ranks = self.file, Ranks.of_file(self.file)
+        in_tensors = any("alpha" in parts for parts in file.parts.values())
+        if not in_tensors and ranks is not None:
+            layers = [layer for name in file.parts for layer in (self.names.meaning(name) or Meaning((name,))).layers]
+            trained = counted([float(f"{ranks.scale_of(layer):.4g}") for layer in layers])
+            alphas = counted([ranks.alpha_of(layer) for layer in layers])
+            return f"{alphas}, in the weights (trained at scale {trained})"
+        scales = file.scales(self.names)
+        if not in_tensors and set(scales.values()) == {1.0}:
+            return "none"
+        alphas = counted([round(scale * (file.empty[name].divisor or 1), 4) for name, scale in scales.items()])
+        return f"{alphas}, in {'tensors' if in_tensors else 'settings'}"
 
 
-def magnitude_change(one: LoRAFacts, other: LoRAFacts) -> float:
-    """How far DoRA's magnitudes differ, relative to the first's; infinite where only one of a layer's has some."""
-    different = whole = 0.0
-    for layer in _common(one, other):
-        first, second = (facts.updates[layer].tensors().get("magnitude") for facts in (one, other))
-        if (first is None) != (second is None):
-            return math.inf
-        if first is not None and second is not None:
-            different += float((first - second).double().square().sum())
-            whole += float(first.double().square().sum())
-    return (different / whole) ** 0.5 if whole else 0.0
+def _resemblance(file: LoRAFile) -> str:
+    """Say which model the layer names of an unknown model resemble."""
+    for part, words in OTHERS.items():
+        if any(re.search(part, name) for name in file.parts):
+            return f"; its layer names are those of {words}"
+    shared = {model.name: sum(model.names.meaning(name) is not None for name in file.parts) for model in known_models()}
+    count = max(shared.values())
+    similar = [name for name, found in shared.items() if found == count > 0]
+    return f"; {count} of {len(file.parts)} layers are named as in {' or '.join(similar)}" if similar else ""
 
 
-def _common(one: LoRAFacts, other: LoRAFacts) -> list[str]:
-    # A turn of inputs is no update of weights that others could be compared with.
-    sides = [{name: (*up.sides, up.kind == "OFT") for name, up in facts.updates.items()} for facts in (one, other)]
-    return [layer for layer, size in sides[0].items() if sides[1].get(layer) == size]
+def _schedule(file: LoRAFile) -> str:
+    """Describe a T-LoRA's rank schedule."""
+    try:
+        gate = read_rank_gate(file.path)
+    except UserError as error:
+        return shown(str(error).removeprefix(f"{file.path} "), 150)
+    if gate is None:
+        return "no"
+    one = gate.schedule
+    rows = f", of {gate.width} rows each" if gate.width > 1 else ""
+    return f"{one.kind}, {one.min_rank} to {one.rank} components{rows}, alpha_rank_scale {one.alpha_rank_scale:g}"
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=any(columns))
-    for name in ("", *columns):
-        table.add_column(Text(name), overflow="fold")
-    return table
+def counted(values: Sequence[Any], most: int = 4) -> str:
+    """List values with their frequencies, the most frequent first: `16`, or `16 (200), 8 (104)`."""
+    texts = {value: f"{value:g}" if isinstance(value, float) else str(value) for value in values}
+    counts = Counter(values).most_common()
+    if len(counts) == 1:
+        return texts[counts[0][0]]
+    listed = ", ".join(f"{texts[value]} ({count})" for value, count in counts[:most])
+    return listed + (f" and {len(counts) - most} other values" if len(counts) > most else "")
 
 
-def _add(table: Table, name: str, *values: str) -> None:
-    """A row; all that stands in it is only text."""
-    warning = "bold red" if name.isupper() and any(values) else ""
-    table.add_row(Text(shown(name, 40), style=warning), *(Text(value) for value in values))
-
-
-def _one(facts: LoRAFacts) -> Table:
-    table = _table(end_of(str(facts.file.path), 76), [""])
+def _one_table(facts: LoRAFacts) -> Table:
+    table = _table(shown_end(str(facts.file.path), 76), ["", ""], show_header=False)
     for name, value in facts.rows().items():
         _add(table, name, value)
     ordered = sorted(facts.norms, key=lambda layer: -facts.norms[layer])
@@ -108,60 +217,68 @@ def _one(facts: LoRAFacts) -> Table:
         _add(table, "largest", _listed(facts.norms, ordered[:LAYERS]))
         _add(table, "smallest", _listed(facts.norms, ordered[: -LAYERS - 1 : -1]))
     table.add_section()
-    header = entries(facts.file.metadata)
+    header = header_entries(facts.file.metadata)
     for key in list(header)[:ENTRIES]:
         _add(table, key, header[key])
     if len(header) > ENTRIES:
         _add(table, "", f"and {len(header) - ENTRIES} more entries in the header")
     if not header:
-        _add(table, "header", "says nothing")
+        _add(table, "header", "empty")
     return table
 
 
-def _two(one: LoRAFacts, other: LoRAFacts, columns: Sequence[str]) -> Table:
-    table = _table("What differs between two LoRAs", columns)
+def _comparison(one: LoRAFacts, other: LoRAFacts, columns: Sequence[str]) -> Table:
+    """Compare the facts, the headers and the deltas of two LoRAs."""
+    table = _table("Differences of two LoRAs", ["", *columns])
     rows = [facts.rows() for facts in (one, other)]
     for name in dict.fromkeys([*rows[0], *rows[1]]):
         if rows[0].get(name) != rows[1].get(name):
             _add(table, name, *(row.get(name, "") for row in rows))
     table.add_section()
-    headers = [entries(facts.file.metadata) for facts in (one, other)]
-    common = set(_common(one, other))
+    headers = [header_entries(facts.file.metadata) for facts in (one, other)]
     different = [key for key in dict.fromkeys([*headers[0], *headers[1]]) if headers[0].get(key) != headers[1].get(key)]
-    for key in different[:DIFFERENT]:
+    for key in different[:ENTRIES]:
         _add(table, key, *(header.get(key, "") for header in headers))
-    if len(different) > DIFFERENT:
-        _add(table, "", f"and {len(different) - DIFFERENT} more entries of the headers")
-    for facts, here in ((one, 0), (other, 1)):
-        alone = [layer for layer in facts.updates if layer not in common]
-        if alone and common:
-            _add(
-                table, "only here", *(f"{len(alone)} layers: {_some(alone)}" if here == side else "" for side in (0, 1))
-            )
-    return table
-
-
-def _differences(one: LoRAFacts, other: LoRAFacts, relative: Mapping[str, float]) -> Table:
-    """Of the layers that both have.
-
-    Args:
-        relative: in %, by layer.
-    """
-    table = _table("", [""])
-    table.title = None
-    squares = [sum(facts.norms[layer] ** 2 for layer in relative) for facts in (one, other)]
-    difference = sum(squared_difference(one.updates[layer], other.updates[layer]) for layer in relative)
-    product = sum(inner(one.updates[layer], other.updates[layer]) for layer in relative)
+    if len(different) > ENTRIES:
+        _add(table, "", f"and {len(different) - ENTRIES} more entries of the headers")
+    # A rotation of inputs has no matrix to compare with that of a weight.
+    shapes = [{name: (*up.shape, up.kind == "OFT") for name, up in facts.deltas.items()} for facts in (one, other)]
+    common = [layer for layer, shape in shapes[0].items() if shapes[1].get(layer) == shape]
+    if not common:
+        return table
+    apart = [[layer for layer in facts.deltas if layer not in common] for facts in (one, other)]
+    if any(apart):
+        _add(table, "only here", *(f"{len(some)} layers: {_some(some)}" if some else "" for some in apart))
+    table.add_section()
+    squares = [sum(facts.norms[layer] ** 2 for layer in common) for facts in (one, other)]
+    differences = {layer: squared_difference(one.deltas[layer], other.deltas[layer]) for layer in common}
     if squares[0]:
-        change = 100 * (max(difference, 0.0) / squares[0]) ** 0.5
-        _add(table, "difference", f"{change:.4g} % of the first's norm, in {len(relative)} layers that both have")
+        change = 100 * (sum(differences.values()) / squares[0]) ** 0.5
+        _add(table, "difference", f"{change:.4g} % of the first's norm, in {len(common)} common layers")
     if all(squares):
+        product = sum(inner(one.deltas[layer], other.deltas[layer]) for layer in common)
         _add(table, "cosine", f"{product / math.prod(squares) ** 0.5:.4f}")
-    if change := magnitude_change(one, other):
-        _add(table, "DoRA", f"magnitudes differ by {100 * change:.4g} %, which the difference does not count")
-    ordered = sorted((layer for layer in relative if relative[layer]), key=lambda layer: -relative[layer])[:LAYERS]
+    relative = {
+        layer: 100 * square**0.5 / one.norms[layer] if one.norms[layer] else math.inf
+        for layer, square in differences.items()
+        if square
+    }
+    ordered = sorted(relative, key=lambda layer: -relative[layer])[:LAYERS]
     _add(table, "largest", _listed(relative, ordered, " %"))
     return table
+
+
+def _table(title: str, columns: Sequence[str], show_header: bool = True) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=show_header)
+    for name in columns:
+        table.add_column(Text(name), overflow="fold")
+    return table
+
+
+def _add(table: Table, name: str, *values: str) -> None:
+    """Add a row of plain text: nothing in it is markup."""
+    warning = "bold red" if name.isupper() and any(values) else ""
+    table.add_row(Text(shown(name, 40), style=warning), *(Text(value) for value in values))
 
 
 def _listed(values: Mapping[str, float], layers: Sequence[str], unit: str = "") -> str:
@@ -171,3 +288,46 @@ def _listed(values: Mapping[str, float], layers: Sequence[str], unit: str = "") 
 def _some(names: Sequence[str]) -> str:
     rest = f" and {len(names) - LAYERS} more" if len(names) > LAYERS else ""
     return ", ".join(shown(name) for name in names[:LAYERS]) + rest
+
+
+def shown(text: Any, most: int = LETTERS) -> str:
+    """Return a file's text as part of one line: shortened, and without characters that move the cursor."""
+    start = printable(str(text)[: most + 1])  # it may have megabytes
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return plain if len(plain) <= most else f"{plain[: most - 3]}..."
+
+
+def shown_end(text: str, most: int) -> str:
+    """Return the end of a path, which tells more than its beginning."""
+    return shown(text if len(text) <= most else f"...{text[3 - most :]}", most)
+
+
+def header_entries(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return a header's entries by name, those of `FIRST` first."""
+    found = {name: value for key, text in metadata.items() for name, value in _entries(key, text)}
+    return {key: found[key] for key in dict.fromkeys([*FIRST, *found]) if key in found}
+
+
+def _entries(key: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield a header's entry, or those of its JSON."""
+    found = [(key, text)]
+    if len(text) <= LONGEST and text[:1] in "{[":
+        try:
+            value = json.loads(text)
+            if isinstance(value, dict):
+                ours = key in (HEADER_KEY, DIFFUSERS_KEY)
+                found = [(name, str(one)) for name, one in (_flat("", value, 2) if ours else _flat(key, value, 1))]
+        except (ValueError, RecursionError):
+            pass  # shown as it is
+    for name, value in found:
+        if not name.startswith(SHOWN_ELSEWHERE) and value not in ("", "None", "null", "[]", "{}"):
+            yield name, shown_end(value, PATH) if value.startswith("/") else shown(value)
+
+
+def _flat(start: str, value: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
+    for key, one in value.items():
+        name = f"{start}.{key}" if start else key
+        if isinstance(one, dict) and depth > 1:
+            yield from _flat(name, one, depth - 1)
+        else:
+            yield name, one

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, printable
 from datamodules.files import reading
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.edit_module import EditModule
+from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED
 from tasks.resolvers import CONF
 
@@ -79,7 +79,7 @@ def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
     for known in known_models():
         with suppress(UserError):
             for file in files:
-                file.check(known.names, known.base)
+                file.match(known.names, known.base)
             yield known
 
 
@@ -110,7 +110,7 @@ def _names() -> list[str]:
 
 def _known(name: str, settings: DictConfig) -> KnownModel:
     with without_network(settings) as module:
-        return KnownModel(name, module.base.name, LayerNames.of(module.base), settings)
+        return KnownModel(name, module.base.name, module.base.layer_names, settings)
 
 
 @contextmanager

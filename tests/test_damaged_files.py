@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from datamodules.errors import UserError
 from datamodules.files import reading
-from lightning_modules.adapters.formats.lora_file import HEADER_KEY, LoRAFile
-from lightning_modules.adapters.formats.written import require_finite, save_lora
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.reading import HEADER_KEY, LoRAFile
+from lightning_modules.lora_files.writing import require_finite, write
 from tests.support.commands import compose
 
 MODELS = {"flux_kontext": ("tokenizer_2", "text_encoder_2"), "qwen_image_edit": ("tokenizer", "text_encoder")}
@@ -137,10 +138,10 @@ def test_a_header_that_says_nothing_is_as_of_others(tmp_path, header):
 def test_weights_that_are_not_finite_do_not_replace_others(tmp_path, value):
     path = tmp_path / "lora.safetensors"
     good = LowRank(torch.ones(2, 2), torch.ones(2, 2))
-    save_lora({"x": good}, path, {})
+    write(path, {"x": good}, {})
     before = path.read_bytes()
     with pytest.raises(UserError, match=r"not finite \(transformer.x.lora_B.weight\) and are not saved"):
-        save_lora({"x": good._replace(up=torch.full((2, 2), value))}, path, {})
+        write(path, {"x": replace(good, up=torch.full((2, 2), value))}, {})
     assert path.read_bytes() == before
     require_finite({"x": good.up}, "stop")
 

@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from PIL import Image, ImageOps
 
 from datamodules.pairs import collate_pixels
-from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.lora_files.reading import LoRAFile
 from tasks.encode import build_cache
 from tests.support.caches import cache_overrides, only
 from tests.support.combinations import first

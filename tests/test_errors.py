@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.find import find_weights
+from lightning_modules.lora_files.find import find_weights
 from runs.run_folder import RunFolder
 from tasks.resuming import check_resumable, find_checkpoint, start_again
 from tests.support.commands import compose, lora_bytes, short
@@ -32,7 +32,7 @@ def test_lora_of_another_model(fails, run, tiny, pairs, tmp_path):
     line = fails(wide, f"adapter.init_from={tmp_path / 'first'}")
     assert "does not fit" in line
     assert ", in the model " in line
-    assert f"it was made for {tiny.name}" in line
+    assert f"it was trained on {tiny.name}" in line
     outcome = run("predict", f"lora={tmp_path / 'first'}", wide, "prompt=x", "width=32", "height=32", ok=False)
     assert "does not fit" in outcome.error
 

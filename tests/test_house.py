@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -82,6 +84,16 @@ def test_arrows_between_folders_go_down():
 def test_image_sets_are_a_closed_package():
     found = {other for name, others in ARROWS.items() if room(name) == "datamodules.images" for other in others}
     assert {name for name in found if room(name) != "datamodules.images"} == {"datamodules.errors", "datamodules.files"}
+
+
+def test_lora_files_are_a_closed_package():
+    """And importing it loads no other large library than PyTorch."""
+    ours = [name for name in FILES if room(name) == "lightning_modules.lora_files"]
+    found = {other for name in ours for other in ARROWS[name] if other not in ours}
+    assert found == {"datamodules.errors", "datamodules.files", "datamodules.hub"}
+    code = f"import sys, {', '.join(ours)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert not {"lightning", "hydra", "diffusers", "peft"} & set(loaded.split())
 
 
 def test_only_train_and_predict_are_imported_by_none():

@@ -12,10 +12,9 @@ from PIL import Image
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from lightning_modules.lora_files.reading import LoRAFile
 from tasks.edit import lora_weights
 from tests.support.combinations import first
 from tests.support.commands import compose
@@ -166,8 +165,8 @@ def test_weights_of_several_loras_multiply_their_updates(tiny, tmp_path):
     loras.load(transformer, base)
     for gate in loras.rank_gates:
         gate.open(torch.zeros(1), None, torch.float32)  # all ranks
-    names = LayerNames.of(base)
-    deltas = [LoRAFile(file).read(names, base.name)[LAYER].delta().float() for file in files]
+    names = base.layer_names
+    deltas = [LoRAFile(file).read(names, base.name)[LAYER].matrix().float() for file in files]
     for scale in (2.0, 1.0):
         loras.set_scale(transformer, scale)
         update = sum(0.7 * scale * weight * delta for weight, delta in zip(weights, deltas, strict=True))

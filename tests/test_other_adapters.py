@@ -12,8 +12,7 @@ from diffusers import FluxTransformer2DModel
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.applied import TrainingAdapter, load_adapter
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.combinations import first
 from tests.support.commands import assert_same_weights, lora_bytes, short, weights
 from tests.support.other_adapters import KINDS, OTHERS, build_other, short_of
@@ -272,10 +271,10 @@ def test_a_training_adapter_of_any_kind_is_left_out_of_pictures_and_files(
         assert not torch.equal(velocity(module, [0.5]), expected)
     # Around one another, they are still known by the names of their layers.
     learn(module)
-    updates, names = module.adapter.updates(module.transformer), LayerNames.of(module.base)
-    assert updates.keys() <= names.sides.keys()
-    module.adapter.export({"transformer": module.transformer}, module.base, {}, torch.float32)(tmp_path)
-    assert module.adapter.check_exported(tmp_path, module.base)
+    updates, names = module.adapter.deltas(module.transformer), module.base.layer_names
+    assert updates.keys() <= names.shapes.keys()
+    module.adapter.write(tmp_path, module.trained.gather(), module.base, {}, torch.float32)
+    assert module.adapter.check_written(tmp_path, module.base)
     module.adapter.lr_pattern = {"*.to_q": 0.5}
     factors = {name: module.adapter.lr_factor(name) for name in trainable(module.transformer)}
     assert {name for name, factor in factors.items() if factor == 0.5} == {name for name in factors if ".to_q." in name}

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained import components, transformer
 from lightning_modules.quantization.quantization import Quantization
 from tests.lightning_modules.pretrained.test_weights import FORMATS, write

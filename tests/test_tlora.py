@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from datamodules.pairs import collate_pixels
-from lightning_modules.adapters.formats.lora_file import LoRAFile
+from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses

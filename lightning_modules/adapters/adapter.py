@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -70,19 +70,26 @@ class Adapter(ABC):
         """What a checkpoint holds of the transformer or a text encoder, by name."""
 
     @abstractmethod
-    def export(
-        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
-    ) -> Callable[[Path], None]:
-        """Gather the weights, in all processes; gives what writes them to a folder, whole or not at all.
+    def gather(self, parts: Mapping[str, nn.Module]) -> Any:
+        """Collect the trained weights for `write`; all processes take part.
 
         Args:
-            parts: what trains, by its name in the repository: the transformer, and text encoders.
-            header: what there is to say of their making.
-            dtype: of a LoRA's file; a whole pipeline is in the base's.
+            parts: trainable parts by their names in the repository: the transformer, and text encoders.
         """
 
-    def check_exported(self, folder: Path, base: FrozenBase) -> str:
-        """Read back what `export` has written, as others will; gives what programs make of it, in words.
+    @abstractmethod
+    def write(
+        self, folder: Path, gathered: Any, base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
+    ) -> None:
+        """Write gathered weights to a folder, atomically.
+
+        Args:
+            header: facts about their origin.
+            dtype: of a LoRA's file; a whole pipeline keeps the base's.
+        """
+
+    def check_written(self, folder: Path, base: FrozenBase) -> str:
+        """Read back what `write` has written, as other programs will; return their verdicts in words.
 
         Raises:
             UserError: diffusers would not load it as it is.
@@ -137,6 +144,79 @@ class Adapter(ABC):
         finally:
             for module, name, parameter in originals:
                 setattr(module, name, parameter)
+
+
+class TrainedParts:
+    """A transformer and its text encoders, with their trainable parameters and their tensors in a checkpoint.
+
+    Args:
+        adapter: the one injected into them.
+        text_encoders: by their names in the repository.
+    """
+
+    def __init__(self, adapter: Adapter, transformer: nn.Module, text_encoders: nn.ModuleDict) -> None:
+        self.adapter = adapter
+        self.parts = {"transformer": transformer, **dict(text_encoders.items())}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters by name."""
+        return {f"{at}.{name}": one for at, part in self.parts.items() for name, one in trainable(part).items()}
+
+    def by_learning_rate(self) -> dict[float, list[nn.Parameter]]:
+        """Return the trainable parameters by their factor of optimizer.lr, factor 1 first."""
+        found: dict[float, list[nn.Parameter]] = {1.0: []}
+        for part in self.parts.values():
+            for name, parameter in trainable(part).items():
+                found.setdefault(self.adapter.lr_factor(name), []).append(parameter)
+        return {factor: parameters for factor, parameters in found.items() if parameters}
+
+    def describe(self) -> str:
+        """Describe the trainable parameters for the summary."""
+        return self.adapter.describe(self.parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint, by their names in an `EditModule`."""
+        return {
+            f"{at if at == 'transformer' else f'text_encoders.{at}'}.{name}": tensor
+            for at, part in self.parts.items()
+            for name, tensor in self.adapter.tensors(part).items()
+        }
+
+    def reduce_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remove all other tensors from a Lightning checkpoint."""
+        names = self.tensors()
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
+
+    @staticmethod
+    def restart_window(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
+        """Make a Lightning checkpoint resume at the start of an accumulation window of the current length."""
+        batches = checkpoint["global_step"] * accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counter in (progress["total"], progress["current"]):
+            counter.update(dict.fromkeys(counter, batches))
+
+    def require_same(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Raise a UserError if a checkpoint's tensors belong to another adapter."""
+        own = {name: tensor.shape for name, tensor in self.tensors().items()}
+        stored = {name: tensor.shape for name, tensor in state_dict.items()}
+        if own != stored:
+            different = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))
+            raise UserError(
+                f"ckpt_path: the checkpoint's adapter is not this run's; they differ in {listing(different)}. "
+                "Use the settings of the run that wrote it (its config.yaml)"
+            )
+
+    def gather(self) -> Any:
+        """Collect the weights of all parts for `Adapter.write`; all processes take part."""
+        return self.adapter.gather(self.parts)
+
+    @contextmanager
+    def in_dtype(self, dtype: torch.dtype) -> Iterator[None]:
+        """Temporarily cast all parts, by `Adapter.in_dtype`."""
+        with ExitStack() as stack:
+            for part in self.parts.values():
+                stack.enter_context(self.adapter.in_dtype(part, dtype))
+            yield
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

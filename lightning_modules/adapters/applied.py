@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,16 @@ from datamodules.errors import UserError
 from datamodules.files import reading
 from lightning_modules.adapters.adapter import Adapter, trainable
 from lightning_modules.adapters.dora import attach_magnitudes
-from lightning_modules.adapters.factors import Factors
-from lightning_modules.adapters.formats.checked import require_loaded
-from lightning_modules.adapters.formats.find import find_or_download
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.written import FORMATS, encode
-from lightning_modules.adapters.kinds import kind_of
-from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable
 from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches
-from lightning_modules.layers import NO_NATIVE_NAMES
+from lightning_modules.lora_files.delta import Delta, LowRank
+from lightning_modules.lora_files.find import find_or_download
+from lightning_modules.lora_files.kinds import common_kind
+from lightning_modules.lora_files.names import NO_NATIVE_NAMES, LayerNames
+from lightning_modules.lora_files.programs import require_loaded
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import encode
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
@@ -60,17 +59,17 @@ class AppliedLoRAs:
         """Raise a UserError for files that do not fit the base."""
         if not self.files:
             return
-        names = LayerNames.of(base)
+        names = base.layer_names
         adapted: set[str] = set()
         for path in self.files:
-            meanings = LoRAFile(path).check(names, base.name)
+            meanings = LoRAFile(path).match(names, base.name)
             adapted.update(layer for meaning in meanings.values() for layer in meaning.layers)
-            if len(self.files) > 1 and kind_of(LoRAFile(path).empty.values()) == "OFT":
+            if len(self.files) > 1 and common_kind(LoRAFile(path).empty.values()) == "OFT":
                 raise UserError(
                     f"lora={path} is an OFT, which rotates the inputs of other LoRAs. Pass it as the only one, or put "
                     "it into a transformer by task=export fuse=true."
                 )
-        require_matches("lora_scale", self.scales, [layer for layer in names.sides if layer in adapted])
+        require_matches("lora_scale", self.scales, [layer for layer in names.shapes if layer in adapted])
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
         """Load them into diffusers' transformer, frozen.
@@ -78,11 +77,11 @@ class AppliedLoRAs:
         Raises:
             UserError: a file contains no LoRA of this model.
         """
-        from lightning_modules.adapters.beside import put_beside
+        from lightning_modules.adapters.delta_linear import add_deltas
 
         self.rank_gates = []
-        names = LayerNames.of(base)
-        others: dict[str, dict[str, Factors]] = {}
+        names = base.layer_names
+        others: dict[str, dict[str, Delta]] = {}
         for name, (path, _) in self.used.items():
             read = LoRAFile(path).read(names, base.name)
             scales = {layer: last_match(self.scales, layer, 1.0) for layer in read}
@@ -91,13 +90,13 @@ class AppliedLoRAs:
             updates = {layer: one.scaled(scales[layer]) for layer, one in read.items() if layer not in left_out}
             if not updates:
                 raise UserError(f"lora_scale leaves no layer of {path}: leave the LoRA out")
-            others[name] = {layer: one for layer, one in updates.items() if isinstance(one, Factors)}
+            others[name] = {layer: one for layer, one in updates.items() if not isinstance(one, LowRank)}
             loras = {layer: one for layer, one in updates.items() if isinstance(one, LowRank)}
             if loras:
                 # peft's own DoRA fails on some quantized layers: ours is attached to its LoRA.
-                plain = {layer: one._replace(magnitude=None) for layer, one in loras.items()}
+                plain = {layer: replace(one, magnitude=None) for layer, one in loras.items()}
                 with reading(path, "please report it"):
-                    state = encode(plain, FORMATS["diffusers"])
+                    state = encode(plain, "diffusers")
                     transformer.load_lora_adapter(state, prefix="transformer", adapter_name=name)
                 magnitudes = {layer: one.magnitude for layer, one in loras.items() if one.magnitude is not None}
                 attach_magnitudes(transformer, name, magnitudes)
@@ -107,7 +106,7 @@ class AppliedLoRAs:
                 gate.attach(transformer, name)
                 self.rank_gates.append(gate)
         for name, factors in others.items():  # around peft's layers, which find theirs by name
-            put_beside(transformer, name, {layer: one.to(base.dtype) for layer, one in factors.items()})
+            add_deltas(transformer, name, {layer: one.to(base.dtype) for layer, one in factors.items()})
         transformer.requires_grad_(False)
 
     def set_scale(self, transformer: Any, scale: float) -> None:
@@ -148,11 +147,11 @@ class TrainingAdapter:
             raise UserError(f"{setting}: with adapter=full all weights would learn to replace it. Use adapter=lora.")
         if adapter.reads_base or adapter.turns_inputs:
             raise UserError(f"{setting}: {adapter} would change its output as well. Use adapter=lora.")
-        self.file.check(LayerNames.of(base), base.name)
+        self.file.match(base.layer_names, base.name)
         if read_rank_gate(self.file.path) is not None:
             raise UserError(f"{setting}: {NOT_MERGED}; task=export rank=N makes a plain LoRA of it")
         is_dora = any("magnitude" in parts for parts in self.file.parts.values())
-        if is_dora or kind_of(self.file.empty.values()) == "OFT":
+        if is_dora or common_kind(self.file.empty.values()) == "OFT":
             raise UserError(f"{setting} is {'a DoRA' if is_dora else 'an OFT'}: a LoRA, LoKr or LoHa is needed")
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
@@ -196,13 +195,13 @@ def load_adapter(transformer: Any, lora: str | Path, adapter_name: str = "defaul
     Raises:
         UserError: the file is of another kind, or of another model.
     """
-    from lightning_modules.adapters.beside import put_beside
+    from lightning_modules.adapters.delta_linear import add_deltas
 
     path = find_or_download(str(lora))
     updates = LoRAFile(path).read(LayerNames(transformer, NO_NATIVE_NAMES), type(transformer).__name__)
-    others = {layer: one.to(transformer.dtype) for layer, one in updates.items() if isinstance(one, Factors)}
+    others = {layer: one.to(transformer.dtype) for layer, one in updates.items() if not isinstance(one, LowRank)}
     if len(others) < len(updates):
         mixed = " in some layers: use predict.py" if others else ": diffusers reads it by pipe.load_lora_weights"
         raise UserError(f"{path} is a LoRA{mixed}")
-    put_beside(transformer, adapter_name, others)
+    add_deltas(transformer, adapter_name, others)
     transformer.requires_grad_(False)

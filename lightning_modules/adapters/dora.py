@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_modules.adapters.frozen_layers import dequantized, weight_product
 from lightning_modules.adapters.lora import LoRA
-from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import ADAPTER, full_tensor, lora_layers
 from lightning_modules.execution.blocks import without_autocast
+from lightning_modules.lora_files.delta import LowRank
 
 
 class DoRA(LoRA):
@@ -28,19 +29,17 @@ class DoRA(LoRA):
     def initialize(self, transformer: nn.Module) -> None:
         attach_magnitudes(transformer, ADAPTER)
 
-    def load_magnitude(self, layer: Any, update: LowRank) -> None:
+    def load_magnitude(self, layer: Any, delta: LowRank) -> None:
         """Take over a DoRA's; from a LoRA the norms of its rows, by which it starts as what it was."""
-        magnitude = row_norms(layer, ADAPTER) if update.magnitude is None else update.magnitude
+        magnitude = row_norms(layer, ADAPTER) if delta.magnitude is None else delta.magnitude
         layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude)
 
-    def updates(self, transformer: nn.Module) -> dict[str, LowRank]:
+    def deltas(self, transformer: nn.Module) -> dict[str, LowRank]:
         magnitudes = {
             name: full_tensor(layer.lora_magnitude_vector[ADAPTER].weight.detach()).cpu().clone()
             for name, layer in lora_layers(transformer, ADAPTER).items()
         }
-        return {
-            name: update._replace(magnitude=magnitudes[name]) for name, update in super().updates(transformer).items()
-        }
+        return {name: replace(delta, magnitude=magnitudes[name]) for name, delta in super().deltas(transformer).items()}
 
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:

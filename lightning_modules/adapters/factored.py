@@ -1,4 +1,4 @@
-"""What LoKr, LoHa and OFT share: updates of linear layers that are no LoRA, trained in float32 beside frozen ones."""
+"""LoKr, LoHa and OFT: adapters whose deltas are not low-rank products, trained in float32 next to frozen layers."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,62 +9,63 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.factors import Factors
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.linear_updates import LinearUpdates
+from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import ADAPTER
+from lightning_modules.lora_files.delta import Delta, LowRank
+from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_entries
+from lightning_modules.lora_files.names import LayerNames
 
 
-class Factored(LinearUpdates):
-    """Updates that are no LoRA, in layers of our own.
+class Factored(DeltaAdapter):
+    """An adapter with deltas of another kind than LoRA, in layers of our own.
 
     Attributes:
-        scale: what updates are multiplied by; in a file it is in the weights.
+        scale: factor of the deltas; in a file it is part of the weights.
     """
 
     scale = 1.0
 
     @abstractmethod
-    def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Factors:
-        """The update of a layer that does nothing yet, in float32 in the host's memory."""
+    def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Delta:
+        """Return a layer's initial delta, which has no effect, in float32 on the CPU."""
 
     def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
-        from lightning_modules.adapters.beside import put_beside
+        from lightning_modules.adapters.delta_linear import add_deltas
 
-        updates: dict[str, Factors] = {}
+        deltas: dict[str, Delta] = {}
         generator = torch.Generator().manual_seed(self.seed)
         for name in targets:
             layer: Any = transformer.get_submodule(name)
-            updates[name] = self.start(layer.in_features, layer.out_features, generator)
-        put_beside(transformer, ADAPTER, updates, self.scale)
+            deltas[name] = self.start(layer.in_features, layer.out_features, generator)
+        add_deltas(transformer, ADAPTER, deltas, self.scale)
 
     @torch.no_grad()
     def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        from lightning_modules.adapters.beside import updated_layers
+        from lightning_modules.adapters.delta_linear import delta_layers
 
-        layers = updated_layers(transformer, ADAPTER)
-        updates = self.read_start(layers, names, type(transformer).__name__)
+        layers = delta_layers(transformer, ADAPTER)
+        deltas = self.read_start(layers, names, type(transformer).__name__)
         for name, layer in layers.items():
-            parameters, update = dict(layer.parameters_of(ADAPTER).named_parameters()), updates[name]
-            shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, update.tensors())]
-            if not isinstance(update, Factors) or update.unwritable or shapes[0] != shapes[1]:
+            parameters, delta = dict(layer.parameters_of(ADAPTER).named_parameters()), deltas[name]
+            shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, delta.tensors())]
+            if isinstance(delta, LowRank) or delta.unwritable or shapes[0] != shapes[1]:
                 raise UserError(
-                    f"adapter.init_from={self.init_from}: {name} is a {update.kind} of {update.size}, by the settings "
-                    f"a {self.kind} of {layer.parameters_of(ADAPTER).update().size}"
+                    f"adapter.init_from={self.init_from}: {name} is a {delta.kind} of {delta.size}, by the settings "
+                    f"a {self.kind} of {layer.parameters_of(ADAPTER).delta().size}"
                 )
-            for key, tensor in update.scaled(1 / self.scale).tensors().items():
+            for key, tensor in delta.scaled(1 / self.scale).tensors().items():
                 parameters[key].copy_(tensor)
 
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """As of `Adapter`; the scale is in the weights, as in the file."""
-        from lightning_modules.adapters.beside import updated_layers
+        """Temporarily cast the weights as a loader does, with the scale in them as in the file."""
+        from lightning_modules.adapters.delta_linear import delta_layers
 
-        layers = updated_layers(part, ADAPTER).values()
-        updates = [layer.parameters_of(ADAPTER).whole().scaled(self.scale).to(dtype) for layer in layers]
+        layers = delta_layers(part, ADAPTER).values()
+        deltas = [layer.parameters_of(ADAPTER).whole().scaled(self.scale).to(dtype) for layer in layers]
         with super().in_dtype(part, dtype):
-            for layer, update in zip(layers, updates, strict=True):
-                layer.parameters_of(ADAPTER).use(update)
+            for layer, delta in zip(layers, deltas, strict=True):
+                layer.parameters_of(ADAPTER).use(delta)
                 layer.scaling[ADAPTER] = 1.0
             try:
                 yield
@@ -72,13 +73,12 @@ class Factored(LinearUpdates):
                 for layer in layers:
                     layer.scaling[ADAPTER] = self.scale
 
-    def updates(self, transformer: nn.Module) -> dict[str, Factors]:
-        from lightning_modules.adapters.beside import updated_layers
+    def deltas(self, transformer: nn.Module) -> dict[str, Delta]:
+        from lightning_modules.adapters.delta_linear import delta_layers
 
-        cpu = torch.device("cpu")
         return {
-            name: layer.parameters_of(ADAPTER).whole().on(cpu).copy().scaled(self.scale)
-            for name, layer in updated_layers(transformer, ADAPTER).items()
+            name: layer.parameters_of(ADAPTER).whole().to(torch.float32, "cpu", copy=True).scaled(self.scale)
+            for name, layer in delta_layers(transformer, ADAPTER).items()
         }
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
@@ -88,3 +88,135 @@ class Factored(LinearUpdates):
 
     def metadata(self) -> dict[str, Any]:
         return {"kind": self.kind, **super().metadata()}
+
+
+class LoKr(Factored):
+    """Deltas kron(w1, w2) of linear layers (arXiv 2309.14859, section 3.2).
+
+    w1 is whole and initialized like PyTorch's linear layers; w2 is a product of two matrices, the second one zero, or
+    whole and zero, as in LyCORIS.
+
+    Args:
+        rank: of w2; from half of w2's larger dimension on, w2 is whole.
+        alpha: the delta is scaled by alpha / rank, unless full_matrix is set; None: rank.
+        decompose_factor: dimensions of w1, as close as divisors of a layer's own allow; -1: the most even division.
+        full_matrix: whether both are whole, whatever the rank.
+        settings: of `DeltaAdapter`.
+    """
+
+    kind = "LoKr"
+
+    def __init__(
+        self, rank: int, alpha: float | None, decompose_factor: int, full_matrix: bool, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        if decompose_factor == 0:
+            raise UserError("adapter.decompose_factor=0: choose -1 or a positive number")
+        self.rank = rank
+        self.alpha = rank if alpha is None else alpha
+        self.decompose_factor = decompose_factor
+        self.full_matrix = full_matrix
+        self.scale = 1.0 if full_matrix else self.alpha / rank
+
+    def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Kronecker:
+        pairs = [factor_pair(size, self.decompose_factor) for size in (out_features, in_features)]
+        left, right = zip(*pairs, strict=True)
+        first = _like_linear(left, generator)
+        # peft's condition: diffusers finds the shapes by it.
+        if self.full_matrix or self.rank >= max(right) / 2:
+            return Kronecker([first], [torch.zeros(right, device="cpu")])
+        rows, columns = right
+        zeros = torch.zeros(self.rank, columns, device="cpu")
+        return Kronecker([first], [_like_linear((rows, self.rank), generator), zeros])
+
+    def metadata(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("decompose_factor", "full_matrix")}
+        return super().metadata() | own | ({} if self.full_matrix else {"rank": self.rank, "alpha": self.alpha})
+
+    def __str__(self) -> str:
+        rank = "whole factors" if self.full_matrix else f"rank {self.rank}, alpha {self.alpha:g}"
+        return f"LoKr {rank}, factor {self.decompose_factor}"
+
+
+def _like_linear(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw a matrix like the weight of PyTorch's linear layers."""
+    return nn.init.kaiming_uniform_(torch.empty(shape, device="cpu"), a=5**0.5, generator=generator)
+
+
+def factor_pair(size: int, factor: int) -> tuple[int, int]:
+    """Return a size as a product (small, large), like peft's `factorization` and LyCORIS.
+
+    Args:
+        factor: the small one if it divides the size, else its upper bound; -1 for no bound.
+    """
+    if factor > 0 and size % factor == 0:
+        return factor, size // factor
+    most = size if factor == -1 else factor
+    small = max(one for one in range(1, min(most, int(size**0.5)) + 1) if size % one == 0)
+    return small, size // small
+
+
+class LoHa(Factored):
+    """Deltas (w1_a w1_b) * (w2_a w2_b) of linear layers (FedPara, arXiv 2108.06098), of a rank up to rank^2.
+
+    Initialized like LyCORIS: standard deviations of 0.1 and 1 in the first product, zero and 1 in the second.
+
+    Args:
+        rank: of both products.
+        alpha: the delta is scaled by alpha / rank; None: rank.
+        settings: of `DeltaAdapter`.
+    """
+
+    kind = "LoHa"
+
+    def __init__(self, rank: int, alpha: float | None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.rank = rank
+        self.alpha = rank if alpha is None else alpha
+        self.scale = self.alpha / rank
+
+    def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Hadamard:
+        up = 0.1 * torch.randn(out_features, self.rank, generator=generator, device="cpu")
+        downs = [torch.randn(self.rank, in_features, generator=generator, device="cpu") for _ in range(2)]
+        return Hadamard((up, torch.zeros(out_features, self.rank, device="cpu")), downs)
+
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | {"rank": self.rank, "alpha": self.alpha}
+
+    def __str__(self) -> str:
+        return f"LoHa rank {self.rank}, alpha {self.alpha:g}"
+
+
+class OFT(Factored):
+    """Rotations of linear layers' inputs in blocks, which start as the identity (OFTv2, arXiv 2506.19847).
+
+    Args:
+        block_size: inputs per block; it divides the inputs of each layer.
+        settings: of `DeltaAdapter`.
+    """
+
+    kind = "OFT"
+    turns_inputs = True
+
+    def __init__(self, block_size: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.block_size = block_size
+
+    def check_targets(self, linears: Mapping[str, nn.Linear]) -> None:
+        for name, layer in linears.items():
+            if layer.in_features % self.block_size:
+                divisors = [size for size in range(2, self.block_size + 1) if layer.in_features % size == 0]
+                raise UserError(
+                    f"adapter.block_size={self.block_size} does not divide the {layer.in_features} inputs of {name}. "
+                    f"Use {divisors[-1] if divisors else layer.in_features}"
+                )
+
+    def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Rotation:
+        blocks = in_features // self.block_size
+        return Rotation(torch.zeros(blocks, skew_entries(self.block_size), device="cpu"))
+
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | {"block_size": self.block_size}
+
+    def __str__(self) -> str:
+        return f"OFT of blocks of {self.block_size}"

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
-from lightning_modules.adapters.formats.written import require_finite
 from lightning_modules.family import Family
 from lightning_modules.layers import ALIKE, Layers
+from lightning_modules.lora_files.writing import require_finite
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import local_folder, read_index
 
@@ -60,29 +60,27 @@ class FullFineTuning(Adapter):
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trainable(part).items()}
 
-    def export(
-        self, parts: Mapping[str, nn.Module], base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
-    ) -> Callable[[Path], None]:
-        index = read_index(base.components.repository, base.revision)
-        trained: dict[str, Any] = dict(parts)
-        for part in trained.values():
+    def gather(self, parts: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
+        for part in parts.values():
             require_finite(trainable(part), "or clip gradients by trainer.gradient_clip_val")
+        return parts
 
-        def write(folder: Path) -> None:
-            others = [name for name in index if not name.startswith("_") and name not in trained]
-            source = local_folder(base.components.repository, base.revision, others)
-            with replacing_folder(folder) as unfinished:
-                shutil.copyfile(source / "model_index.json", unfinished / "model_index.json")
-                for name in others:
-                    if (source / name).is_dir():  # what a pipeline may lack has none
-                        shutil.copytree(source / name, unfinished / name)
-                for name, part in trained.items():
-                    with self.in_dtype(part, base.dtype):
-                        part.save_pretrained(unfinished / name)
-                for config in (unfinished / "model_index.json", *unfinished.glob("*/config.json")):
-                    _forget_origin(config)
-
-        return write
+    def write(
+        self, folder: Path, gathered: Any, base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
+    ) -> None:
+        index = read_index(base.components.repository, base.revision)
+        others = [name for name in index if not name.startswith("_") and name not in gathered]
+        source = local_folder(base.components.repository, base.revision, others)
+        with replacing_folder(folder) as unfinished:
+            shutil.copyfile(source / "model_index.json", unfinished / "model_index.json")
+            for name in others:
+                if (source / name).is_dir():  # an optional component may be missing
+                    shutil.copytree(source / name, unfinished / name)
+            for name, part in gathered.items():
+                with self.in_dtype(part, base.dtype):
+                    part.save_pretrained(unfinished / name)
+            for config in (unfinished / "model_index.json", *unfinished.glob("*/config.json")):
+                _forget_origin(config)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         what = "the transformer and the text encoders" if self.trains_text_encoders else "the transformer"

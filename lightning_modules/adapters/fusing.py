@@ -1,72 +1,73 @@
-"""Transformers whose weights have updates of their layers in them, plain or quantized, written to disk."""
+"""LoRAs and whole transformers: one fused into the weights of the other, or extracted from a fine-tuned one."""
 
 import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
-from lightning_modules.adapters.update import Update
 from lightning_modules.execution.host_memory import return_freed_memory
+from lightning_modules.lora_files.delta import Delta, LowRank, best_of_rank
 from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
 from lightning_modules.pretrained.weights import FILE_SIZE, SafetensorsWeights, Weights, assemble, save_quantized
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization
+from lightning_modules.timing import ProgressLines
 
 log = logging.getLogger("retouch")
 
 
 class Rounding:
-    """How much of the updates is lost because weights are rounded or quantized."""
+    """The share of the deltas that rounding or quantizing the weights loses."""
 
     def __init__(self) -> None:
         self._lost = self._whole = 0.0
 
     def note(self, before: Tensor, wanted: Tensor, written: Tensor) -> None:
-        """A layer's weight without its update, with it, and with it as it is written."""
+        """Add a layer's weight without its delta, with it, and as written."""
         if not written.isfinite().all():
-            raise UserError(f"the weights with the LoRA in them are beyond the range of {str(written.dtype)[6:]}")
+            raise UserError(f"the weights with the LoRA exceed the range of {str(written.dtype)[6:]}")
         self._lost += float((written.float() - wanted.float()).double().square().sum())
         self._whole += float((wanted.float() - before.float()).double().square().sum())
 
     @property
     def share(self) -> float:
-        """The error of all layers together, relative to the updates (Frobenius norms)."""
+        """Error over all layers, relative to the deltas (Frobenius norms)."""
         return (self._lost / self._whole) ** 0.5 if self._whole else 0.0
 
 
 class FusedWeights(Weights):
-    """Weights on disk that have the updates in them.
+    """Weights on disk, read with the deltas added.
 
     Args:
-        updates: by the names of the layers.
-        dtype: of the weights with them.
+        deltas: by the names of the layers.
+        dtype: of the result.
         device: to compute on.
     """
 
     def __init__(
-        self, weights: SafetensorsWeights, updates: Mapping[str, Update], dtype: torch.dtype, device: torch.device
+        self, weights: SafetensorsWeights, deltas: Mapping[str, Delta], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtypes = weights.dtypes
         self._dtype = dtype
         self.rounding = Rounding()
         self._weights = weights
-        self._updates = updates
+        self._deltas = deltas
         self._device = device
 
     def read(self, name: str) -> Tensor:
         weight = self._weights.read(name)
-        update = self._updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if update is None:
+        delta = self._deltas.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if delta is None:
             return weight.to(self._dtype)
-        wanted = update.updated(weight.to(self._device))
+        wanted = delta.updated(weight.to(self._device))
         written = wanted.to(self._dtype)
         self.rounding.note(weight.to(self._device), wanted, written)
         return written.cpu()
@@ -74,26 +75,26 @@ class FusedWeights(Weights):
 
 @torch.no_grad()
 def write_fused(
-    source: TransformerSource, updates: Mapping[str, Update], folder: Path, device: torch.device
+    source: TransformerSource, deltas: Mapping[str, Delta], folder: Path, device: torch.device
 ) -> Rounding | None:
-    """Write a transformer with updates in its weights to a folder, in diffusers' layout.
+    """Write a transformer with deltas in its weights to a folder, in diffusers' layout.
 
-    What is not quantized on disk is written in the model's dtype, or quantized as the settings say, after the updates
-    are in; what is quantized there is dequantized, updated and quantized again, each layer in its own format.
+    Plain weights are updated, and written in the model's dtype or quantized as configured; quantized layers on disk are
+    dequantized, updated and quantized again in their own format.
 
     Args:
         device: to compute on.
 
     Returns:
-        What is lost by rounding; None where the weights are quantized for the first time.
+        The loss by rounding; None if the weights are quantized for the first time.
 
     Raises:
-        UserError: the weights are no safetensors files, or the folder cannot be written.
+        UserError: the weights are not safetensors files, or the folder cannot be written.
     """
     weights = transformer_weights(source.repository, source.revision)
     if weights is None:
-        raise UserError(f"{source.name}: only safetensors weights can take a LoRA in")
-    fused = FusedWeights(weights, updates, source.dtype, device)
+        raise UserError(f"{source.name}: only safetensors weights can be fused with a LoRA")
+    fused = FusedWeights(weights, deltas, source.dtype, device)
     with replacing_folder(folder) as unfinished:
         if weights.format is None and source.quantization is None:
             _write_plain(source, weights, fused, unfinished)
@@ -104,22 +105,22 @@ def write_fused(
         rounding = None
         if weights.format is None:
             assemble(transformer, fused, dtype=source.dtype, device=device, quantization=quantization)
-        else:  # also what is not quantized is as it is on disk
+        else:  # plain layers stay as they are on disk
             assemble(transformer, weights, dtype=source.dtype, device=device, quantization=None)
-            rounding = _requantize(transformer, updates, quantization)
+            rounding = _requantize(transformer, deltas, quantization)
         save_quantized(transformer, quantization, unfinished)
         return rounding
 
 
 def _write_plain(source: TransformerSource, weights: SafetensorsWeights, fused: FusedWeights, folder: Path) -> None:
-    """One file after the other, of which one is in memory."""
+    """Write plain weights, with one file in memory at a time."""
     source.meta.save_config(folder)
     pattern = "diffusion_pytorch_model{suffix}.safetensors"
     plan = split_torch_state_dict_into_shards(
         weights.on_meta(source.dtype), filename_pattern=pattern, max_shard_size=FILE_SIZE
     )
-    for number, (file, names) in enumerate(plan.filename_to_tensors.items(), 1):
-        log.info(f"writing file {number} of {len(plan.filename_to_tensors)}")
+    for count, (file, names) in enumerate(plan.filename_to_tensors.items(), 1):
+        log.info(f"writing file {count} of {len(plan.filename_to_tensors)}")
         tensors = {name: fused.read(name) for name in names}
         safetensors.torch.save_file(tensors, folder / file, {"format": "pt"})
         del tensors
@@ -130,21 +131,21 @@ def _write_plain(source: TransformerSource, weights: SafetensorsWeights, fused: 
 
 
 def _as_stored(source: TransformerSource, format: str) -> Quantization:
-    """How a transformer was quantized that is so on disk."""
+    """Return the quantization of a transformer that is quantized on disk."""
     settings = source.config().get("quantization_config") or {}
     double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
     return Quantization(format, None, (), ("transformer",), double_quant)
 
 
-def _requantize(transformer: nn.Module, updates: Mapping[str, Update], quantization: Quantization) -> Rounding:
-    """Put updates into a transformer whose layers are quantized already."""
+def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantization: Quantization) -> Rounding:
+    """Add deltas to a transformer whose layers are already quantized."""
     rounding = Rounding()
-    for name, update in updates.items():
+    for name, delta in deltas.items():
         layer: Any = transformer.get_submodule(name)
         quantized = isinstance(layer, QuantizedLinear)
         dtype = layer.compute_dtype if quantized else layer.weight.dtype
         before = layer.dequantize(torch.float32) if quantized else layer.weight.float()
-        wanted = update.updated(before)
+        wanted = delta.updated(before)
         new: Any = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         new.weight = nn.Parameter(wanted.to(dtype), requires_grad=False)
         new.bias = layer.bias
@@ -154,3 +155,68 @@ def _requantize(transformer: nn.Module, updates: Mapping[str, Update], quantizat
         transformer.set_submodule(name, new)
         return_freed_memory()
     return rounding
+
+
+class Extracted(NamedTuple):
+    """The LoRA of the difference of two transformers.
+
+    Attributes:
+        deltas: of the linear layers whose weights differ.
+        errors: by layer, the share of the difference (Frobenius norm) that the delta lacks.
+        error: the same over all layers.
+        others: names of the other tensors that differ, which a LoRA cannot hold: biases and norms.
+    """
+
+    deltas: dict[str, LowRank]
+    errors: dict[str, float]
+    error: float
+    others: list[str]
+
+
+@torch.no_grad()
+def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device) -> Extracted:
+    """Return the best LoRA of a rank of the difference of two transformers, with one layer in memory at a time.
+
+    Args:
+        tuned: folder or hub id of a whole pipeline or of only the transformer.
+        device: to compute on.
+
+    Raises:
+        UserError: they are not of one architecture in 16 or 32 bits, or do not differ.
+    """
+    before, after = _plain_weights(base.repository, base.revision), _plain_weights(tuned, None)
+    if different := sorted(before.dtypes.keys() ^ after.dtypes.keys()):
+        raise UserError(f"extract={tuned} is not a version of {base.name}: only one of them has {listing(different)}")
+    layers = {f"{name}.weight" for name, module in base.meta.named_modules() if isinstance(module, torch.nn.Linear)}
+    deltas, errors, others, squares = {}, {}, [], [0.0, 0.0]
+    progress = ProgressLines(len(before.dtypes), "tensors")
+    for index, name in enumerate(sorted(before.dtypes), 1):
+        one, other = (weights.read(name).to(device).float() for weights in (before, after))
+        if one.shape != other.shape:
+            raise UserError(f"extract={tuned}: {name} is {tuple(other.shape)}, in {base.name} {tuple(one.shape)}")
+        difference = other - one
+        if not difference.isfinite().all():
+            raise UserError(f"extract={tuned}: {name} contains values that are not finite")
+        if not difference.any():
+            continue
+        if name not in layers:
+            others.append(name)
+            continue
+        layer = name.removesuffix(".weight")
+        deltas[layer], lost = best_of_rank(difference, rank)
+        whole = float(difference.double().square().sum())
+        errors[layer] = (lost / whole) ** 0.5
+        squares = [squares[0] + lost, squares[1] + whole]
+        progress.done(index)
+    if not deltas:
+        raise UserError(f"extract={tuned} does not differ from {base.name} in any linear layer")
+    return Extracted(deltas, errors, (squares[0] / squares[1]) ** 0.5, others)
+
+
+def _plain_weights(repository: str, revision: str | None) -> SafetensorsWeights:
+    weights = transformer_weights(repository, revision)
+    if weights is None:
+        raise UserError(f"{repository}: only safetensors weights can be compared")
+    if weights.format is not None:
+        raise UserError(f"{repository} is {weights.format} on disk: extract= needs both in 16 or 32 bits")
+    return weights

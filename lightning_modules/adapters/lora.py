@@ -9,10 +9,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.linear_updates import LinearUpdates
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import (
     ADAPTER,
     adapter_state,
@@ -24,15 +21,18 @@ from lightning_modules.adapters.peft_layers import (
     use_weight,
 )
 from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
 
 
-class LoRA(LinearUpdates):
+class LoRA(DeltaAdapter):
     """Low-rank updates of a transformer's linear layers (arXiv 2106.09685), trained in float32.
 
     Args:
         rank, alpha, use_rslora, rank_pattern, alpha_pattern: of `Ranks`; without an alpha it is the rank.
         dropout: share of a layer's inputs that the update does not see, in training.
-        target_modules, layers, init_from, lr_pattern, seed: of `LinearUpdates`.
+        target_modules, layers, init_from, lr_pattern, seed: of `DeltaAdapter`.
         init_lora_weights: peft's: True draws the down projection as PyTorch does, `gaussian` from a normal distribution
             of standard deviation 1 / rank; the up projection is zero.
         lora_plus_ratio: how many times faster up projections learn than the rest (arXiv 2402.12354); None: as fast.
@@ -100,23 +100,23 @@ class LoRA(LinearUpdates):
     @torch.no_grad()
     def load(self, transformer: nn.Module, names: LayerNames) -> None:
         assert self.init_from is not None
-        layers, trained = lora_layers(transformer, ADAPTER), LoRAFile(self.init_from).trained
-        updates = self.read_start(layers, names, type(transformer).__name__)
+        layers, trained = lora_layers(transformer, ADAPTER), Ranks.of_file(LoRAFile(self.init_from))
+        deltas = self.read_start(layers, names, type(transformer).__name__)
         for name, layer in layers.items():
-            update, rank, own = updates[name], self.ranks.rank_of(name), layer.scaling[ADAPTER]
-            assert isinstance(update, LowRank)
-            if update.rank != rank * self.width:
+            delta, rank, own = deltas[name], self.ranks.rank_of(name), layer.scaling[ADAPTER]
+            assert isinstance(delta, LowRank)
+            if delta.rank != rank * self.width:
                 raise UserError(
-                    f"adapter.init_from={self.init_from}: {name} has rank {update.rank // self.width}, here "
+                    f"adapter.init_from={self.init_from}: {name} has rank {delta.rank // self.width}, here "
                     f"adapter.rank={rank}"
                 )
             scale = own if trained is None else trained.scale_of(name)
             # In the down projection: an orthogonal adapter's singular values are there.
-            set_weight(layer.lora_A[ADAPTER], update.down * (scale / own))
-            set_weight(layer.lora_B[ADAPTER], update.up / scale)
-            self.load_magnitude(layer, update)
+            set_weight(layer.lora_A[ADAPTER], delta.down * (scale / own))
+            set_weight(layer.lora_B[ADAPTER], delta.up / scale)
+            self.load_magnitude(layer, delta)
 
-    def load_magnitude(self, layer: Any, update: LowRank) -> None:
+    def load_magnitude(self, layer: Any, delta: LowRank) -> None:
         """Take over a DoRA's."""
 
     @contextmanager
@@ -135,7 +135,7 @@ class LoRA(LinearUpdates):
                 for layer, scale in zip(layers, scales, strict=True):
                     layer.scaling[ADAPTER] = scale
 
-    def updates(self, transformer: nn.Module) -> dict[str, LowRank]:
+    def deltas(self, transformer: nn.Module) -> dict[str, LowRank]:
         weights = {name: tensor.cpu().clone() for name, tensor in adapter_state(transformer).items()}
         return {
             name: LowRank(weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]).scaled(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.adapters.update import Update
+from lightning_modules.lora_files.delta import Delta, LowRank
 
 # The name that an adapter in training goes by.
 ADAPTER = "default"
@@ -73,8 +72,8 @@ def _tuner_layers(transformer: nn.Module) -> list[Any]:
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
-def update_of(layer: Any, adapter_name: str) -> Update:
-    """What an adapter computes in one of `adapted_layers`."""
+def delta_of(layer: Any, adapter_name: str) -> Delta:
+    """Return the delta that an adapter computes in one of `adapted_layers`."""
     if hasattr(layer, "lora_A"):
         down, up = (half[adapter_name].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
         return LowRank(down, up).scaled(layer.scaling[adapter_name])

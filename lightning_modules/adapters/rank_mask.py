@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.find import find_or_download
-from lightning_modules.adapters.formats.lora_file import LoRAFile
 from lightning_modules.adapters.gate import Gate
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
+from lightning_modules.lora_files.find import find_or_download
+from lightning_modules.lora_files.reading import LoRAFile
 
 NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
 # The timestep of a sampling step, and all timesteps (N,) of the sampling; None for the latter outside of a sampling.

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datamodules.errors import UserError
+from datamodules.files import reading
 from lightning_modules.adapters.targets import last_match, require_matches
+from lightning_modules.lora_files.reading import LoRAFile
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
 
@@ -30,11 +32,21 @@ class Ranks:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of_header(cls, adapter: Mapping[str, Any]) -> "Ranks | None":
-        """As a file's header has them; None where it does not say.
+    def of_file(cls, file: LoRAFile) -> "Ranks | None":
+        """Return the ranks and alphas that a file was trained with; None for other programs' files.
 
         Raises:
-            ValueError, TypeError, AttributeError: they are none.
+            UserError: the header is damaged.
+        """
+        with reading(file.path, "name a LoRA's safetensors file, or download it again"):
+            return cls.of_header(file.adapter)
+
+    @classmethod
+    def of_header(cls, adapter: Mapping[str, Any]) -> "Ranks | None":
+        """Return the ranks and alphas of a file's header; None if it has none.
+
+        Raises:
+            ValueError, TypeError, AttributeError: they are invalid.
         """
         rank, alpha = float(adapter.get("rank", 0)), float(adapter.get("alpha", 0))
         if not (rank > 0 and alpha > 0):

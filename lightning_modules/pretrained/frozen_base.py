@@ -15,6 +15,7 @@ from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
+from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.checks import check_component
 from lightning_modules.pretrained.components import Components
@@ -105,6 +106,11 @@ class FrozenBase:
     def index(self) -> dict[str, Any]:
         """Its model_index.json."""
         return repository.read_index(self.components.repository, self.revision)
+
+    @property
+    def layer_names(self) -> LayerNames:
+        """The transformer's layers by their names in LoRA files."""
+        return LayerNames(self.source.meta, self.family_class.layers.native)
 
     @property
     def encoder_names(self) -> Sequence[str]:

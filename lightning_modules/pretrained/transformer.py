@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from datamodules.errors import UserError, listing
+from datamodules.hub import repository_file
 from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.pretrained.checks import (
     check_names,
@@ -16,7 +17,7 @@ from lightning_modules.pretrained.checks import (
     read_json,
     refuse_method,
 )
-from lightning_modules.pretrained.repository import load_model, repository_file, resolve_repository
+from lightning_modules.pretrained.repository import load_model, resolve_repository
 from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
 from lightning_modules.quantization.fp8 import describe_kernels
 from lightning_modules.quantization.quantization import Quantization

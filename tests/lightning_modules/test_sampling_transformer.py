@@ -10,8 +10,8 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.inference import SamplingTransformer
+from lightning_modules.lora_files.writing import write
 from lightning_modules.pretrained.transformer import TransformerSource
 from report.images import read_strip
 from tests.support.combinations import first
@@ -111,7 +111,7 @@ def file(tiny, tmp_path):
     """A training adapter."""
     names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
     path = tmp_path / "undistil.safetensors"
-    save_lora(random_updates(names), path, {})
+    write(path, random_updates(names), {})
     return path
 
 

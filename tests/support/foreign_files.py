@@ -153,7 +153,7 @@ FORMS = {
 }
 
 
-def write(folder: Path, form: str, native, diffusers, dtype=torch.float32) -> tuple[Path, float]:
+def foreign_file(folder: Path, form: str, native, diffusers, dtype=torch.float32) -> tuple[Path, float]:
     """A file of a form, and the scale of its updates."""
     prefix, by_native, flat, halves, place = FORMS[form]
     names = {

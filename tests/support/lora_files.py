@@ -2,13 +2,13 @@
 
 import torch
 
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux2.module import Flux2Klein
 from lightning_modules.families.longcat_image.module import LongCatImageEdit
 from lightning_modules.families.qwen_image.module import QwenImageEdit
 from lightning_modules.families.z_image.module import ZImage
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.names import LayerNames
 
 FAMILIES = {
     "flux_kontext": FluxKontext,
@@ -43,7 +43,7 @@ def random_updates(names, targets="default", rank=3, dora=False, seed=0, size=0.
             numbers(sides.out_features, rank) * size,
             numbers(sides.out_features).abs() + 0.5 if dora else None,
         )
-        for name, sides in names.sides.items()
+        for name, sides in names.shapes.items()
         if TARGETS[targets](name)
     }
 

@@ -6,8 +6,8 @@ from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.lora_files.writing import write
 from tests.support.commands import compose
 
 RANK = 4
@@ -58,7 +58,7 @@ def gradients(module):
 def export(module, path):
     """Its adapter as a run would save it."""
     adapter = module.adapter
-    save_lora(adapter.updates(module.transformer), path, {"adapter": adapter.metadata()})
+    write(path, adapter.deltas(module.transformer), {"adapter": adapter.metadata()})
 
 
 def quantize(transformer):

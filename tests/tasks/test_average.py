@@ -9,7 +9,7 @@ import safetensors
 import torch
 from diffusers import FluxKontextPipeline
 
-from tasks.average import exponent, profile
+from tasks.average import ema_exponent, ema_weights
 from tests.support.commands import lora_bytes, short
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -41,7 +41,7 @@ def raw(run, step):
 @pytest.mark.parametrize("std", [0.05, 0.10, 0.20, 0.28])
 def test_exponent_has_the_standard_deviation(std):
     """Of t^gamma on [0, 1], by its moments."""
-    gamma = exponent(std)
+    gamma = ema_exponent(std)
     mean = (gamma + 1) / (gamma + 2)
     assert math.sqrt((gamma + 1) / (gamma + 3) - mean**2) == pytest.approx(std, rel=1e-9)
     assert gamma > 0
@@ -51,30 +51,35 @@ def test_exponent_has_the_standard_deviation(std):
 def test_weights_are_those_of_an_average_kept_at_each_saving(std):
     """By its update (equation 127 of the paper); late savings weigh more, and all together one."""
     steps = [100, 200, 300, 400, 470]
-    weights = profile(steps, std)
+    weights = ema_weights(steps, std)
     kept = [0.0] * len(steps)
     for number, (before, now) in enumerate(zip([0, *steps], steps, strict=False)):
-        beta = (1 - (now - before) / now) ** (exponent(std) + 1)
+        beta = (1 - (now - before) / now) ** (ema_exponent(std) + 1)
         kept = [beta * one for one in kept]
         kept[number] = 1 - beta
     assert weights == pytest.approx(kept, abs=1e-12)
     assert sum(weights) == pytest.approx(1, abs=1e-12)
     assert weights[:4] == sorted(weights[:4])
-    assert profile(steps, 0.05)[3] / profile(steps, 0.05)[0] > profile(steps, 0.2)[3] / profile(steps, 0.2)[0]
+    assert (
+        ema_weights(steps, 0.05)[3] / ema_weights(steps, 0.05)[0]
+        > ema_weights(steps, 0.2)[3] / ema_weights(steps, 0.2)[0]
+    )
 
 
 def test_run_is_averaged_from_its_raw_weights_for_each_length(run, whole, tmp_path):
     text = run("predict", "task=average", f"lora={whole}", "average.relative_std=[0.05,0.2]", f"output_dir={tmp_path}")
-    assert "raw weights of 5 savings, step 2 to 9" in text.text
+    assert "raw weights of 5 files, step 2 to 9" in text.text
     steps = [2, 4, 6, 8, 9]
     _, trained = tensors(whole / "lora" / "last-raw" / FILE)
     for std in (0.05, 0.2):
         found, header = tensors(tmp_path / f"std-{std:g}" / FILE)
         for name, tensor in found.items():
-            mean = sum(raw(whole, step)[name].double() * w for step, w in zip(steps, profile(steps, std), strict=True))
+            mean = sum(
+                raw(whole, step)[name].double() * w for step, w in zip(steps, ema_weights(steps, std), strict=True)
+            )
             assert tensor.dtype == torch.float32
             assert torch.equal(tensor, mean.float())
-        assert header.pop("average") == {"relative_std": std, "steps": steps, "weights": profile(steps, std)}
+        assert header.pop("average") == {"relative_std": std, "steps": steps, "weights": ema_weights(steps, std)}
         assert header == trained
         assert header["adapter"]["rank_schedule"]["min_rank"] < 4
         assert any(not torch.equal(tensor, raw(whole, 9)[name]) for name, tensor in found.items())
@@ -137,16 +142,16 @@ def test_what_is_no_run_of_savings_is_one_line(run, learned, whole, tmp_path):
     }
     lora = learned("lora")
     said = {
-        "null": "give a run with several savings",
-        str(step): "give a run with several savings",
-        str(lora): "give a run with several savings",
+        "null": "give a run with several LoRA files",
+        str(step): "give a run with several LoRA files",
+        str(lora): "give a run with several LoRA files",
         f"[{step},{step}]": "are both of step 4",
         f"[{step},{whole / 'lora' / 'step-000004'}]": "are both of step 4",
         f"[{step},{whole / 'lora' / 'step-000006'}]": "ema.half_life is None and 4",
         f"[{step},{lora}]": "are not of one run: ",
-        f"[{step},{made['elsewhere']}]": "does not say after which step",
-        f"[{step},{made['exported']}]": "was written by task=export",
-        f"[{step},{made['average']}]": "is an average already",
+        f"[{step},{made['elsewhere']}]": "was not saved by a training run",
+        f"[{step},{made['exported']}]": "was not saved by a training run",
+        f"[{step},{made['average']}]": "was not saved by a training run",
         f"[{step},{made['rank']}]": "adapter.rank is 4 and 8",
         f"[{step},{made['base']}]": "base is",
         f"[{step},{made['layers']}]": "they differ in transformer.",
@@ -167,6 +172,6 @@ def test_averages_are_averaged_with_a_note(run, whole, tmp_path):
     """A run of which only the averages are left."""
     shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("*-raw"))
     text = run("predict", "task=average", f"lora={tmp_path / 'run'}", f"output_dir={tmp_path / 'mean'}").text
-    assert "EMA weights of 5 savings" in text
+    assert "EMA weights of 5 files" in text
     assert "note: they are averages already" in text
     assert lora_bytes(whole, "step-000009") != (tmp_path / "mean" / FILE).read_bytes()

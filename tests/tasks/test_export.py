@@ -1,6 +1,7 @@
 """task=export by the command line: what is read back is what was trained."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from diffusers import DiffusionPipeline, FluxTransformer2DModel, QwenImageTransformer2DModel
 from peft import PeftModel
 
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.written import FORMATS, save_lora
-from tasks.loras_read import title
+from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import FORMATS, write
+from tasks.exported_lora import title
 from tests.support.combinations import first
 from tests.support.lora_files import layer_names, random_updates, relative
 
@@ -37,7 +39,7 @@ def made(repositories, names, tmp_path):
         path = path if header else tmp_path / f"{name}.safetensors"
         facts = {"name": model, "pretrained_model_name_or_path": str(repositories[model]), "dtype": "float32"}
         own = {"adapter": ADAPTER | {"rank": settings.get("rank", 3)}, "model": facts, "step": 7, "base": facts["name"]}
-        save_lora(updates, path, own if header else {}, format=format, names=names[model])
+        write(path, updates, own if header else {}, format=format, names=names[model])
         return path, updates
 
     return made
@@ -91,7 +93,7 @@ def test_every_format_is_read_back_as_what_was_exported(
     for format, how in FORMATS.items():
         if fused and format == "kohya":
             refused = run("predict", "task=export", f"lora={lora}", *base, f"format={format}", ok=False).error
-            assert "only some have DoRA: choose format=comfyui or" in refused
+            assert "only some have DoRA. Choose format=comfyui or" in refused
             continue
         path, text = export(f"lora={lora}", *base, f"format={format}")
         assert path.name == (how.file or f"snow_{format}.safetensors")
@@ -162,8 +164,8 @@ def test_merge_is_the_weighted_sum_of_any_formats_ranks_and_layers(export, made,
     expected = {name: update.scaled(0.7) for name, update in first.items()}
     for name, update in second.items():
         joined = [expected[name], update.scaled(-0.4)]
-        expected[name] = first[name]._replace(
-            down=torch.cat([one.down for one in joined]), up=torch.cat([one.up for one in joined], dim=1)
+        expected[name] = replace(
+            first[name], down=torch.cat([one.down for one in joined]), up=torch.cat([one.up for one in joined], dim=1)
         )
     same(expected, read(path, names["flux_kontext"]))
     header = header_of(path)
@@ -216,7 +218,7 @@ def test_training_starts_from_an_export_with_the_same_update(
     path, _ = export(f"lora={trained}", "format=kohya", *([] if rank is None else [f"rank={rank}"]))
     [weights] = [trained / "lora" / "last" / "pytorch_lora_weights.safetensors"]
     assert header_of(path)["adapter"]["alpha"] == 2 * (rank or 4)
-    assert LoRAFile(path).trained_scale == LoRAFile(weights).trained_scale == 2.0
+    assert Ranks.of_file(LoRAFile(path)).scale == Ranks.of_file(LoRAFile(weights)).scale == 2.0
     settings = [one for one in arguments("flux_kontext", tmp_path / "again", 1) if one != "adapter.rank=4"]
     run(
         "train",
@@ -259,7 +261,7 @@ def test_a_file_of_the_real_model_is_known_by_its_layers(run, export, tmp_path, 
     with torch.device("meta"):
         names = layer_names(model, build(guidance_embeds=model == "flux_kontext"))
     updates = random_updates(names, "to_q", rank=1)
-    save_lora(updates, tmp_path / "elsewhere.safetensors", {}, format="kohya", names=names)
+    write(tmp_path / "elsewhere.safetensors", updates, {}, format="kohya", names=names)
     path, text = export("lora=elsewhere.safetensors", "format=diffusers")
     assert f"{base}" in text
     assert "or another one of these layers" in text
@@ -300,9 +302,9 @@ def test_a_file_that_is_there_is_replaced_only_when_told_to(run, made, tmp_path)
     [
         (["lora={snow}", "format=lycoris"], "format=lycoris: choose diffusers, comfyui, kohya, peft, onetrainer"),
         (["lora={snow}", "rank=0"], "rank=0: must be a whole number from 1 on or null"),
-        (["lora={snow}", "export.dtype=int8"], "export.dtype=int8: choose float32, bfloat16 or float16"),
+        (["lora={snow}", "export.dtype=int8"], "export.dtype=int8: choose float32, bfloat16, float16"),
         (["merge=[{snow},{qwen}]"], "does not fit"),
-        (["merge=[{snow},{rain}]", "merge_weights=[1]"], "1 for 2 LoRAs: give one for each"),
+        (["merge=[{snow},{rain}]", "merge_weights=[1]"], "1 for 2 LoRAs. Give one for each"),
         (["merge=[{snow},{rain}]", "merge_weights=[1,x]"], "merge_weights=[1, 'x']: must be a number"),
         (["merge=[{snow},{dora}]"], "is a DoRA, which scales whole rows of weights: it cannot be added up"),
         (["merge=[{snow}]"], "name two or more"),

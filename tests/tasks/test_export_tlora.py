@@ -1,4 +1,4 @@
-"""task=export of T-LoRAs, whose rank follows the timestep."""
+"""task=export of T-LoRAs, whose rank follows the timestep: the file has one rank."""
 
 import re
 
@@ -6,18 +6,22 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.peft_layers import lora_layers
+from lightning_modules.adapters.rank_schedule import RankSchedule
+from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.reading import LoRAFile
+from tasks.exported_lora import schedule_difference
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.lora_files import dense, relative
-from tests.support.tiny_adapters import ADAPTERS
+from tests.support.tiny_adapters import ADAPTERS, LAYER, RANK, build, learn
 
 
 @pytest.fixture
 def names(tiny):
     module = instantiate(compose("train", "model=flux_kontext").model, pretrained_model_name_or_path=str(tiny))
-    return LayerNames.of(module.base)
+    return module.base.layer_names
 
 
 def read(path, names):
@@ -26,6 +30,44 @@ def read(path, names):
 
 def weights_of(run):
     return run / "lora" / "last" / "pytorch_lora_weights.safetensors"
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_first_components_are_what_the_mask_leaves(tiny, adapter):
+    """At a timestep of each rank, in a layer's own forward: of an orthogonal T-LoRA a component is two rows."""
+    module = build(tiny, adapter)
+    learn(module)
+    [gate] = module.rank_gates
+    timesteps = torch.tensor([1000.0, 600.0, 300.0, 0.0])
+    ranks = gate.schedule.active_ranks(timesteps, timesteps).tolist()
+    assert sorted(set(ranks)) == [1, 2, 3, RANK]
+    delta, layer = module.adapter.deltas(module.transformer)[LAYER], lora_layers(module.transformer)[LAYER]
+    x = torch.randn(1, 5, layer.in_features)
+    for timestep, rank in zip(timesteps, ranks, strict=True):
+        gate.open(timestep[None], None, torch.float32)
+        own = layer(x) - layer.base_layer(x)
+        torch.testing.assert_close(own, delta.first(rank * gate.width).apply(x), rtol=1e-4, atol=1e-5)
+        if rank < RANK:
+            assert not torch.allclose(own, delta.first((rank + 1) * gate.width).apply(x), atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("rank", [1, 3, 4])
+def test_difference_is_that_of_whole_matrices(width, rank):
+    timesteps = torch.tensor([1000.0, 700.0, 400.0, 200.0, 0.0])
+    active = RankSchedule("timestep", 4, 1, 1.0).active_ranks(timesteps, timesteps)
+    assert active.tolist() == [1, 1, 2, 3, 4]
+    deltas = {name: LowRank(torch.randn(4 * width, 9), torch.randn(7, 4 * width)) for name in "ab"}
+    shares = []
+    for step in active.tolist():
+        there, here = (torch.cat([dense(one.first(r * width)) for one in deltas.values()]) for r in (step, rank))
+        shares.append(float((there - here).norm() / there.norm()))
+    assert schedule_difference(deltas, rank, active, width) == pytest.approx(sum(shares) / 5, rel=1e-6)
+
+
+def test_difference_where_no_component_works_is_the_whole():
+    deltas = {"a": LowRank(torch.randn(4, 9), torch.randn(7, 4))}
+    assert schedule_difference(deltas, 4, torch.tensor([0, 4]), 1) == pytest.approx(0.5)
 
 
 @pytest.mark.slow
@@ -46,9 +88,9 @@ def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, 
     facts = LoRAFile(path).adapter
     assert "rank_schedule" not in facts
     assert facts["rank"] == 2 * width
-    assert LoRAFile(path).trained_scale == LoRAFile(weights_of(lora)).trained_scale == 2.0
-    assert "the rank is 2 at every timestep, the T-LoRA's 1 to 4, " in text
-    assert re.search(r"The update of the weights is [\d.]+ % of its norm away", text)
+    assert Ranks.of_file(LoRAFile(path)).scale == Ranks.of_file(LoRAFile(weights_of(lora))).scale == 2.0
+    assert "the rank is 2 at every timestep, the T-LoRA's is 1 to 4, " in text
+    assert re.search(r"The update of the weights differs by [\d.]+ % of its norm", text)
 
 
 @pytest.mark.parametrize("adapter", first(1, ADAPTERS))
@@ -66,7 +108,7 @@ def test_training_starts_from_the_constant_rank_as_a_lora(run, learned, argument
 def test_the_rank_must_be_chosen_and_is_proposed(run, learned, tmp_path, given):
     error = run("predict", "task=export", f"lora={learned('tlora')}", *given, f"output_dir={tmp_path}", ok=False).error
     assert "is a T-LoRA, whose rank follows the timestep" in error
-    assert "pass rank=N, from 1, its rank at noise, to 4, what programs use that do not follow the schedule" in error
+    assert "Pass rank=N, from 1, its rank at noise, to 4, the rank in programs that do not follow the schedule" in error
     mean = float(re.search(r"its mean over 10 sampling steps is ([\d.]+)", error)[1])
     assert f"which is rank={round(mean)}" in error
     assert 1 < mean < 4
@@ -80,7 +122,7 @@ def test_the_mean_rank_is_that_of_the_steps_that_are_asked_for(run, learned, tmp
 def test_a_t_lora_is_not_merged(run, learned, tmp_path):
     one, other = learned("tlora"), learned("lora")
     error = run("predict", "task=export", f"merge=[{other},{one}]", "rank=2", f"output_dir={tmp_path}", ok=False).error
-    assert "is a T-LoRA, whose rank follows the timestep: write it with task=export rank=N first" in error
+    assert "is a T-LoRA, whose rank follows the timestep. Write it with task=export rank=N first" in error
 
 
 def test_a_schedule_that_masks_nothing_needs_no_rank(run, arguments, names, tmp_path):

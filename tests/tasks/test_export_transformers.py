@@ -102,7 +102,7 @@ def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, photo, t
 MISTAKES = {
     ("extract={tuned}",): "needs rank=N",
     ("extract={tuned}", "rank=4"): "does not differ from",
-    ("extract={tuned}", "rank=4", "lora={lora}"): "give one of them, not lora and extract",
+    ("extract={tuned}", "rank=4", "lora={lora}"): "Give one of them, not lora and extract",
     ("extract=nowhere/at-all", "rank=4"): "nowhere/at-all",
     ("lora={lora}", "fuse=true", "format=kohya"): "format has no effect with fuse=true",
     ("lora={lora}", "fuse=true", "output_dir={full}"): "is not empty",

@@ -3,17 +3,16 @@
 import json
 import re
 import struct
+from dataclasses import replace
 from itertools import takewhile
 
 import hydra
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lightning_modules.adapters.formats.written import FORMATS, save_lora
-from lightning_modules.adapters.low_rank import LowRank
-from tasks import lora_chart
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.writing import FORMATS, write
 from tasks.models import known_models
 from tests.support.combinations import first
 from tests.support.commands import ROOT
@@ -46,7 +45,7 @@ def update(sides, seed, rank=2):
 
 @pytest.fixture(scope="module")
 def updates(flux):
-    found = {layer: update(flux.sides[layer], seed) for seed, layer in enumerate(LAYERS)}
+    found = {layer: update(flux.shapes[layer], seed) for seed, layer in enumerate(LAYERS)}
     return found | {LARGEST: found[LARGEST].scaled(3.0)}
 
 
@@ -57,13 +56,13 @@ def dense(updates):
 
 @pytest.fixture
 def info(run, tmp_path):
-    """Run the task; returns the table's lines by what they are about, all that was printed, and the folder."""
+    """Run the task; returns the table's rows by name, and all that was printed."""
 
     def info(*loras, more=()):
         out = tmp_path / "out"
         text = run("predict", "task=lora_info", f"lora=[{','.join(map(str, loras))}]", f"output_dir={out}", *more).text
         lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
-        return {name: values for name, *values in lines if name}, text, out
+        return {name: values for name, *values in lines if name}, text
 
     return info
 
@@ -73,7 +72,7 @@ def number(text):
 
 
 def test_a_run_is_described_by_its_header_and_its_weights(info, trained):
-    rows, text, out = info(trained)
+    rows, _ = info(trained)
     file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
     weights = load_file(file)
     downs = {key: tensor for key, tensor in weights.items() if "lora_A" in key}
@@ -91,13 +90,11 @@ def test_a_run_is_described_by_its_header_and_its_weights(info, trained):
     assert number(rows["largest"][0]) == pytest.approx(products[largest], rel=1e-3)
     assert number(rows["smallest"][0]) == pytest.approx(min(products.values()), rel=1e-3)
     assert rows["T-LoRA"] == ["no"]
-    assert Image.open(out / "lora_info.png").width >= 900
-    assert f"done: {out / 'lora_info.png'}" in text
 
 
 @pytest.mark.parametrize(("adapter", "words"), [("tlora", ""), ("ortho_tlora", ", of 2 rows each")])
 def test_a_t_loras_schedule_is_said(info, learned, adapter, words):
-    rows, *_ = info(learned(adapter))
+    rows, _ = info(learned(adapter))
     assert rows["T-LoRA"] == [f"timestep, 1 to 4 components{words}, alpha_rank_scale 1"]
 
 
@@ -119,12 +116,12 @@ def test_a_t_loras_schedule_is_said(info, learned, adapter, words):
 def test_every_programs_file_is_the_same_lora(info, flux, updates, tmp_path, name, program):
     path = tmp_path / "x.safetensors"
     own = name in FORMATS
-    save_lora(updates, path, {}, torch.float32, name if own else "kohya" if name == "lycoris" else "diffusers", flux)
+    write(path, updates, {}, torch.float32, name if own else "kohya" if name == "lycoris" else "diffusers", flux)
     if not own:
         tensors = load_file(path)
         start = {"lycoris": ("lora_unet_", "lycoris_"), "bare": ("transformer.", "")}[name]
         save_file({key.replace(*start): tensor for key, tensor in tensors.items()}, path)
-    rows, *_ = info(path)
+    rows, _ = info(path)
     assert rows["for"] == ["flux_dev or flux_kontext, by its layers"]
     assert rows["names"][0].startswith(f"{program}: ")
     assert number(rows["norm"][0]) == pytest.approx(float(dense(updates).norm()), rel=1e-3)
@@ -133,20 +130,20 @@ def test_every_programs_file_is_the_same_lora(info, flux, updates, tmp_path, nam
 
 def test_x_flux_dora_and_text_encoders_are_named(info, flux, updates, tmp_path):
     path = tmp_path / "x.safetensors"
-    sides = flux.sides["transformer_blocks.3.attn.to_out.0"]
+    sides = flux.shapes["transformer_blocks.3.attn.to_out.0"]
     one = update(sides, 1)
     start = "double_blocks.3.processor.proj_lora1"
     save_file({f"{start}.down.weight": one.down.half(), f"{start}.up.weight": one.up.half()}, path)
-    rows, *_ = info(path)
+    rows, _ = info(path)
     assert rows["names"][0].startswith("x-flux: ")
     assert rows["dtype"] == ["F16"]
     layer = "transformer_blocks.3.attn.to_q"
-    with_dora = {**updates, layer: updates[layer]._replace(magnitude=torch.ones(3072))}
-    save_lora(with_dora, path, {})
+    with_dora = {**updates, layer: replace(updates[layer], magnitude=torch.ones(3072))}
+    write(path, with_dora, {})
     save_file(load_file(path) | {"lora_te1_x.lora_down.weight": torch.ones(2, 2)}, path)
-    rows, *_ = info(path)
+    rows, _ = info(path)
     assert rows["DoRA"] == ["in 1 of 7 layers"]
-    assert rows["text encoders"] == ["1 tensors, left out"]
+    assert rows["text encoders"] == ["1 tensors, ignored"]
 
 
 def test_what_fits_no_model_is_described_all_the_same(info, tmp_path):
@@ -156,17 +153,14 @@ def test_what_fits_no_model_is_described_all_the_same(info, tmp_path):
         tensors[f"transformer.{layer}.lora_A.weight"] = torch.full((1, 8), 0.5)
         tensors[f"transformer.{layer}.lora_B.weight"] = torch.full((8, 1), 0.5)
     save_file(tensors, path, {"retouch": json.dumps({"model": {"name": "someones_own"}})})
-    rows, _, out = info(path)
+    rows, _ = info(path)
     [words] = rows["for"]
-    assert words.startswith(
-        "none of the models that Retouch knows; 2 of 2 layers are called as in embedded or flux_dev"
-    )
+    assert words.startswith("none of the models that Retouch knows; 2 of 2 layers are named as in embedded or flux_dev")
     assert rows["norm"] == ["2.828, of the whole update"]  # two matrices of 64 numbers, 0.25 each
-    assert (out / "lora_info.png").is_file()
     unet = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
     halves = {f"{unet}.lora_down.weight": torch.ones(4, 8), f"{unet}.lora_up.weight": torch.ones(8, 4)}
     save_file(halves | {f"{unet}.alpha": torch.tensor(2.0)}, path)
-    rows, *_ = info(path)
+    rows, _ = info(path)
     assert "a UNet, of Stable Diffusion" in rows["for"][0]
     assert rows["alpha"] == ["2, in tensors; scale 0.5"]
     assert rows["norm"] == ["16, of the whole update"]
@@ -174,7 +168,7 @@ def test_what_fits_no_model_is_described_all_the_same(info, tmp_path):
 
 def test_model_names_the_model_and_must_fit(info, run, updates, tmp_path):
     path = tmp_path / "x.safetensors"
-    save_lora(updates, path, {})
+    write(path, updates, {})
     assert info(path, more=["model=flux_kontext"])[0]["for"] == ["flux_kontext, as model= says"]
     outcome = run("predict", "task=lora_info", f"lora={path}", "model=qwen_image_edit", ok=False)
     assert "does not fit Qwen/Qwen-Image-Edit" in outcome.error
@@ -183,31 +177,30 @@ def test_model_names_the_model_and_must_fit(info, run, updates, tmp_path):
 def test_what_is_broken_is_said(info, updates, tmp_path):
     path = tmp_path / "x.safetensors"
     first, second, *_ = LAYERS
-    save_lora({**updates, second: updates[second].scaled(0.0)}, path, {})
-    rows, _, out = info(path)
+    write(path, {**updates, second: updates[second].scaled(0.0)}, {})
+    rows, _ = info(path)
     assert rows["ALL ZERO"] == [f"1 layers: {second}"]
     assert "NOT FINITE" not in rows
     tensors = load_file(path)
     tensors[f"transformer.{first}.lora_B.weight"][3, 1] = torch.nan
     save_file(tensors, path)
-    rows, *_ = info(path)
-    assert rows["NOT FINITE"] == [f"1 tensors, it diverged: transformer.{first}.lora_B.weight"]
+    rows, _ = info(path)
+    assert rows["NOT FINITE"] == [f"1 tensors, training diverged: transformer.{first}.lora_B.weight"]
     assert "norm" not in rows
-    assert not (out / "lora_info.png").exists(), "the chart of another time"
 
 
 @pytest.mark.slow
 def test_two_files_are_compared_as_by_dense_matrices(info, flux, updates, tmp_path):
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    changed = {**updates, "x_embedder": update(flux.sides["x_embedder"], 77, rank=3)}
+    changed = {**updates, "x_embedder": update(flux.shapes["x_embedder"], 77, rank=3)}
     *_, removed, _ = LAYERS
     changed[LAYERS[0]] = updates[LAYERS[0]].scaled(1.5)
     del changed[removed]
     added = "transformer_blocks.5.attn.to_out.0"
-    changed[added] = update(flux.sides[added], 5)
-    save_lora(updates, one, {"step": 8, "base": "same"})
-    save_lora(changed, other, {"step": 900, "base": "same"}, torch.float32, "kohya", flux)
-    rows, text, out = info(one, other)
+    changed[added] = update(flux.shapes[added], 5)
+    write(one, updates, {"step": 8, "base": "same"})
+    write(other, changed, {"step": 900, "base": "same"}, torch.float32, "kohya", flux)
+    rows, text = info(one, other)
     common = [layer for layer in LAYERS if layer != removed]
     a, b = (dense({layer: facts[layer] for layer in common}) for facts in (updates, changed))
     assert number(rows["difference"][0]) == pytest.approx(100 * float((a - b).norm() / a.norm()), rel=1e-3)
@@ -220,22 +213,21 @@ def test_two_files_are_compared_as_by_dense_matrices(info, flux, updates, tmp_pa
     assert "base" not in rows
     assert f"1 layers: {removed}" in text
     assert f"1 layers: {added}" in text
-    assert (out / "lora_info.png").is_file()
-    same, text, _ = info(one, one)
-    assert same["difference"][0].startswith("0 % of the first's norm, in 7 layers")
+    same, _ = info(one, one)
+    assert same["difference"][0].startswith("0 % of the first's norm, in 7 common layers")
     assert number(same["cosine"][0]) == 1
 
 
 def test_layers_that_were_zero_or_of_another_size_are_no_division_by_zero(info, updates, tmp_path):
     one, other, small = (tmp_path / f"{name}.safetensors" for name in ("one", "other", "small"))
-    save_lora({layer: part.scaled(0.0) for layer, part in updates.items()}, one, {})
-    save_lora(updates, other, {})
-    rows, *_ = info(one, other)
+    write(one, {layer: part.scaled(0.0) for layer, part in updates.items()}, {})
+    write(other, updates, {})
+    rows, _ = info(one, other)
     assert rows["largest"][0].startswith("inf %")
     assert "difference" not in rows
     down, up = torch.ones(1, 8), torch.ones(8, 1)
     save_file({"transformer.x_embedder.lora_A.weight": down, "transformer.x_embedder.lora_B.weight": up}, small)
-    rows, *_ = info(other, small)
+    rows, _ = info(other, small)
     assert "largest" not in rows
 
 
@@ -256,11 +248,11 @@ HOSTILE = {
 def test_no_header_can_break_the_terminal(info, updates, tmp_path, count):
     """The tests' terminal has 250 columns."""
     path, other = tmp_path / "x.safetensors", tmp_path / f"{'long' * 50}.safetensors"
-    save_lora(updates, path, {})
-    save_lora(updates, other, {})
+    write(path, updates, {})
+    write(other, updates, {})
     save_file(load_file(path), path, HOSTILE)
-    rows, text, _ = info(*[path, other][:count])
-    table = [line for line in text.splitlines() if "done: " not in line]
+    rows, text = info(*[path, other][:count])
+    table = text.splitlines()
     assert all(line.isprintable() and len(line) <= 120 for line in table)
     assert len(table) < 70
     assert "\\x1b[2J\\x1b[31mred\\x07\\r\\nnext" in rows["ss_output_name"][0]
@@ -291,19 +283,19 @@ def with_header(text):
         (lambda path: path.write_bytes(b""), "is an empty file"),
         (lambda path: path.write_bytes(b"\x1b[2J" * 1000), "damaged"),
         (lambda path: path.write_bytes(struct.pack("<Q", 11 * 10**6) + b" " * 11 * 10**6), "11,000,000 bytes"),
-        (text_encoder, "holds no layer of a transformer, only weights of text encoders"),
+        (text_encoder, "contains no layer of a transformer, only weights of text encoders"),
         (lambda path: save_file({"x.lokr_w1": torch.ones(2)}, path), "half of an update"),
         (lambda path: save_file({"x.lora_A.weight": torch.ones(2, 2)}, path), "half of an update"),
         (
             lambda path: save_file(
                 {"x.lora_down.weight": torch.ones(2, 4, 3, 3), "x.lora_up.weight": torch.ones(4, 2, 1, 1)}, path
             ),
-            "is for convolutions",
+            "includes convolutions",
         ),
         (with_key("\x1b[2Jx"), "names that no layer has"),
         (with_key("x" * 10**6), "names that no layer has"),
         (with_header("[" * 100_000), "damaged"),
-        (with_header('{"adapter": []}'), "its header retouch is none of ours"),
+        (with_header('{"adapter": []}'), "its header retouch is not one of ours"),
         (with_header('{"adapter": {"alpha": "\\u001b[2J", "rank": 1}}'), "damaged"),
     ],
 )
@@ -320,27 +312,3 @@ def test_a_file_that_is_no_lora_is_one_short_line(run, tmp_path, write, words):
 @pytest.mark.parametrize("lora", ["null", "[a,b,c]"])
 def test_it_takes_one_or_two(run, lora):
     assert "give lora=FILE, or two to compare" in run("predict", "task=lora_info", f"lora={lora}", ok=False).error
-
-
-def test_the_chart_has_each_layer_at_its_block(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(lora_chart, "write_figure", lambda figure, path: drawn.append(figure))
-    values = {f"transformer_blocks.{i}.attn.to_q": float(i) for i in (0, 2, 10)}
-    values |= {f"single_transformer_blocks.{i}.{kind}": 20.0 + i for i in (1, 9) for kind in ("attn.to_q", "proj_mlp")}
-    lora_chart.write_chart(values | {"x_embedder": 5.0}, "$title$", "unit", "all zero", tmp_path / "x.png")
-    cells, bars = drawn[0].axes[0], drawn[0].axes[1]
-    grid = cells.get_images()[0].get_array()
-    assert grid.filled(-1).tolist() == [[0, 2, 10, 21, 29], [-1, -1, -1, 21, 29]]
-    assert [label.get_text() for label in cells.get_yticklabels()] == ["attn.to_q", "proj_mlp"]
-    assert [text.get_text() for text in cells.texts] == [
-        "transformer_blocks (x: all zero)",
-        "single_transformer_blocks",
-    ]
-    assert [patch.get_width() for patch in bars.patches] == [5.0]
-
-
-def test_a_chart_of_thousands_of_layers_is_drawn(tmp_path):
-    values = {f"blocks.{i}.kind{j}": 1.0 for i in range(100) for j in range(300)}
-    values |= {f"{'$' * 300}{i}": float("inf") for i in range(1000)}
-    lora_chart.write_chart(values, "t", "unit", "all zero", tmp_path / "x.png")
-    assert max(Image.open(tmp_path / "x.png").size) < 4000

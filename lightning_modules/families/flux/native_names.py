@@ -1,6 +1,6 @@
 """FLUX.1's layers in Black Forest Labs' own code, by which ComfyUI, kohya's tools and others name them."""
 
-from lightning_modules.layers import NativeNames
+from lightning_modules.lora_files.names import NativeNames
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 IMAGE_QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))

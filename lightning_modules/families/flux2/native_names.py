@@ -1,6 +1,6 @@
 """FLUX.2's layers in Black Forest Labs' own code, by which ComfyUI and others name them."""
 
-from lightning_modules.layers import NativeNames
+from lightning_modules.lora_files.names import NativeNames
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 

@@ -3,7 +3,7 @@
 Files are written with diffusers' names: ComfyUI knows these, and musubi's and OneTrainer's models have no others.
 """
 
-from lightning_modules.layers import NativeNames
+from lightning_modules.lora_files.names import NativeNames
 
 # Blocks that see the noisy picture, the text, and both.
 BLOCKS = ("noise_refiner.{}", "context_refiner.{}", "layers.{}")

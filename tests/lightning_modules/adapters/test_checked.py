@@ -8,10 +8,9 @@ from diffusers.loaders import lora_pipeline
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.checked import check_with_diffusers
-from lightning_modules.adapters.formats.readers import loader_of
-from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.adapters.low_rank import LowRank, probe
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.programs import check_with_diffusers, loader_of
+from lightning_modules.lora_files.writing import write
 from tests.support.commands import short
 from tests.support.foreign_files import flux, qwen
 
@@ -62,7 +61,7 @@ def test_stock_loaders_take_our_files_as_they_are(tmp_path, name, chosen):
     transformer = on_meta(name)
     updates = updates_of(transformer, chosen)
     assert len(updates) > 3
-    save_lora(updates, tmp_path / "x.safetensors", {"adapter": {"rank": 2}})
+    write(tmp_path / "x.safetensors", updates, {"adapter": {"rank": 2}})
     check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
 
 
@@ -70,12 +69,12 @@ def test_stock_loaders_take_our_files_as_they_are(tmp_path, name, chosen):
 def test_alpha_beside_the_layers_is_what_their_loaders_refuse(tmp_path, name):
     transformer = on_meta(name)
     updates = updates_of(transformer, ("to_q",))
-    save_lora(updates, tmp_path / "x.safetensors", {})
+    write(tmp_path / "x.safetensors", updates, {})
     state = safetensors.torch.load_file(tmp_path / "x.safetensors")
     state |= {f"transformer.{layer}.alpha": torch.tensor(2.0) for layer in updates}
     safetensors.torch.save_file(state, tmp_path / "x.safetensors")
     with pytest.raises(
-        UserError, match=r"x.safetensors (is written, but diffusers' .* cannot load it|is read wrongly)"
+        UserError, match=r"x.safetensors (is written, but diffusers' .* cannot load it|read it wrongly)"
     ):
         check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
 
@@ -83,14 +82,12 @@ def test_alpha_beside_the_layers_is_what_their_loaders_refuse(tmp_path, name):
 def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path):
     transformer = on_meta("FluxPipeline")
     updates = updates_of(transformer, ("to_q", "to_k"))
-    save_lora(updates, tmp_path / "x.safetensors", {})
+    write(tmp_path / "x.safetensors", updates, {})
     first, second, *_ = updates
     missing = dict(updates)
     del missing[first]
     for expected, name in ((missing, first), (updates | {second: updates[second].scaled(2)}, second)):
-        with pytest.raises(
-            UserError, match=rf"x.safetensors is read wrongly by diffusers: {name} differ from the file"
-        ):
+        with pytest.raises(UserError, match=rf"x.safetensors: diffusers read it wrongly: {name} differ from the file"):
             check_with_diffusers(tmp_path / "x.safetensors", expected, "FluxPipeline", transformer)
 
 
@@ -99,14 +96,14 @@ def test_rounding_of_an_update_that_cancels_is_no_mistake(tmp_path):
     transformer = flux().bfloat16()
     updates = updates_of(transformer, ("to_v",))
     for name, update in updates.items():
-        x = probe(update.down.shape[1])
+        x = torch.randn(update.down.shape[1])
         down = torch.stack([update.down[0], x * 1e-3 - update.down[0]])
         down[1] -= x * (down.sum(0) @ x) / (x @ x) * 0.999
         updates[name] = LowRank(down, torch.full_like(update.up, 0.015))
-    save_lora(updates, tmp_path / "x.safetensors", {})
+    write(tmp_path / "x.safetensors", updates, {})
     check_with_diffusers(tmp_path / "x.safetensors", updates, "FluxPipeline", transformer)
     doubled = {name: one.scaled(2) for name, one in updates.items()}
-    with pytest.raises(UserError, match="is read wrongly"):
+    with pytest.raises(UserError, match="read it wrongly"):
         check_with_diffusers(tmp_path / "x.safetensors", doubled, "FluxPipeline", transformer)
 
 
@@ -147,8 +144,8 @@ def test_the_loader_of_a_pipeline_is_the_one_that_it_has(name):
 def test_a_transformer_without_a_pipelines_loader_has_its_own(tmp_path):
     transformer = on_meta("QwenImagePipeline")
     updates = updates_of(transformer, ("to_q",))
-    save_lora(updates, tmp_path / "x.safetensors", {})
+    write(tmp_path / "x.safetensors", updates, {})
     check_with_diffusers(tmp_path / "x.safetensors", updates, "Other", transformer)
     more = updates | {"x": next(iter(updates.values()))}
-    with pytest.raises(UserError, match="read wrongly"):
+    with pytest.raises(UserError, match="read it wrongly"):
         check_with_diffusers(tmp_path / "x.safetensors", more, "Other", transformer)

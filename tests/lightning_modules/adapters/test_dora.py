@@ -7,10 +7,8 @@ from peft import LoraConfig
 
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.dora import row_norms
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers, without_adapter
+from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.quantized import WAYS
 from tests.support.tiny_adapters import LAYER, build, export, learn, velocity
 
@@ -158,8 +156,8 @@ def test_file_starts_another_run_as_it_was(tiny, tmp_path):
         again = build(tiny, "dora", f"adapter.init_from={path}", "adapter.alpha=2")
         with torch.no_grad():
             torch.testing.assert_close(velocity(again, [0.5]), velocity(trained, [0.5]), rtol=1e-4, atol=1e-5)
-        wanted = LoRAFile(path).read(LayerNames.of(again.base), "x")
-        found = again.adapter.updates(again.transformer)
+        wanted = LoRAFile(path).read(again.base.layer_names, "x")
+        found = again.adapter.deltas(again.transformer)
         assert all((found[name].magnitude == one.magnitude).all() for name, one in wanted.items() if adapter == "dora")
         assert all(isinstance(one.magnitude, torch.Tensor) for one in found.values())
 
@@ -167,12 +165,12 @@ def test_file_starts_another_run_as_it_was(tiny, tmp_path):
 def test_in_16_bits_magnitudes_stay_exact(tiny, tmp_path):
     module = build(tiny, "dora")
     learn(module)
-    updates = module.adapter.updates(module.transformer)
+    updates = module.adapter.deltas(module.transformer)
     with module.adapter.in_dtype(module.transformer, torch.bfloat16):
         layer = module.transformer.get_submodule(LAYER)
         assert torch.equal(layer.lora_magnitude_vector[ADAPTER].weight, updates[LAYER].magnitude)
         assert layer.lora_A[ADAPTER].weight.dtype == torch.bfloat16
-        wanted = LowRank(*(part.float() for part in updates[LAYER].to(torch.bfloat16))).updated(weight_of(layer))
+        wanted = updates[LAYER].to(torch.bfloat16).to(torch.float32).updated(weight_of(layer))
         x = torch.randn(3, layer.in_features)
         # The halves in bfloat16 are multiplied in it, too.
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

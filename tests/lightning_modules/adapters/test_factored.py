@@ -9,17 +9,13 @@ from peft import LoHaConfig, LoKrConfig, OFTConfig, inject_adapter_in_model
 from peft.tuners.lokr.layer import factorization
 from torch import nn
 
-from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.beside import put_beside, updated_layers
-from lightning_modules.adapters.hadamard import Hadamard
-from lightning_modules.adapters.kronecker import Kronecker
-from lightning_modules.adapters.loha import LoHa
-from lightning_modules.adapters.lokr import LoKr, divided
-from lightning_modules.adapters.low_rank import LowRank, inner, relative_change, squared_difference
-from lightning_modules.adapters.oft import OFT
+from lightning_modules.adapters.delta_linear import add_deltas, delta_layers
+from lightning_modules.adapters.factored import OFT, LoHa, LoKr, factor_pair
 from lightning_modules.adapters.peft_layers import ADAPTER, enable, without_adapter
-from lightning_modules.adapters.rotation import Rotation, skew_symmetric
+from lightning_modules.lora_files.arithmetic import inner, relative_change, squared_difference
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_symmetric
 from tests.support.combinations import first
 from tests.support.other_adapters import KINDS, OTHERS, build_other
 from tests.support.steps import BASES
@@ -81,7 +77,7 @@ def test_outputs_and_gradients_are_those_of_peft(name):
         result.square().mean().backward()
     for parameter, other in pairs:
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
-    for layer, update in adapter.updates(own).items():
+    for layer, update in adapter.deltas(own).items():
         merging = theirs.get_submodule(layer)
         merging.merge()
         weight = base.get_submodule(layer).weight.detach()
@@ -90,7 +86,7 @@ def test_outputs_and_gradients_are_those_of_peft(name):
 
 def test_sides_are_divided_as_by_peft():
     for factor in (-1, 1, 2, 3, 4, 8, 16, 32):
-        assert [divided(side, factor) for side in range(1, 300)] == [factorization(n, factor) for n in range(1, 300)]
+        assert [factor_pair(n, factor) for n in range(1, 300)] == [factorization(n, factor) for n in range(1, 300)]
 
 
 def two(*shapes, seed=0):
@@ -110,15 +106,15 @@ UPDATES = {
 @pytest.mark.parametrize("name", UPDATES)
 def test_what_is_computed_without_the_matrix_is_that_of_the_matrix(name):
     update = UPDATES[name]
-    dense, x = update.delta(), numbers(2, 3, 48)
+    dense, x = update.matrix(), numbers(2, 3, 48)
     torch.testing.assert_close(update.apply(x), F.linear(x, dense), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(update.square(), float(dense.double().square().sum()), rtol=1e-5, atol=0)
     other = update.scaled(0.5)
     if name != "rotation":
-        torch.testing.assert_close(other.delta(), 0.5 * dense)
+        torch.testing.assert_close(other.matrix(), 0.5 * dense)
         assert relative_change({"a": update}, {"a": other}) == pytest.approx(0.5, rel=1e-4)
         lora = LowRank(numbers(4, 48), numbers(len(dense), 4, seed=1))
-        matrices = dense.double(), lora.delta().double()
+        matrices = dense.double(), lora.matrix().double()
         assert inner(update, lora) == pytest.approx(float((matrices[0] * matrices[1]).sum()), rel=1e-4)
         expected = float((matrices[0] - matrices[1]).square().sum())
         assert squared_difference(update, lora) == pytest.approx(expected, rel=1e-4)
@@ -127,7 +123,7 @@ def test_what_is_computed_without_the_matrix_is_that_of_the_matrix(name):
 
 def test_kronecker_is_torch_s_product():
     left, right = numbers(6, 4), numbers(10, 12, seed=1)
-    assert torch.equal(Kronecker([left], [right]).delta(), torch.kron(left, right))
+    assert torch.equal(Kronecker([left], [right]).matrix(), torch.kron(left, right))
 
 
 def test_rotation_is_cayley_s_to_the_series_error_and_turns_back():
@@ -136,10 +132,10 @@ def test_rotation_is_cayley_s_to_the_series_error_and_turns_back():
     update, unit = Rotation(skew), torch.eye(48)
     q = torch.block_diag(*skew_symmetric(skew))
     error = 2 * float(torch.linalg.matrix_norm(q, 2)) ** 4
-    turned = unit + update.delta()
+    turned = unit + update.matrix()
     assert torch.linalg.matrix_norm(turned.T - torch.linalg.solve(unit - q, unit + q), 2) < error
-    assert torch.linalg.matrix_norm(turned @ (unit + update.scaled(-1).delta()) - unit, 2) < 2 * error
-    assert torch.equal(update.scaled(0).delta(), torch.zeros(48, 48))
+    assert torch.linalg.matrix_norm(turned @ (unit + update.scaled(-1).matrix()) - unit, 2) < 2 * error
+    assert torch.equal(update.scaled(0).matrix(), torch.zeros(48, 48))
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -148,13 +144,13 @@ def test_layers_that_are_one_get_its_rows(name, widths):
     update = UPDATES[name]
     if name == "rows":
         widths = (11, 20)
-    parts = update.divided(widths, swapped=False)
+    parts = update.split(widths, swapped=False)
     if name == "rotation":
         assert all(part is update for part in parts)
         return
-    for part, rows in zip(parts, update.delta().split(widths), strict=True):
-        torch.testing.assert_close(part.delta(), rows)
-        assert part.sides == rows.shape
+    for part, rows in zip(parts, update.matrix().split(widths), strict=True):
+        torch.testing.assert_close(part.matrix(), rows)
+        assert part.shape == rows.shape
     if name == "whole":
         assert [bool(part.unwritable) for part in parts] == [
             width % 10 != 0 or at % 10 != 0 for at, width in zip((0, widths[0], sum(widths[:2])), widths, strict=True)
@@ -164,20 +160,20 @@ def test_layers_that_are_one_get_its_rows(name, widths):
 @pytest.mark.parametrize("name", ["whole", "low rank", "hadamard"])
 def test_halves_change_places(name):
     update = UPDATES[name]
-    [swapped] = update.divided([60], swapped=True)
-    torch.testing.assert_close(swapped.delta(), torch.cat(update.delta().chunk(2)[::-1]))
+    [swapped] = update.split([60], swapped=True)
+    torch.testing.assert_close(swapped.matrix(), torch.cat(update.matrix().chunk(2)[::-1]))
 
 
 def test_closest_low_rank_update_is_that_of_the_singular_values():
     for name in ("whole", "low rank", "hadamard", "rows"):
         update = UPDATES[name]
-        dense = update.delta().double()
+        dense = update.matrix().double()
         reduced = update.reduced(5)
         assert reduced.rank == 5
         values = torch.linalg.svdvals(dense)
-        assert (reduced.delta().double() - dense).norm().item() == pytest.approx(values[5:].norm().item(), rel=1e-3)
-        torch.testing.assert_close(update.reduced(10_000).delta(), update.delta(), rtol=1e-4, atol=1e-4)
-    with pytest.raises(UserError, match="fuse=true"):
+        assert (reduced.matrix().double() - dense).norm().item() == pytest.approx(values[5:].norm().item(), rel=1e-3)
+        torch.testing.assert_close(update.reduced(10_000).matrix(), update.matrix(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="no LoRA is close to a rotation"):
         UPDATES["rotation"].reduced(5)
 
 
@@ -192,7 +188,7 @@ def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updat
     module = build_other(tiny, adapter, *BASES.get(base, ()), dtype="float32" if base == "float32" else "bfloat16")
     t = torch.tensor([0.2, 0.7])
     x_t, controls, prompt = batch(2)
-    for layer in updated_layers(module.transformer, ADAPTER).values():
+    for layer in delta_layers(module.transformer, ADAPTER).values():
         # Plain layers round once more, before the bias, where rows do not follow each other; those that turned do.
         layer.base_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
     with torch.autocast("cpu", torch.bfloat16, enabled=base != "float32"):
@@ -202,7 +198,7 @@ def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updat
     linear = layer.get_base_layer()
     weight = linear.dequantize(torch.float32) if hasattr(linear, "dequantize") else linear.weight.float()
     x = numbers(4, linear.in_features)
-    wanted = F.linear(x, module.adapter.updates(module.transformer)[LAYER].updated(weight), linear.bias.float())
+    wanted = F.linear(x, module.adapter.deltas(module.transformer)[LAYER].updated(weight), linear.bias.float())
     dtype = torch.float32 if base == "float32" else torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=base != "float32"):
         got = layer(x if dtype == torch.float32 else x.bfloat16()).float()
@@ -234,7 +230,7 @@ def test_others_switch_it_off_and_on(tiny, adapter):
 def test_updates_stay_what_they_were_when_training_goes_on(tiny, adapter):
     module = (build_other if adapter in OTHERS else build)(tiny, adapter)
     learn(module)
-    updates = module.adapter.updates(module.transformer)
+    updates = module.adapter.deltas(module.transformer)
     before = {layer: {name: one.clone() for name, one in each.tensors().items()} for layer, each in updates.items()}
     learn(module)
     for layer, each in updates.items():
@@ -247,7 +243,7 @@ def test_inference_weights_are_those_of_the_file(tiny, tmp_path, adapter):
     module = build_other(tiny, adapter, dtype="bfloat16")
     learn(module)
     before = {name: one.clone() for name, one in trainable(module.transformer).items()}
-    module.adapter.export({"transformer": module.transformer}, module.base, {}, torch.float32)(tmp_path)
+    module.adapter.write(tmp_path, module.trained.gather(), module.base, {}, torch.float32)
     from lightning_modules.adapters.applied import AppliedLoRAs
 
     fresh = module.base.load_transformer()
@@ -286,11 +282,11 @@ def test_layers_keep_what_was_beside_them():
     base = Two()
     model = copy.deepcopy(base)
     updates = [Kronecker([numbers(8, 4, seed=n)], [numbers(12, 12, seed=n + 5)]) for n in range(2)]
-    put_beside(model, "a", {"to_q": updates[0]})
-    put_beside(model, "b", {"to_q": updates[1]}, scale=0.5)
-    assert list(updated_layers(model, "b")) == ["to_q"]
+    add_deltas(model, "a", {"to_q": updates[0]})
+    add_deltas(model, "b", {"to_q": updates[1]}, scale=0.5)
+    assert list(delta_layers(model, "b")) == ["to_q"]
     x = numbers(3, 48)
-    expected = base.to_q(x) + F.linear(x, updates[0].delta()) + 0.5 * F.linear(x, updates[1].delta())
+    expected = base.to_q(x) + F.linear(x, updates[0].matrix()) + 0.5 * F.linear(x, updates[1].matrix())
     torch.testing.assert_close(model.to_q(x), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -300,4 +296,4 @@ def test_block_that_does_not_divide_a_layer_is_named(run, tiny, pairs, tmp_path)
 
     arguments = short_of(short(tiny, pairs, tmp_path / "run", 1), "oft")
     error = run("train", *arguments, "adapter.block_size=24", ok=False).error
-    assert "adapter.block_size=24 does not divide the 64 inputs of transformer_blocks.0.attn.to_q; 16 does" in error
+    assert "adapter.block_size=24 does not divide the 64 inputs of transformer_blocks.0.attn.to_q. Use 16" in error

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +15,17 @@ from peft import PeftModel
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.written import FORMATS, save_lora
-from lightning_modules.adapters.low_rank import LowRank, relative_change, swap_halves
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux2.native_names import NATIVE_NAMES as FLUX2_NAMES
 from lightning_modules.families.qwen_image.module import QwenImageEdit
 from lightning_modules.families.z_image.module import ZImage
+from lightning_modules.lora_files.arithmetic import relative_change
+from lightning_modules.lora_files.delta import LowRank, swap_halves
+from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import FORMATS, write
 from tests.support import foreign_files
 from tests.support.foreign_files import (
     ALPHA,
@@ -34,9 +36,9 @@ from tests.support.foreign_files import (
     Z_IMAGE,
     add_dense,
     draw,
+    foreign_file,
     of_diffusers,
     velocity,
-    write,
 )
 
 FAMILIES = {
@@ -47,7 +49,8 @@ FAMILIES = {
 
 
 def base_of(transformer, family):
-    return SimpleNamespace(source=SimpleNamespace(meta=transformer), family_class=family, name="tiny-model")
+    names = LayerNames(transformer, family.layers.native)
+    return SimpleNamespace(layer_names=names, dtype=transformer.dtype, name="tiny-model")
 
 
 def apply(path, transformer, family):
@@ -77,7 +80,7 @@ def test_every_form_of_file_does_what_its_weights_say(tmp_path, family, sizes):
     assert relative_error(before, expected[1.0]) > 0.01, "the file does something"
     assert relative_error(expected[ALPHA / RANK], expected[1.0]) > 0.01, "its scale does something"
     for form in FORMS:
-        path, scale = write(tmp_path / form, form, native, ours)
+        path, scale = foreign_file(tmp_path / form, form, native, ours)
         apply(path, transformer, family_class)
         assert relative_error(velocity(transformer), expected[scale]) < 1e-5, form
         transformer.delete_adapters("lora_0")
@@ -90,7 +93,7 @@ def test_files_in_half_precision(tmp_path, form, dtype):
     transformer, dense = build(), build()
     native = {name: tuple(one.to(dtype).float() for one in both) for name, both in draw(transformer, groups).items()}
     ours = of_diffusers(native, groups, transformer)
-    path, scale = write(tmp_path / "file", form, native, ours, dtype)
+    path, scale = foreign_file(tmp_path / "file", form, native, ours, dtype)
     add_dense(dense, ours, scale)
     apply(path, transformer, family)
     assert relative_error(velocity(transformer), velocity(dense)) < 1e-3
@@ -121,7 +124,7 @@ def test_x_flux(tmp_path, prefix):
 def test_settings_of_peft_are_followed(tmp_path, peft):
     transformer, dense = foreign_files.qwen(), foreign_files.qwen()
     native = draw(transformer, QWEN)
-    path, _ = write(tmp_path, "PEFT", native, native)
+    path, _ = foreign_file(tmp_path, "PEFT", native, native)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | peft))
     for layer, update in native.items():
@@ -139,7 +142,7 @@ def test_dora_by_all_its_names(tmp_path, form, name):
     groups = {name: layers for name, layers in FLUX.items() if "final" not in name}
     native = draw(transformer, groups)
     ours = of_diffusers(native, groups, transformer)
-    path, scale = write(tmp_path, form, native, ours)
+    path, scale = foreign_file(tmp_path, form, native, ours)
     state = safetensors.torch.load_file(path)
     prefix, by_native, flat, *_ = FORMS[form]
     lengths = {layer: torch.rand(transformer.get_submodule(layer).out_features) + 0.5 for layer in ours}
@@ -160,7 +163,7 @@ def test_dora_by_all_its_names(tmp_path, form, name):
 def test_text_encoders_are_left_out_with_a_note(tmp_path, caplog):
     transformer, dense = foreign_files.flux(), foreign_files.flux()
     native = draw(transformer, FLUX)
-    path, scale = write(tmp_path, "kohya", native, {})
+    path, scale = foreign_file(tmp_path, "kohya", native, {})
     state = safetensors.torch.load_file(path)
     for key in ("lora_te1_text_model_encoder_layers_0_mlp_fc1", "text_encoder.text_model.encoder.layers.0.mlp.fc1"):
         state |= {f"{key}.lora_down.weight": torch.ones(2, 4), f"{key}.lora_up.weight": torch.ones(4, 2)}
@@ -168,7 +171,7 @@ def test_text_encoders_are_left_out_with_a_note(tmp_path, caplog):
     add_dense(dense, of_diffusers(native, FLUX, transformer), scale)
     with caplog.at_level("INFO", logger="retouch"):
         apply(path, transformer, FluxKontext)
-    assert "is for text encoders too: 4 tensors are left out" in caplog.text
+    assert "also contains text encoders: 4 tensors are ignored" in caplog.text
     assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
 
 
@@ -179,11 +182,11 @@ def rows_of(meaning, up, sides):
 
 def named_natively(names):
     """A file of all layers by their native names, and what each layer of diffusers gets of it."""
-    assert {layer for layers in names.native.values() for layer in layers} == names.sides.keys()
+    assert {layer for layers in names.native.values() for layer in layers} == names.shapes.keys()
     generator = torch.Generator().manual_seed(0)
     state, expected = {}, {}
     for native, layers in names.native.items():
-        sides = names.sides_of(layers)
+        sides = names.shapes_of(layers)
         down = torch.randn(2, sides[0].in_features, generator=generator)
         up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
         state |= {f"{native}.lora_A.weight": down, f"{native}.lora_B.weight": up}
@@ -239,14 +242,14 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
         "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
     }
     natives = names._in_blocks(ZImage.layers.native.read_only)
-    same = {name: (name,) for name in names.sides if not any(name in layers for layers in natives.values())}
+    same = {name: (name,) for name in names.shapes if not any(name in layers for layers in natives.values())}
     generator = torch.Generator().manual_seed(0)
     state, expected = {}, {}
     for native, layers in (same | natives).items():
         if native in of_comfyui:
             assert of_comfyui.pop(native) == layers
             continue
-        sides = names.sides_of(layers)
+        sides = names.shapes_of(layers)
         down = torch.randn(2, sides[0].in_features, generator=generator)
         up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
         flat = f"lora_unet_{native.replace('.', '_')}"
@@ -263,11 +266,11 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
 
 def test_another_models_file_is_told_by_its_names_or_widths(tmp_path):
     transformer = foreign_files.flux()
-    path, _ = write(tmp_path / "wide", "kohya", draw(foreign_files.flux(6), FLUX), {})
+    path, _ = foreign_file(tmp_path / "wide", "kohya", draw(foreign_files.flux(6), FLUX), {})
     with pytest.raises(UserError, match=r"does not fit tiny-model: .* is \d+x\d+, in the model \d+x\d+") as raised:
         apply(path, transformer, FluxKontext)
     assert len(str(raised.value)) < 600
-    path, _ = write(tmp_path / "qwen", "diffusers", {}, draw(foreign_files.qwen(), QWEN))
+    path, _ = foreign_file(tmp_path / "qwen", "diffusers", {}, draw(foreign_files.qwen(), QWEN))
     with pytest.raises(UserError, match=r"img_mlp.net.0.proj is not in the model") as raised:
         apply(path, transformer, FluxKontext)
     assert "other layers" not in str(raised.value)
@@ -277,7 +280,7 @@ def test_a_loader_that_makes_something_else_of_a_file_is_caught(tmp_path, monkey
     """What diffusers did with `transformer.` and lora_down, lora_up, alpha: it dropped alpha, and nobody was told."""
     transformer = foreign_files.flux()
     native = draw(transformer, FLUX)
-    path, _ = write(tmp_path, "transformer. with down and up", native, of_diffusers(native, FLUX, transformer))
+    path, _ = foreign_file(tmp_path, "transformer. with down and up", native, of_diffusers(native, FLUX, transformer))
     load = type(transformer).load_lora_adapter
 
     def without_alpha(self, state, **more):
@@ -285,30 +288,30 @@ def test_a_loader_that_makes_something_else_of_a_file_is_caught(tmp_path, monkey
         return load(self, state, **more)
 
     monkeypatch.setattr(type(transformer), "load_lora_adapter", without_alpha)
-    with pytest.raises(UserError, match=r"is read wrongly by diffusers: .* differ from the file"):
+    with pytest.raises(UserError, match=r"diffusers read it wrongly: .* differ from the file"):
         apply(path, transformer, FluxKontext)
 
 
 def test_the_same_layer_by_two_names_is_refused(tmp_path):
     transformer = foreign_files.flux()
     native = draw(transformer, FLUX)
-    kohya, _ = write(tmp_path / "a", "kohya", native, {})
-    plain, _ = write(tmp_path / "b", "diffusers", {}, of_diffusers(native, FLUX, transformer))
+    kohya, _ = foreign_file(tmp_path / "a", "kohya", native, {})
+    plain, _ = foreign_file(tmp_path / "b", "diffusers", {}, of_diffusers(native, FLUX, transformer))
     both = safetensors.torch.load_file(kohya) | safetensors.torch.load_file(plain)
     safetensors.torch.save_file(both, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=r"x.safetensors has .* twice, once as "):
+    with pytest.raises(UserError, match=r"x.safetensors contains .* twice, once as "):
         LoRAFile(tmp_path / "x.safetensors").read(LayerNames(transformer, NATIVE_NAMES), "tiny-model")
 
 
 def mixed_ranks(names, dora=False):
     """Layers of ranks of their own, and one whose name others end with."""
     generator = torch.Generator().manual_seed(0)
-    chosen = [name for name in names.sides if name.endswith(("proj_out", "to_q", "to_k", "to_v", "proj_mlp"))]
+    chosen = [name for name in names.shapes if name.endswith(("proj_out", "to_q", "to_k", "to_v", "proj_mlp"))]
     return {
         name: LowRank(
-            torch.randn(2 + number % 3, names.sides[name].in_features, generator=generator),
-            torch.randn(names.sides[name].out_features, 2 + number % 3, generator=generator),
-            torch.rand(names.sides[name].out_features, generator=generator) + 0.5 if dora else None,
+            torch.randn(2 + number % 3, names.shapes[name].in_features, generator=generator),
+            torch.randn(names.shapes[name].out_features, 2 + number % 3, generator=generator),
+            torch.rand(names.shapes[name].out_features, generator=generator) + 0.5 if dora else None,
         )
         for number, name in enumerate(chosen)
     }
@@ -320,7 +323,7 @@ def test_layers_of_ranks_of_their_own_are_written_and_read(tmp_path, format):
     names = LayerNames(transformer, NATIVE_NAMES)
     updates = mixed_ranks(names)
     path = tmp_path / (FORMATS[format].file or "x.safetensors")
-    save_lora(updates, path, {}, format=format, names=names)
+    write(path, updates, {}, format=format, names=names)
     read = LoRAFile(path).read(names, "tiny-model")
     assert read.keys() == updates.keys()
     assert relative_change(updates, read) < 1e-6
@@ -335,10 +338,10 @@ def test_a_dora_whose_update_does_not_reach_all_parts_keeps_their_magnitudes(tmp
     names = LayerNames(foreign_files.flux(), NATIVE_NAMES)
     updates = {name: one for name, one in mixed_ranks(names, dora=True).items() if "proj_out" not in name}
     name = next(name for name in updates if name.endswith("to_k"))
-    updates[name] = updates[name]._replace(up=torch.zeros_like(updates[name].up))
+    updates[name] = replace(updates[name], up=torch.zeros_like(updates[name].up))
     for number in range(2):  # and what was read is written again
         path = tmp_path / f"{number}.safetensors"
-        save_lora(updates, path, {}, format="comfyui", names=names)
+        write(path, updates, {}, format="comfyui", names=names)
         updates = LoRAFile(path).read(names, "tiny-model")
         assert updates[name].rank == 1
         assert not updates[name].up.any()
@@ -348,7 +351,7 @@ def test_a_dora_whose_update_does_not_reach_all_parts_keeps_their_magnitudes(tmp
 def test_a_dora_of_strength_0_is_the_base(tmp_path):
     transformer = foreign_files.flux()
     names = LayerNames(transformer, NATIVE_NAMES)
-    save_lora(mixed_ranks(names, dora=True), tmp_path / "x.safetensors", {})
+    write(tmp_path / "x.safetensors", mixed_ranks(names, dora=True), {})
     before = velocity(transformer)
     base = base_of(transformer, FluxKontext)
     loras = AppliedLoRAs([tmp_path / "x.safetensors"])
@@ -359,4 +362,4 @@ def test_a_dora_of_strength_0_is_the_base(tmp_path):
     transformer = foreign_files.flux()
     scales = {"*": 0.0, "*.proj_out": 1.0}
     AppliedLoRAs([tmp_path / "x.safetensors"], scales=scales).load(transformer, base_of(transformer, FluxKontext))
-    assert set(lora_layers(transformer)) == {name for name in names.sides if name.endswith(".proj_out")}
+    assert set(lora_layers(transformer)) == {name for name in names.shapes if name.endswith(".proj_out")}

@@ -9,9 +9,8 @@ from hydra.utils import instantiate
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.extraction import best_of_rank, extract
-from lightning_modules.adapters.fusing import write_fused
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.adapters.fusing import best_of_rank, extract, write_fused
+from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.pretrained.transformer import transformer_weights
 from tests.support.commands import compose
 
@@ -154,7 +153,7 @@ def test_rows_without_numbers_stay_and_those_beyond_the_dtype_are_refused(tiny, 
     [fused] = (tmp_path / "fused").glob("*.safetensors")
     assert safetensors.torch.load_file(fused)[f"{LAYERS[0]}.weight"].abs().max() < 1
     updates = {LAYERS[0]: LowRank(torch.full((1, 64), 1e30), torch.full((64, 1), 1e30))}
-    with pytest.raises(UserError, match="beyond the range of float32"):
+    with pytest.raises(UserError, match="exceed the range of float32"):
         write_fused(source, updates, tmp_path / "other", CPU)
 
 
@@ -176,9 +175,9 @@ def test_what_was_fused_is_extracted_again(tiny, tmp_path):
     updates = updates_of(source.meta)
     write_fused(source, updates, tmp_path / "fused", CPU)
     found = extract(source, str(tmp_path / "fused"), 3, CPU)
-    assert found.updates.keys() == updates.keys()
+    assert found.deltas.keys() == updates.keys()
     assert found.error < 1e-5
-    for name, update in found.updates.items():
+    for name, update in found.deltas.items():
         dense = updates[name].up @ updates[name].down
         torch.testing.assert_close(update.up @ update.down, dense, rtol=1e-4, atol=1e-5)
 
@@ -194,7 +193,7 @@ def test_extracting_says_what_a_lora_cannot_hold_and_how_much_a_rank_lacks(tiny,
     state[bias] = state[bias] + 1
     safetensors.torch.save_file(state, file, {"format": "pt"})
     found = extract(source_of(tiny), str(tuned), 4, CPU)
-    assert list(found.updates) == [LAYERS[0]]
+    assert list(found.deltas) == [LAYERS[0]]
     assert found.others == [bias]
     s = torch.linalg.svdvals(difference.double())
     assert found.error == pytest.approx(float(s[4:].norm() / s.norm()), rel=1e-4)
@@ -205,7 +204,7 @@ def test_transformers_that_cannot_be_compared_are_refused(run, tiny, repositorie
     source = source_of(tiny)
     with pytest.raises(UserError, match=r"does not differ from .* in any linear layer"):
         extract(source, str(tiny), 4, CPU)
-    with pytest.raises(UserError, match=r"is no other version of .*: .* is in one of them"):
+    with pytest.raises(UserError, match=r"is not a version of .*: only one of them has "):
         extract(source, str(repositories["qwen_image_edit"]), 4, CPU)
     settings = ["model=flux_kontext_fp8", f"model.pretrained_model_name_or_path={tiny}"]
     run("predict", "task=quantize", *settings, f"output_dir={tmp_path / 'base'}")

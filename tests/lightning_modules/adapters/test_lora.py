@@ -6,13 +6,12 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.find import find_weights
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import adapter_state, lora_layers
-from lightning_modules.layers import NO_NATIVE_NAMES
+from lightning_modules.lora_files.find import find_weights
+from lightning_modules.lora_files.names import NO_NATIVE_NAMES, LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import write
 from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import build_pipeline
 
@@ -88,7 +87,7 @@ def test_new_adapter_changes_nothing(stock):
 def test_file_has_diffusers_names_and_alpha_in_the_up_projection(stock, tmp_path):
     lora = inject(stock, alpha=3)
     randomize(stock.transformer)
-    save_lora(lora.updates(stock.transformer), tmp_path / "x.safetensors", {"step": 7})
+    write(tmp_path / "x.safetensors", lora.deltas(stock.transformer), {"step": 7})
     state = safetensors.torch.load_file(tmp_path / "x.safetensors")
     layer = "transformer.transformer_blocks.0.attn.to_q"
     assert state[f"{layer}.lora_A.weight"].shape == (4, 64)
@@ -105,7 +104,7 @@ def test_scale_survives_save_and_load_in_diffusers_and_peft(stock, tiny, tmp_pat
 
     lora = inject(stock, alpha=8)
     randomize(stock.transformer)
-    save_lora(lora.updates(stock.transformer), tmp_path / "pytorch_lora_weights.safetensors", {})
+    write(tmp_path / "pytorch_lora_weights.safetensors", lora.deltas(stock.transformer), {})
     again = FluxKontextPipeline.from_pretrained(tiny)
     again.load_lora_weights(tmp_path, adapter_name="a")
     own, loaded = lora_layers(stock.transformer), lora_layers(again.transformer)
@@ -126,7 +125,7 @@ def test_weights_are_found_in_a_run_a_folder_and_a_file(tmp_path):
     for path in (tmp_path / "run", folder, file):
         assert find_weights(path) == file
     assert find_weights(other) == other / "my_lora.safetensors"
-    with pytest.raises(UserError, match=r"has neither pytorch_lora_weights\.safetensors nor lora/last"):
+    with pytest.raises(UserError, match=r"contains neither pytorch_lora_weights\.safetensors nor lora/last"):
         find_weights(tmp_path)
 
 
@@ -142,16 +141,16 @@ def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
     build_pipeline(tmp_path / "wide", seed=1, heads=6)
     wide = FluxKontextPipeline.from_pretrained(tmp_path / "wide")
     lora = inject(wide)
-    save_lora(lora.updates(wide.transformer), tmp_path / "x.safetensors", {"base": "wide-model"})
-    with pytest.raises(UserError, match=r"to_q is 96x96, in the model 64x64.* it was made for wide-model"):
-        LoRAFile(tmp_path / "x.safetensors").check(LayerNames(stock.transformer, NO_NATIVE_NAMES), "tiny-model")
+    write(tmp_path / "x.safetensors", lora.deltas(wide.transformer), {"base": "wide-model"})
+    with pytest.raises(UserError, match=r"to_q is 96x96, in the model 64x64.* it was trained on wide-model"):
+        LoRAFile(tmp_path / "x.safetensors").match(LayerNames(stock.transformer, NO_NATIVE_NAMES), "tiny-model")
 
 
 def test_starting_weights_of_another_rank_are_refused(stock, tiny, tmp_path):
     from diffusers import FluxKontextPipeline
 
     lora = inject(stock)
-    save_lora(lora.updates(stock.transformer), tmp_path / "x.safetensors", {})
+    write(tmp_path / "x.safetensors", lora.deltas(stock.transformer), {})
     for settings, message in (
         ({"rank": 8}, "adapter.rank=8"),
         ({"target_modules": ["to_q", "to_k"]}, "adapts other layers"),

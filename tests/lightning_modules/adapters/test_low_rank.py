@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_modules.adapters import low_rank
-from lightning_modules.adapters.low_rank import LowRank, added, merged, relative_change
+from lightning_modules.lora_files.arithmetic import relative_change, squared_difference, weighted_sum
+from lightning_modules.lora_files.delta import LowRank
 from tests.support.lora_files import dense
 
 
@@ -53,13 +53,14 @@ def test_update_of_zeros_stays_zero():
 
 def test_sum_is_exact():
     one, other = update(), update(rank=4, seed=1)
-    assert added([one, other]).rank == 10
-    torch.testing.assert_close(dense(added([one, other])), dense(one) + dense(other))
+    total = weighted_sum([{"x": one}, {"x": other}], [1.0, 1.0])["x"]
+    assert total.rank == 10
+    torch.testing.assert_close(dense(total), dense(one) + dense(other))
 
 
 def test_loras_of_other_layers_and_ranks_are_merged_by_weight():
     a, b = {"x": update(), "y": update(seed=2)}, {"x": update(rank=2, seed=3), "z": update(seed=4)}
-    result = merged([a, b], [0.7, -2.0])
+    result = weighted_sum([a, b], [0.7, -2.0])
     expected = {"x": 0.7 * dense(a["x"]) - 2 * dense(b["x"]), "y": 0.7 * dense(a["y"]), "z": -2 * dense(b["z"])}
     assert result.keys() == expected.keys()
     for name, matrix in expected.items():
@@ -79,4 +80,4 @@ def test_change_counts_what_is_missing_on_either_side():
 def test_first_components_are_those_that_come_first():
     one = update()
     torch.testing.assert_close(dense(one.first(2)), one.up[:, :2].double() @ one.down[:2].double())
-    assert low_rank.minus(one, one.first(6)).square() == pytest.approx(0, abs=1e-9)
+    assert squared_difference(one, one.first(6)) == pytest.approx(0, abs=1e-9)

@@ -5,12 +5,11 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.adapters import ortho_tlora
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.ortho_tlora import random_singular_values
 from lightning_modules.adapters.peft_layers import ADAPTER, adapter_state, adapter_tensors, lora_layers
-from lightning_modules.layers import NO_NATIVE_NAMES
+from lightning_modules.lora_files.names import NO_NATIVE_NAMES, LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import write
 from tests.support.tiny_adapters import LAYER, RANK, build, export, learn, velocity
 
 
@@ -102,8 +101,8 @@ def test_orthogonal_file_is_the_exact_lora_of_twice_the_rank_its_components_in_p
 def test_init_from_a_file_in_bf16_keeps_a_small_change(tiny, tmp_path, large_values):
     module = build(tiny, "ortho_tlora")
     learn(module, spread=1e-4)
-    updates = module.adapter.updates(module.transformer)
-    save_lora(updates, tmp_path / "x.safetensors", {"adapter": module.adapter.metadata()}, torch.bfloat16)
+    updates = module.adapter.deltas(module.transformer)
+    write(tmp_path / "x.safetensors", updates, {"adapter": module.adapter.metadata()}, torch.bfloat16)
     again = build(tiny, "ortho_tlora", f"adapter.init_from={tmp_path / 'x.safetensors'}")
     for name, exact in adapter_state(module.transformer).items():
         got = adapter_state(again.transformer)[name]

@@ -9,12 +9,12 @@ import torch
 from peft import LoHaConfig, LoKrConfig, OFTConfig, get_peft_model
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.beside import put_beside
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
-from lightning_modules.adapters.formats.readers import readers
-from lightning_modules.adapters.formats.written import FORMATS, encode, save_lora
+from lightning_modules.adapters.delta_linear import add_deltas
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
+from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.programs import readers
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import encode, write
 from tests.support.foreign_files import FLUX, flux, velocity
 
 FUSED = "double_blocks.0.img_attn.qkv"
@@ -70,7 +70,7 @@ def dense_sum(base, deltas):
 
 def with_file(base, names, path):
     found = copy.deepcopy(base)
-    put_beside(found, "x", LoRAFile(path).read(names, "tiny"))
+    add_deltas(found, "x", LoRAFile(path).read(names, "tiny"))
     return velocity(found)
 
 
@@ -116,10 +116,10 @@ def test_layers_that_are_one_in_a_file_get_its_rows(base, names, tmp_path, kind,
     )
     updates = LoRAFile(tmp_path / "x.safetensors").read(names, "tiny")
     if kind == "LoKr" and rows is None:
-        with pytest.raises(UserError, match="rows of a Kronecker product are none themselves"):
-            encode(updates, FORMATS["diffusers"], names)
+        with pytest.raises(UserError, match="some rows of a Kronecker product are not a Kronecker product"):
+            encode(updates, "diffusers", names)
     else:
-        save_lora(updates, tmp_path / "again.safetensors", {})
+        write(tmp_path / "again.safetensors", updates, {})
         again = with_file(base, names, tmp_path / "again.safetensors")
         torch.testing.assert_close(again, dense_sum(base, deltas), rtol=1e-4, atol=1e-5)
 
@@ -149,7 +149,7 @@ def test_folders_of_peft_are_what_peft_computes(base, names, tmp_path, config):
 def test_an_oft_that_turns_otherwise_is_refused(base, names, tmp_path):
     theirs = get_peft_model(copy.deepcopy(base), OFTConfig(r=0, oft_block_size=8, target_modules=LAYERS, coft=True))
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="was made by peft with coft=True, which Retouch does not read"):
+    with pytest.raises(UserError, match="was saved by peft with coft=True, which Retouch does not read"):
         LoRAFile(tmp_path / "adapter_model.safetensors").read(names, "tiny")
 
 
@@ -158,14 +158,14 @@ def test_a_setting_of_peft_that_is_none_is_one_line(base, names, tmp_path):
     theirs.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"r": 0}))
-    with pytest.raises(UserError, match="r=0 is no rank"):
+    with pytest.raises(UserError, match="r=0 is not a rank"):
         LoRAFile(tmp_path / "adapter_model.safetensors").read(names, "tiny")
 
 
 @pytest.mark.parametrize("kind", ["LoKr", "LoHa", "OFT"])
 def test_who_reads_what(names, kind):
     """ComfyUI's code has LoKr and LoHa under all names that it has LoRA under."""
-    found = {one.program: one for one in readers(FORMATS["diffusers"], names, LAYERS, "FluxPipeline", kind=kind)}
+    found = {one.program: one for one in readers("diffusers", names, LAYERS, "FluxPipeline", kind=kind)}
     assert found["ComfyUI"].reads is (kind != "OFT")
     assert found["diffusers"].reads is (kind == "LoKr")
     assert found["Retouch"].reads is True

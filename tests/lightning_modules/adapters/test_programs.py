@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.find import find_or_download
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.find import find_or_download
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import write
 from tests.support.foreign_files import flux, qwen, z_image
 from tests.support.lora_files import dense, layer_names
 
@@ -26,7 +26,7 @@ def names():
 
 
 def update_of(names, layer, seed=0):
-    out, width = names.sides[layer].out_features, names.sides[layer].in_features
+    out, width = names.shapes[layer].out_features, names.shapes[layer].in_features
     generator = torch.Generator().manual_seed(seed)
     return LowRank(torch.randn(2, width, generator=generator), torch.randn(out, 2, generator=generator))
 
@@ -49,7 +49,7 @@ def test_z_images_queries_keys_and_values_are_written_apart(names, tmp_path, for
     layers = [f"layers.0.attention.{name}" for name in ("to_q", "to_k", "to_v")]
     updates = {layer: update_of(names["z_image"], layer, seed) for seed, layer in enumerate(layers)}
     path = tmp_path / "lora.safetensors"
-    save_lora(updates, path, {}, format=format, names=names["z_image"])
+    write(path, updates, {}, format=format, names=names["z_image"])
     assert key in load_file(path)
     assert not [name for name in load_file(path) if "qkv" in name]
     again = LoRAFile(path).read(names["z_image"], "z_image")
@@ -67,7 +67,7 @@ def test_z_images_queries_keys_and_values_are_written_apart(names, tmp_path, for
 )
 def test_onetrainer_gets_the_names_that_it_reads(names, tmp_path, model, layer, key):
     path = tmp_path / "lora.safetensors"
-    save_lora({layer: update_of(names[model], layer)}, path, {}, format="onetrainer", names=names[model])
+    write(path, {layer: update_of(names[model], layer)}, {}, format="onetrainer", names=names[model])
     state = load_file(path)
     assert set(state) == {f"{key}.lora_down.weight", f"{key}.lora_up.weight", f"{key}.alpha"}
     assert float(state[f"{key}.alpha"]) == 2.0
@@ -111,7 +111,7 @@ def test_what_stands_beside_the_layers_is_left_out_and_counted(names, tmp_path, 
         found = written(tmp_path / "a.safetensors", halves | beside).read(names["flux_kontext"], "flux_kontext")
         logging.getLogger("retouch").removeHandler(caplog.handler)
     assert list(found) == [LAYER]
-    assert "biases and norms too: 2 tensors are left out" in caplog.text
+    assert "also contains biases and norms: 2 tensors are ignored" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_pickle_of_tensors_is_read_and_one_with_code_is_refused_as_such(names,
     found = LoRAFile(tmp_path / "lora.pt").read(names["flux_kontext"], "flux_kontext")[LAYER]
     torch.testing.assert_close(dense(found), dense(update))
     torch.save(tensors | {"hook": print}, tmp_path / "code.pt")
-    with pytest.raises(UserError, match="is a pickle that holds more than tensors"):
+    with pytest.raises(UserError, match="is a pickle that contains more than tensors"):
         LoRAFile(tmp_path / "code.pt")
 
 
@@ -153,7 +153,7 @@ def test_updates_of_a_changed_base_are_refused_wherever_peft_says_so(names, tmp_
     safetensors.torch.save_file(halves, tmp_path / "adapter_model.safetensors")
     settings = {"r": 2, "lora_alpha": 2, "init_lora_weights": start, "peft_type": "LORA"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=f"made by peft with init_lora_weights={start}"):
+    with pytest.raises(UserError, match=f"saved by peft with init_lora_weights={start}"):
         LoRAFile(tmp_path / "adapter_model.safetensors").read(names["flux_kontext"], "flux_kontext")
 
 
@@ -165,7 +165,7 @@ def test_layers_that_cannot_be_fused_keep_diffusers_names_for_comfyui(names, tmp
         plain = update_of(names["flux_kontext"], layer, seed)
         updates[layer] = LowRank(plain.down, plain.up, torch.rand(len(plain.up)) + 0.5)
     path = tmp_path / "dora.safetensors"
-    save_lora(updates, path, {}, format="comfyui", names=names["flux_kontext"])
+    write(path, updates, {}, format="comfyui", names=names["flux_kontext"])
     state = load_file(path)
     assert f"transformer.{layers[0]}.dora_scale" in state
     again = LoRAFile(path).read(names["flux_kontext"], "flux_kontext")

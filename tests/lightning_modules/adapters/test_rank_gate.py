@@ -10,11 +10,11 @@ from hydra.utils import instantiate
 from peft import LoraConfig
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.rank_mask import RankGate, attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import write
 from tests.support.commands import compose
 from tests.support.tiny_adapters import (
     ADAPTERS,
@@ -168,7 +168,7 @@ def test_header_says_what_happens_without_the_schedule_and_damaged_ones_are_told
     assert schedule == {"kind": "timestep", "rank": RANK, "min_rank": 2, "alpha_rank_scale": 1.0, "width": 2}
     assert "uses the full rank at every timestep" in note
     header = {"adapter": {"rank_schedule": {"kind": "timestep", "rank": RANK}}}
-    save_lora(module.adapter.updates(module.transformer), tmp_path / "x.safetensors", header)
+    write(tmp_path / "x.safetensors", module.adapter.deltas(module.transformer), header)
     with pytest.raises(UserError, match=r"x\.safetensors has a rank schedule that this version of Retouch"):
         attach_rank_schedule(FluxKontextPipeline.from_pretrained(tiny), tmp_path / "x.safetensors")
 

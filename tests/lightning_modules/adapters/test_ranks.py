@@ -12,12 +12,11 @@ from peft import LoraConfig
 from peft.optimizers import create_loraplus_optimizer
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.adapter import Training, trainable
-from lightning_modules.adapters.formats.lora_file import LoRAFile
-from lightning_modules.adapters.formats.names import LayerNames
+from lightning_modules.adapters.adapter import TrainedParts, Training, trainable
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
+from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.adapters.targets import block_ranges, is_within
-from lightning_modules.adapters.trained import TrainedParts
+from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.tiny_adapters import build, export, learn, velocity
@@ -74,10 +73,12 @@ def test_file_of_each_layers_scale_starts_another_run_as_it_was(tiny, tmp_path, 
     export(module, path)
     file = LoRAFile(path)
     layers = lora_layers(module.transformer, ADAPTER)
-    assert all(file.trained.scale_of(name) == pytest.approx(layer.scaling[ADAPTER]) for name, layer in layers.items())
+    assert all(
+        Ranks.of_file(file).scale_of(name) == pytest.approx(layer.scaling[ADAPTER]) for name, layer in layers.items()
+    )
     with torch.no_grad():
         x = {name: torch.randn(2, layer.in_features) for name, layer in layers.items()}
-        updates = file.read(LayerNames.of(module.base), "x")
+        updates = file.read(module.base.layer_names, "x")
         if adapter == "lora":
             for name, layer in layers.items():
                 learned = layer(x[name]) - layer.get_base_layer()(x[name])

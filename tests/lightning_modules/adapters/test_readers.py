@@ -9,27 +9,11 @@ import torch
 from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
 from peft import PeftModel
 
-from lightning_modules.adapters.formats.names import PREFIXES
-from lightning_modules.adapters.formats.readers import readers
-from lightning_modules.adapters.formats.written import DOWN_UP, FORMATS, Format, encode, save_lora
-from lightning_modules.adapters.low_rank import LowRank
 from lightning_modules.adapters.peft_layers import lora_layers
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.programs import readers
+from lightning_modules.lora_files.writing import FORMATS, encode, write
 from tests.support.lora_files import layer_names, random_updates, relative
-
-OTHERS = {
-    **{prefix: Format(prefix) for prefix in ("", *PREFIXES) if prefix.endswith((".", "")) and "_" not in prefix},
-    **{
-        f"{prefix} flat": Format(prefix, flat=True, halves=DOWN_UP, alpha=True)
-        for prefix in PREFIXES
-        if "." not in prefix
-    },
-    "diffusion_model. with names of diffusers": Format("diffusion_model."),
-    **{
-        f"{prefix} native": Format(prefix, native=True)
-        for prefix in ("", "transformer.", "diffusion_model.", "base_model.model.")
-    },
-}
-HOW = FORMATS | OTHERS
 
 
 @pytest.fixture(scope="module", params=["flux_kontext", "flux2_klein_4b", "qwen_image_edit", "z_image"])
@@ -44,15 +28,15 @@ def class_name(pipeline):
     return type(pipeline).__name__
 
 
-def row(program, *arguments):
-    [found] = [reader for reader in readers(*arguments) if reader.program == program]
+def row(program, *arguments, **more):
+    [found] = [reader for reader in readers(*arguments, **more) if reader.program == program]
     return found
 
 
-def loaded(pipeline, how, updates, tmp_path):
+def loaded(pipeline, format, updates, tmp_path):
     """What diffusers' pipeline has after load_lora_weights, and whether it is a DoRA."""
     path = tmp_path / "lora.safetensors"
-    safetensors.torch.save_file({k: t.contiguous() for k, t in encode(updates, how, pipeline.names).items()}, path)
+    safetensors.torch.save_file({k: t.contiguous() for k, t in encode(updates, format, pipeline.names).items()}, path)
     try:
         pipeline.load_lora_weights(path, adapter_name="a")
         layers = lora_layers(pipeline.transformer, "a")
@@ -68,45 +52,44 @@ def loaded(pipeline, how, updates, tmp_path):
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("how", HOW)
-def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, how, dora):
+@pytest.mark.parametrize("format", FORMATS)
+def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, format, dora):
     """By its pipelines' load_lora_weights; kohya's FLUX has a test at the real widths."""
-    how = HOW[how]
     tried = 0
     for targets in ("default", "all-linear", "single projections"):
         updates = random_updates(pipeline.names, targets, dora=dora)
         in_parts = (
             dora
-            and how.native
+            and FORMATS[format].native
             and any(0 < len(updates.keys() & set(layers)) < len(layers) for layers in pipeline.names.native.values())
         )
-        says = row("diffusers", how, pipeline.names, updates, class_name(pipeline), dora)
+        says = row("diffusers", format, pipeline.names, updates, class_name(pipeline), dora=dora)
         if not updates or in_parts or "load_lora_adapter" in says.note or "widths" in says.note:
             continue
-        found, is_dora = loaded(pipeline, how, updates, tmp_path)
+        found, is_dora = loaded(pipeline, format, updates, tmp_path)
         right = bool(found) and relative(updates, found) < 1e-5 and is_dora == dora
         assert says.reads is right, targets
         tried += 1
-    assert tried or how.prefix in ("base_model.model.", "lora_unet_") or in_parts
+    assert tried or format in ("peft", "kohya") or in_parts
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("how", HOW)
-def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(repositories, tmp_path, how, dora):
-    model, how = "longcat_image_edit", HOW[how]
+@pytest.mark.parametrize("format", FORMATS)
+def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(repositories, tmp_path, format, dora):
+    model = "longcat_image_edit"
     pipeline = DiffusionPipeline.from_pretrained(repositories[model])
     assert not hasattr(pipeline, "load_lora_weights")
     names = layer_names(model, pipeline.transformer)
     pipeline.load_lora_weights = partial(
-        pipeline.transformer.load_lora_adapter, prefix=how.prefix.removesuffix("."), use_safetensors=True
+        pipeline.transformer.load_lora_adapter, prefix=FORMATS[format].prefix.removesuffix("."), use_safetensors=True
     )
     pipeline.unload_lora_weights = pipeline.transformer.unload_lora
     pipeline.names = names
     updates = random_updates(names, "all-linear", dora=dora)
-    says = row("diffusers", how, names, updates, class_name(pipeline), dora)
-    found, is_dora = loaded(pipeline, how, updates, tmp_path)
+    says = row("diffusers", format, names, updates, class_name(pipeline), dora=dora)
+    found, is_dora = loaded(pipeline, format, updates, tmp_path)
     assert says.reads is (bool(found) and relative(updates, found) < 1e-5 and is_dora == dora)
-    assert says.reads is (f"prefix={how.prefix.removesuffix('.')!r}" in says.note)
+    assert says.reads is (f"prefix={FORMATS[format].prefix.removesuffix('.')!r}" in says.note)
 
 
 @pytest.mark.parametrize("targets", ["default", "all-linear"])
@@ -114,11 +97,10 @@ def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(
 def test_peft_folder_is_read_by_peft_and_by_diffusers(pipeline, tmp_path, dora, targets):
     updates = random_updates(pipeline.names, targets, dora=dora)
     path = tmp_path / "adapter_model.safetensors"
-    save_lora(updates, path, {}, format="peft")
-    how = FORMATS["peft"]
-    assert row("peft", how, pipeline.names, updates, class_name(pipeline), dora).reads
-    assert row("diffusers", how, pipeline.names, updates, class_name(pipeline), dora).reads
-    assert row("ComfyUI", how, pipeline.names, updates, class_name(pipeline), dora).reads is False
+    write(path, updates, {}, format="peft")
+    assert row("peft", "peft", pipeline.names, updates, class_name(pipeline), dora=dora).reads
+    assert row("diffusers", "peft", pipeline.names, updates, class_name(pipeline), dora=dora).reads
+    assert row("ComfyUI", "peft", pipeline.names, updates, class_name(pipeline), dora=dora).reads is False
     by_peft = PeftModel.from_pretrained(copy.deepcopy(pipeline.transformer), tmp_path)
     by_diffusers = copy.deepcopy(pipeline.transformer)
     by_diffusers.load_lora_adapter(tmp_path, prefix="base_model.model", weight_name=path.name)
@@ -145,8 +127,8 @@ def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
         )
     updates = random_updates(names, targets, rank=2)
     path = tmp_path / "lora.safetensors"
-    save_lora(updates, path, {}, format=format, names=names)
-    says = row("diffusers", FORMATS[format], names, updates, "FluxKontextPipeline")
+    write(path, updates, {}, format=format, names=names)
+    says = row("diffusers", format, names, updates, "FluxKontextPipeline")
     state = FluxPipeline.lora_state_dict(path)
     found = {
         key.removesuffix(".lora_A.weight").removeprefix("transformer."): LowRank(
@@ -169,16 +151,14 @@ def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
 
 def test_a_t_lora_with_all_its_components_is_right_in_retouch_alone(pipeline):
     updates = random_updates(pipeline.names)
-    rows = readers(FORMATS["diffusers"], pipeline.names, updates, class_name(pipeline), masked=True)
+    rows = readers("diffusers", pipeline.names, updates, class_name(pipeline), masked=True)
     assert [one.program for one in rows if one.reads] == ["Retouch"]
     assert all("full rank at every timestep" in one.note for one in rows[:2])
 
 
 def test_dora_of_diffusers_is_not_right_in_comfyui(pipeline):
-    layers, name = pipeline.names.sides, class_name(pipeline)
-    assert row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, name, True).reads is False
-    assert "lora_magnitude_vector" in row("ComfyUI", FORMATS["diffusers"], pipeline.names, layers, name, True).note
-    assert row("ComfyUI", FORMATS["comfyui"], pipeline.names, layers, name, True).reads is True
-    assert row("ComfyUI", FORMATS["onetrainer"], pipeline.names, layers, name).reads is (
-        pipeline.names.readers == "flux"
-    )
+    layers, name = pipeline.names.shapes, class_name(pipeline)
+    assert row("ComfyUI", "diffusers", pipeline.names, layers, name, dora=True).reads is False
+    assert "lora_magnitude_vector" in row("ComfyUI", "diffusers", pipeline.names, layers, name, dora=True).note
+    assert row("ComfyUI", "comfyui", pipeline.names, layers, name, dora=True).reads is True
+    assert row("ComfyUI", "onetrainer", pipeline.names, layers, name).reads is (pipeline.names.readers != "flux2")

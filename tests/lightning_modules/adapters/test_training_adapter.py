@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.written import save_lora
-from lightning_modules.adapters.low_rank import LowRank
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.writing import write
 from tests.support.combinations import first
 from tests.support.commands import ROOT, assert_same_weights, compose, lora_bytes, rows, run_code, short, weights
 from tests.support.hub_server import REVISION, hub
@@ -41,7 +41,7 @@ def updates(tiny):
 def file(updates, tmp_path_factory):
     """A training adapter from elsewhere."""
     path = tmp_path_factory.mktemp("training_adapter") / "undistil.safetensors"
-    save_lora(updates, path, {})
+    write(path, updates, {})
     return path
 
 
@@ -108,7 +108,7 @@ def test_left_out_it_has_never_been_there_and_comes_back_bitwise(tiny, file, mor
 
 def test_a_dora_is_refused(tiny, tmp_path):
     names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
-    save_lora(random_updates(names, "to_q", dora=True), tmp_path / WEIGHTS, {})
+    write(tmp_path / WEIGHTS, random_updates(names, "to_q", dora=True), {})
     with pytest.raises(UserError, match="is a DoRA: a LoRA, LoKr or LoHa is needed"):
         build_to_check(tiny, f"model.training_adapter={tmp_path}").check()
 
@@ -216,7 +216,7 @@ def test_a_file_or_a_repository_of_the_hub(file, tmp_path, monkeypatch):
         (folder / name).write_bytes(file.read_bytes())
     code = (
         "import json, sys\n"
-        "from lightning_modules.adapters.formats.find import find_or_download\n"
+        "from lightning_modules.lora_files.find import find_or_download\n"
         "from datamodules.errors import UserError\n"
         "for name in sys.argv[1:]:\n"
         "    try: print(find_or_download(name).name)\n"
@@ -235,7 +235,7 @@ def test_a_file_or_a_repository_of_the_hub(file, tmp_path, monkeypatch):
         [single] = found(address, names=["owner/name"])
         (folder / WEIGHTS).write_bytes(b"")
         [usual] = found(address, names=["owner/name"])
-    assert "owner/name has v1.safetensors, v2.safetensors: which one?" in several
+    assert "owner/name contains v1.safetensors, v2.safetensors. Choose one" in several
     assert (second, single, usual, path) == ("v2.safetensors", "v1.safetensors", WEIGHTS, file.name)
     assert "owner/name has no v3.safetensors" in missing
     assert "owner/other is neither a folder here nor a repository you may read" in other
@@ -258,7 +258,7 @@ def test_what_it_does_not_go_with_is_one_line(fails, learned, tiny, file, tmp_pa
         build_to_check(tiny, f"model.training_adapter={file}", "adapter=full").check()
     assert "its rank follows the timestep" in refused(learned("tlora"))
     other = tmp_path / "other.safetensors"
-    save_lora({"blocks.0.to_q": LowRank(torch.ones(2, 8), torch.ones(8, 2))}, other, {})
+    write(other, {"blocks.0.to_q": LowRank(torch.ones(2, 8), torch.ones(8, 2))}, {})
     assert f"the LoRA {other} does not fit {tiny}" in refused(other)
     assert "no such file or folder" in refused(tmp_path / "nowhere")
     assert "name one LoRA" in refused("[a,b]")

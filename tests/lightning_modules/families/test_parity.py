@@ -8,8 +8,8 @@ import torch
 from datamodules.batch import RawBatch
 from datamodules.pairs import collate_pixels
 from lightning_modules import flow
-from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.family import Sampling
+from lightning_modules.lora_files.writing import write
 from tests.support.losses import losses
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
 from tests.support.same_adapters import assert_same_gradients
@@ -98,7 +98,7 @@ def test_prompt_that_is_cut_is_noted_once(built, name, tmp_path, caplog, monkeyp
 @cases("flux_kontext, two images")
 def test_images_are_the_pipelines(built, name, sizes, guided, tmp_path):
     reference, module, stock = built(name)
-    save_lora(module.adapter.updates(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", {})
+    write(tmp_path / "pytorch_lora_weights.safetensors", module.adapter.deltas(module.transformer), {})
     images = condition_images(sizes)
     size = module.condition_images.size(*sizes[0]) if name == "longcat_image_edit" else (64, 48)
     call = {"prompt": PROMPTS[0], "num_inference_steps": 4, **reference.call, **reference.arguments(images)}

@@ -13,12 +13,12 @@ from transformers import Qwen3ForCausalLM
 from datamodules.pairs import collate_pixels
 from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.formats.written import save_lora
 from lightning_modules.adapters.rank_mask import attach_rank_schedule, mask_forwards, sampling_step
 from lightning_modules.execution.blocks import blocks, compile_blocks
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.execution.offload import BlockStream
 from lightning_modules.family import Sampling
+from lightning_modules.lora_files.writing import write
 from tests.support.losses import losses
 from tests.support.references import PROMPTS, REFERENCES
 from tests.support.references import raw_sample as read_sample
@@ -80,7 +80,7 @@ def test_each_forward_of_the_stock_pipeline_has_the_rank_of_its_step(repository,
     ranks_of = ["adapter.rank=16", "adapter.min_rank=3", f"adapter.rank_schedule={kind}"]
     module = build(repository, "adapter=tlora", *ranks_of)
     header = {"adapter": module.adapter.metadata()}
-    save_lora(module.adapter.updates(module.transformer), tmp_path / "pytorch_lora_weights.safetensors", header)
+    write(tmp_path / "pytorch_lora_weights.safetensors", module.adapter.deltas(module.transformer), header)
     stock.load_lora_weights(tmp_path, adapter_name="a")
     stock.to(torch.bfloat16)
     attach_rank_schedule(stock, tmp_path)

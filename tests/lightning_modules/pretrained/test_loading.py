@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
+from datamodules.hub import repository_file
 from lightning_modules.pretrained.repository import (
     load_component,
     read_index,
-    repository_file,
     resolve_device,
 )
 from lightning_modules.pretrained.transformer import TransformerSource

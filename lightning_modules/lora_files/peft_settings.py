@@ -1,4 +1,4 @@
-"""peft's settings of an adapter, which say by what its updates are multiplied."""
+"""peft's settings of an adapter, which determine the scale of its deltas."""
 
 import json
 import math
@@ -9,10 +9,10 @@ from typing import Any
 
 from datamodules.errors import printable
 from datamodules.files import reading
-from lightning_modules.adapters.formats.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME
-from lightning_modules.adapters.update import Update
+from lightning_modules.lora_files.delta import Delta
+from lightning_modules.lora_files.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME
 
-# Settings that say by what updates are multiplied, or of how they were trained alone, or which layers they are of.
+# Settings of the scale, of training only, or of which layers are adapted.
 UNDERSTOOD = frozenset(
     (  # noqa: SIM905 (a list would have a line for each)
         "alpha alpha_pattern auto_mapping base_model_name_or_path decompose_both decompose_factor "
@@ -22,8 +22,8 @@ UNDERSTOOD = frozenset(
         "target_modules task_type use_dora use_effective_conv2d use_rslora "
     ).split()
 )
-# Of other settings the values with which an update is what `Update` says: peft's own defaults, and starts that leave
-# the base as it is. PiSSA, OLoRA, CorDA and LoftQ change the base, of which such a LoRA is only the difference.
+# Values of other settings that leave a delta as it is: peft's defaults, and initializations that keep the base as it
+# is. PiSSA, OLoRA, CorDA and LoftQ change the base, and such a LoRA is only the difference from the changed base.
 STARTS = (True, None, False, "gaussian", "orthogonal", "eva")
 AS_USUAL = {
     "peft_type": ("LORA", "LOKR", "LOHA", "OFT"),
@@ -35,8 +35,8 @@ AS_USUAL = {
 }
 
 
-def settings_beside(weights: Path) -> Mapping[str, Any]:
-    """Of the file beside peft's weights; none for other weights.
+def peft_settings_next_to(weights: Path) -> Mapping[str, Any]:
+    """Read peft's settings file next to peft's weights; empty for other weights.
 
     Raises:
         UserError: it is damaged.
@@ -47,37 +47,37 @@ def settings_beside(weights: Path) -> Mapping[str, Any]:
     with reading(config, "download it again"):
         settings = json.loads(config.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError("it is no settings of peft")
+            raise ValueError("these are no settings of peft")
         return settings
 
 
-def not_understood(settings: Mapping[str, Any]) -> str | None:
-    """Return a setting, as `name=value`, by which weights mean something else than Retouch takes them for."""
+def unknown_setting(settings: Mapping[str, Any]) -> str | None:
+    """Return a setting, as `name=value`, that gives the weights a meaning Retouch does not know; None without one."""
     for name, value in settings.items():
         if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
             return f"{name}={printable(str(value)[:60])}"
     return None
 
 
-def scale_of(settings: Mapping[str, Any], layer: str, update: Update) -> float:
-    """alpha / rank of a layer, or as rank-stabilized LoRA has it (arXiv 2312.03732); 1 where settings say nothing.
+def peft_scale(settings: Mapping[str, Any], layer: str, delta: Delta) -> float:
+    """Return alpha / rank of a layer, alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732), or 1 without settings.
 
     Raises:
-        ValueError, TypeError: they are none of peft.
+        ValueError, TypeError: the settings are invalid.
     """
-    if settings.get("peft_type") in ("LOKR", "LOHA"):  # by the settings' rank, whether factors are whole or not
-        rank = _of_layer(settings, "r", layer)
+    if settings.get("peft_type") in ("LOKR", "LOHA"):  # the settings' rank counts even if the factors are whole
+        rank = _layer_setting(settings, "r", layer)
         if rank <= 0:
-            raise ValueError(f"r={rank:g} is no rank")
-        return _of_layer(settings, "alpha", layer) / rank
-    if "lora_alpha" not in settings or update.divisor is None:
+            raise ValueError(f"r={rank:g} is not a rank")
+        return _layer_setting(settings, "alpha", layer) / rank
+    if "lora_alpha" not in settings or delta.divisor is None:
         return 1.0
-    rank = update.divisor
-    return _of_layer(settings, "lora_alpha", layer) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    rank = delta.divisor
+    return _layer_setting(settings, "lora_alpha", layer) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-def _of_layer(settings: Mapping[str, Any], name: str, layer: str) -> float:
-    """A number of a layer's own, or that of all."""
+def _layer_setting(settings: Mapping[str, Any], name: str, layer: str) -> float:
+    """Return a setting of one layer: its pattern's value, else the common value."""
     kind = "rank_pattern" if name == "r" else "alpha_pattern"
     pattern = settings.get(kind) or {}
     try:

@@ -1,20 +1,20 @@
-"""Where a LoRA's weights are."""
+"""Find a LoRA's weights: in a run's folder, a weights folder, a file, or on huggingface.co."""
 
 import re
 from pathlib import Path
 
 from datamodules.errors import UserError, listing
-from lightning_modules.pretrained.repository import repository_file
+from datamodules.hub import repository_file
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
-# owner/name, or a file of it.
+# owner/name, or owner/name/FILE.
 ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.(?:safetensors|bin|ckpt|pth?)))?", re.ASCII)
 
 
 def find_weights(lora: str | Path) -> Path:
-    """The weights file of a run's folder, a weights folder, or the file itself.
+    """Return the weights file of a run's folder or a weights folder, or the file itself.
 
     Raises:
         UserError: there is none.
@@ -28,23 +28,23 @@ def find_weights(lora: str | Path) -> Path:
     if not path.exists():
         raise UserError(f"LoRA weights {path}: no such file or folder")
     if (path / "sweep.csv").is_file():
-        raise UserError(f"LoRA weights {path}: this is a sweep; name one of its jobs, such as {path / '0'}")
+        raise UserError(f"LoRA weights {path}: this is a sweep. Name one of its jobs, such as {path / '0'}")
     if (path / "model" / "last").is_dir():
         raise UserError(
-            f"LoRA weights {path}: this run trained all weights: in place of lora= pass model=NAME "
+            f"LoRA weights {path}: this run trained all weights. Replace lora= by model=NAME "
             f"model.pretrained_model_name_or_path={path / 'model' / 'last'}"
         )
     others = sorted(path.glob("*.safetensors"))
     if len(others) == 1:
         return others[0]
-    raise UserError(f"LoRA weights {path}: the folder has neither {WEIGHTS_NAME} nor lora/last/{WEIGHTS_NAME}")
+    raise UserError(f"LoRA weights {path}: the folder contains neither {WEIGHTS_NAME} nor lora/last/{WEIGHTS_NAME}")
 
 
 def find_or_download(lora: str | Path) -> Path:
-    """What `find_weights` finds; else a file on huggingface.co, `owner/name` or `owner/name/FILE.safetensors`.
+    """Return a local weights file as `find_weights`, else one of the hub: `owner/name` or `owner/name/FILE`.
 
     Raises:
-        UserError: it is in neither place, cannot be reached, or the repository has several and none of the usual name.
+        UserError: it is in neither place, cannot be reached, or the repository has several files and no default.
     """
     match = ON_THE_HUB.fullmatch(str(lora))
     if match is None or Path(lora).expanduser().exists():
@@ -53,22 +53,22 @@ def find_or_download(lora: str | Path) -> Path:
     if filename is None:
         names = _names_on_the_hub(repository)
         if len(names) > 1 and WEIGHTS_NAME not in names:
-            raise UserError(f"{repository} has {listing(names, 6)}: which one? Name it as {repository}/{names[0]}")
+            raise UserError(f"{repository} contains {listing(names, 6)}. Choose one, as in {repository}/{names[0]}")
         filename = names[0] if len(names) == 1 else WEIGHTS_NAME
     path = repository_file(repository, filename)
     if path is None:
-        raise UserError(f"{repository} has no {filename}: name a file that is there, as {repository}/FILE.safetensors")
+        raise UserError(f"{repository} has no {filename}. Name an existing file as {repository}/FILE.safetensors")
     return path
 
 
 def _names_on_the_hub(repository: str) -> list[str]:
-    """The safetensors files of a repository; without the network those in the cache; none where neither has it."""
+    """List a repository's safetensors files; without a network those in the cache; empty if neither is available."""
     from huggingface_hub import errors, snapshot_download
 
     try:
         found = snapshot_download(repository, allow_patterns="*.safetensors", dry_run=True)
         return sorted(one.filename for one in found)
-    except (OSError, ValueError):  # why it is not there is said when the file is looked for
+    except (OSError, ValueError):  # repository_file reports the reason
         pass
     try:
         folder = Path(snapshot_download(repository, allow_patterns="*.safetensors", local_files_only=True))

@@ -1,0 +1,188 @@
+"""Names in LoRA files: of a transformer's layers, in every program's spelling, and of the tensors of a layer."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+# Prefixes of layer names, and the programs that write them.
+PREFIXES = {
+    "transformer.": "diffusers",
+    "diffusion_model.": "ComfyUI",
+    "model.diffusion_model.": "ComfyUI",
+    "base_model.model.": "peft",
+    "pipe.": "DiffSynth",
+    "dit.": "DiffSynth",
+    "unet.": "diffusers",
+    "model.": "a trainer",
+    "lora_unet__": "kohya",
+    "lora_unet_": "kohya",
+    "lora_transformer_": "OneTrainer",
+    "lycoris_": "LyCORIS",
+}
+# Endings of a layer's tensors. peft includes the adapter's name unless it saves the file itself.
+PARTS = {
+    "down": re.compile(r"\.(?:lora_A(?:\.[^.]+)?|lora_down|lora\.down)\.weight$"),
+    "up": re.compile(r"\.(?:lora_B(?:\.[^.]+)?|lora_up|lora\.up)\.weight$"),
+    "alpha": re.compile(r"\.alpha$"),
+    "magnitude": re.compile(r"\.(?:lora_magnitude_vector(?:\.[^.]+){0,2}|dora_scale|magnitude)$"),
+}
+# LyCORIS' and peft's names of other kinds are those of `Delta.parts`.
+FACTORS = re.compile(
+    r"\.(lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_R(?=(?:\.default)?\.weight$))(?:\.default)?(?:\.weight)?$"
+)
+# x-flux: double_blocks.0.processor.qkv_lora1.down.weight
+PROCESSORS = re.compile(r"(?<=_lora|lora[12])\.(down|up)\.weight$")
+# Wrappers of modules in training (compiling, DDP, FSDP, DeepSpeed, checkpointing), anywhere in a name.
+WRAPPERS = re.compile(
+    r"(?:^|(?<=[._]))(?:_orig_mod[._]|(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module)\.)"
+)
+TEXT_ENCODERS = "text encoders"
+# Tensors that are ignored with a note, by what they belong to.
+IGNORED = {
+    TEXT_ENCODERS: re.compile(
+        r"(base_model\.model\.)?(lora_te\d*_|text_encoders?(_\d)?\.|te\d?\.|t5xxl\.|clip_[lg]\.)"
+    ),
+    "biases and norms": re.compile(r".*\.(diff_b|[wb]_norm)$|.*norm[^.]*\.(weight\.)?diff$"),
+    "bookkeeping": re.compile(r"_aux\."),
+}
+
+
+class NativeNames(NamedTuple):
+    """Layer names in a model's own code, where they differ from diffusers' names.
+
+    In all names `{}` is the index of a block.
+
+    Attributes:
+        layers: by native name the layers of diffusers, whose outputs the native layer concatenates.
+        read_only: further names that files contain, and that are never written.
+        swapped: layers of diffusers whose native counterparts have the two halves of the outputs in reverse order.
+        readers: which programs know these names, a key of the tables in programs.py.
+    """
+
+    layers: Mapping[str, tuple[str, ...]] = {}
+    read_only: Mapping[str, tuple[str, ...]] = {}
+    swapped: tuple[str, ...] = ()
+    readers: str = ""
+
+
+NO_NATIVE_NAMES = NativeNames()
+
+
+class LayerShape(NamedTuple):
+    """Shape of a linear layer's weight."""
+
+    out_features: int
+    in_features: int
+
+
+class Meaning(NamedTuple):
+    """The layers that a name in a file stands for.
+
+    Attributes:
+        layers: layers of the transformer, whose outputs the named layer concatenates.
+        swapped: whether the two halves of its outputs are in reverse order in the transformer.
+    """
+
+    layers: tuple[str, ...]
+    swapped: bool = False
+
+
+class LayerNames:
+    """The linear layers of a transformer, by all their names in files.
+
+    Args:
+        transformer: it may be on the meta device, and have adapters.
+        native: its layer names in the model's own code.
+
+    Attributes:
+        shapes: by diffusers' names of the layers.
+    """
+
+    def __init__(self, transformer: nn.Module, native: NativeNames) -> None:
+        self.shapes: dict[str, LayerShape] = {}
+        for name, module in transformer.named_modules():
+            if isinstance(module, nn.Linear) and ".lora_" not in name:
+                self.shapes[name.replace(".base_layer", "")] = LayerShape(module.out_features, module.in_features)
+        self.swapped = frozenset(native.swapped)
+        self.readers = native.readers
+        self.native = self._in_blocks(native.layers)
+        self._meanings: dict[str, Meaning] = {}
+        for known in ({name: (name,) for name in self.shapes}, self.native, self._in_blocks(native.read_only)):
+            for name, layers in known.items():
+                # A layer with diffusers' name has its halves in diffusers' order.
+                swapped = name not in self.shapes and layers[0] in self.swapped
+                self._meanings[name] = self._meanings[flat(name)] = Meaning(layers, swapped)
+
+    def meaning(self, name: str) -> Meaning | None:
+        """Return the layers that a file's name stands for, with any of `PREFIXES`; None for an unknown name."""
+        if name in self._meanings:
+            return self._meanings[name]
+        shorter = (self.meaning(name.removeprefix(prefix)) for prefix in PREFIXES if name.startswith(prefix))
+        return next((meaning for meaning in shorter if meaning is not None), None)
+
+    def shapes_of(self, layers: Iterable[str]) -> list[LayerShape]:
+        """Return the shapes of several layers."""
+        return [self.shapes[layer] for layer in layers]
+
+    def _in_blocks(self, patterns: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Insert the indices of the transformer's blocks into native names."""
+        found = {}
+        blocks = sorted({int(part) for name in self.shapes for part in name.split(".") if part.isdigit()})
+        for native, layers in patterns.items():
+            for block in blocks if "{}" in native else [0]:
+                named = tuple(layer.format(block) for layer in layers)
+                if all(layer in self.shapes for layer in named):
+                    found[native.format(block)] = named
+        return found
+
+
+class OwnNames(LayerNames):
+    """A file's own layer names without their prefixes, if its model is unknown.
+
+    Args:
+        shapes: by the file's names.
+    """
+
+    def __init__(self, shapes: Mapping[str, LayerShape]) -> None:
+        bare = {name: without_prefixes(name) for name in shapes}
+        self.shapes = {bare[name]: shape for name, shape in shapes.items()}
+        self.native, self.swapped, self.readers = {}, frozenset(), ""
+        self._meanings = {name: Meaning((own,)) for name, own in bare.items()}
+
+
+def without_prefixes(name: str) -> str:
+    """Remove every prefix of `PREFIXES` from a layer's name."""
+    while found := next(filter(name.startswith, PREFIXES), None):
+        name = name.removeprefix(found)
+    return name
+
+
+def flat(name: str) -> str:
+    """Spell a layer's name as kohya's tools do."""
+    return name.replace(".", "_")
+
+
+def split_key(key: str) -> tuple[str, str | None]:
+    """Split a tensor's name into that of its layer and its part; the part is None for an unknown tensor."""
+    key = WRAPPERS.sub("", key)
+    if found := PROCESSORS.search(key) or FACTORS.search(key):
+        return key[: found.start()], found[1]
+    for part, end in PARTS.items():
+        if found := end.search(key):
+            return key[: found.start()], part
+    return key, None
+
+
+def ignored(key: str) -> str | None:
+    """Return what an ignored tensor belongs to, a key of `IGNORED`; None for all others."""
+    key = WRAPPERS.sub("", key)
+    return next((owner for owner, names in IGNORED.items() if names.match(key)), None)
+
+
+def program_of(key: str) -> str:
+    """Return the program that gives tensors such names."""
+    if PROCESSORS.search(key):
+        return "x-flux"
+    return next((program for prefix, program in PREFIXES.items() if key.startswith(prefix)), "bare names")

@@ -1,0 +1,316 @@
+"""Which programs read a LoRA file: a table of measured verdicts, and a check by diffusers' own loader.
+
+Measured with diffusers 0.42, peft 0.21, ComfyUI 0.33 and InvokeAI of 2026-08.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from datamodules.errors import UserError, listing
+from datamodules.files import reason
+from lightning_modules.lora_files.delta import Delta, LowRank
+from lightning_modules.lora_files.kinds import Kronecker, common_kind
+from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.writing import FORMATS
+
+# Kinds of deltas that diffusers reads.
+IN_DIFFUSERS = ("LoRA", "LoKr")
+# Pipelines whose load_lora_weights reads LoKr; the load_lora_adapter of every transformer does.
+LOKR_LOADERS = ("Flux2", "ZImage")
+# By format, the models (`NativeNames.readers`; "": those without native names) whose load_lora_weights reads it.
+DIFFUSERS = {
+    "diffusers": ("flux", "flux2", "z_image", ""),
+    "comfyui": ("flux2", "z_image", ""),
+    "kohya": ("flux", "flux2", "z_image", ""),
+    "onetrainer": ("flux",),
+}
+INVOKEAI = {"diffusers": ("flux", "flux2", "z_image", ""), "comfyui": ("flux", "z_image")}
+# The layers of FLUX and similar models that ComfyUI knows by diffusers' names.
+COMFYUI_LAYERS = (
+    *("transformer_blocks.", "single_transformer_blocks.", "x_embedder", "context_embedder", "time_text_embed."),
+    *("norm_out.", "proj_out"),
+)
+# Layers by which InvokeAI recognizes a file of FLUX.1 with diffusers' names.
+INVOKEAI_LAYERS = ("single_transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.add_q_proj")
+COMFYUI_DORA = "nearly: it divides by the row norms of the base's weights, not of the updated ones"
+FUSE = "task=export fuse=true writes a transformer that includes it"
+MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
+UNKNOWN_NAMES = "does not know these names"
+
+
+class Reader(NamedTuple):
+    """A program's verdict on a file.
+
+    Attributes:
+        reads: whether the file has the effect that it was trained for; None if nobody has tried.
+        note: how to load it, or the problem.
+    """
+
+    program: str
+    reads: bool | None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words."""
+        if self.note == MASKED:
+            return f"read {self.note}"
+        words = {True: "reads it", False: "does not read it", None: "not tried"}[self.reads]
+        return f"{words}: {self.note}" if self.note else words
+
+
+def readers(
+    format: str,
+    names: LayerNames,
+    layers: Iterable[str],
+    pipeline_name: str,
+    kind: str = "LoRA",
+    dora: bool = False,
+    masked: bool = False,
+) -> list[Reader]:
+    """Return each program's verdict on a file.
+
+    Args:
+        format: a key of `FORMATS`.
+        names: of the model's layers.
+        layers: the adapted ones, by diffusers' names.
+        pipeline_name: of diffusers.
+        kind: kind of its deltas.
+        dora: whether it is a DoRA.
+        masked: whether it is a T-LoRA with its rank schedule in the header, and with all its components.
+    """
+    layers = list(layers)
+    magnitude = FORMATS[format].magnitude[0]
+    found = [
+        _comfyui(format, names, layers, kind, dora and magnitude != "dora_scale"),
+        _diffusers(format, names, layers, pipeline_name, kind, dora and magnitude == "dora_scale"),
+        _invokeai(format, names, layers, kind == "LoRA" and not dora),
+    ]
+    if dora and found[0].reads:
+        found[0] = Reader("ComfyUI", True, COMFYUI_DORA)
+    if format == "peft":
+        found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
+    if masked:
+        found = [Reader(one.program, False, MASKED) if one.reads else one for one in found]
+    return [*found, Reader("Retouch", True, "lora=, adapter.init_from=")]
+
+
+def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str, without_magnitude: bool) -> Reader:
+    if kind == "OFT":
+        return Reader("ComfyUI", False, f"its OFT rotates outputs, and this one inputs; {FUSE}")
+    if format == "peft" or (format == "kohya" and names.readers == "z_image"):
+        return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
+    if without_magnitude:
+        return Reader("ComfyUI", False, "ignores lora_magnitude_vector, half of the DoRA; use format=comfyui")
+    ignored = [layer for layer in layers if not layer.startswith(COMFYUI_LAYERS)]
+    if ignored and names.readers in ("flux", "flux2", "longcat") and not FORMATS[format].native:
+        which = f"{len(ignored)} of {len(layers)} layers under these names ({listing(ignored)})"
+        return Reader("ComfyUI", False, f"ignores {which}; use format=comfyui")
+    return Reader("ComfyUI", True)
+
+
+def _diffusers(
+    format: str, names: LayerNames, layers: list[str], pipeline_name: str, kind: str, without_magnitude: bool
+) -> Reader:
+    if kind not in IN_DIFFUSERS:
+        return Reader("diffusers", False, f"it has no {kind}; {FUSE}")
+    native = FORMATS[format].native and bool(names.native)
+    if format == "peft" or loader_of(pipeline_name, kind) is None:
+        # The transformer's load_lora_adapter converts no names.
+        if format not in ("diffusers", "peft", "comfyui") or native:
+            return Reader("diffusers", False, f"{UNKNOWN_NAMES}; use format=diffusers")
+        prefix = FORMATS[format].prefix.removesuffix(".")
+        call = f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)"
+        return Reader("diffusers", True, call)
+    if names.readers not in DIFFUSERS[format]:
+        return Reader("diffusers", False, f"{UNKNOWN_NAMES}; use format=diffusers")
+    if without_magnitude:  # it converts names, and of a DoRA only the projections
+        return Reader("diffusers", False, "ignores dora_scale, half of the DoRA; use format=diffusers")
+    if ignored := [layer for layer in layers if not _converts(format, names, layer)]:
+        return Reader("diffusers", False, f"does not read {ignored[0]} under these names; use format=diffusers")
+    widths = ", at the real model's widths" if format == "kohya" and names.readers == "flux" else ""
+    return Reader("diffusers", True, f"pipe.load_lora_weights(...){widths}")
+
+
+def _converts(format: str, names: LayerNames, layer: str) -> bool:
+    """Return whether diffusers' conversion of names knows a layer."""
+    in_block = "transformer_blocks." in layer
+    if names.readers == "flux" and format == "kohya":
+        return in_block
+    if names.readers == "flux" and format == "onetrainer":
+        return not in_block or ".attn." in layer
+    if names.readers == "flux2" and FORMATS[format].native:
+        return layer != "norm_out.linear"  # it forgets to swap its halves
+    return True
+
+
+def _invokeai(format: str, names: LayerNames, layers: list[str], plain: bool) -> Reader:
+    best = "comfyui" if names.readers == "flux" else "diffusers"
+    if names.readers not in INVOKEAI["diffusers"]:
+        return Reader("InvokeAI", False, "does not know the model")
+    if not plain:
+        return Reader("InvokeAI", False, f"reads no DoRA, LoKr, LoHa or OFT of these forms; {FUSE}")
+    if names.readers not in INVOKEAI.get(format, ()):
+        return Reader("InvokeAI", None, f"nobody has tried these names; use format={best}")
+    if names.readers == "flux" and format == "diffusers":
+        double = [group for native, group in names.native.items() if native.startswith("double")]
+        whole = all(len(set(group) - set(layers)) in (0, len(group)) for group in double)
+        foreign = any(layer.startswith("norm_out.") or "guidance_embedder" in layer for layer in layers)
+        if foreign or not whole or not set(INVOKEAI_LAYERS) <= set(layers):
+            return Reader("InvokeAI", False, f"needs other layers under these names; use format={best}")
+    return Reader("InvokeAI", True)
+
+
+def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
+    """Return the mixin by which a pipeline of diffusers loads LoRAs, found by its name; None if it has none.
+
+    The pipeline's own module would import its encoders' classes, which training on cached latents never imports.
+
+    Args:
+        kind: kind of deltas; few loaders read other kinds than LoRA.
+    """
+    from diffusers.loaders import lora_pipeline
+
+    end = "LoraLoaderMixin"
+    starts = [name.removesuffix(end) for name in vars(lora_pipeline) if name.endswith(end)]
+    longest = max((start for start in starts if start and pipeline_name.startswith(start)), key=len, default=None)
+    if longest is None or (kind != "LoRA" and longest not in LOKR_LOADERS):
+        return None
+    return getattr(lora_pipeline, longest + end)
+
+
+class NotLoaded(UserError):
+    """A file that diffusers refuses."""
+
+    def __init__(self, path: Path, pipeline_name: str, why: str) -> None:
+        super().__init__(f"{path} is written, but diffusers' {pipeline_name} cannot load it: {why}")
+        self.why = why
+
+
+def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: Any) -> str:
+    """Check a file in diffusers' format; return the programs' verdicts in words.
+
+    Args:
+        names: of the transformer's layers.
+        pipeline_name, transformer: as for `check_with_diffusers`.
+
+    Raises:
+        UserError: diffusers would not load it as it is.
+    """
+    file = LoRAFile(path)
+    deltas = file.read(names, pipeline_name)
+    kind = common_kind(deltas.values())
+    refused = ""
+    if kind in IN_DIFFUSERS:
+        try:
+            check_with_diffusers(path, deltas, pipeline_name, transformer)
+        except NotLoaded as error:
+            if kind == "LoRA":
+                raise
+            refused = error.why  # of a LoKr whose layers share no factor; ComfyUI needs none
+    dora = any("magnitude" in delta.tensors() for delta in deltas.values())
+    programs: dict[str, list[str]] = {}
+    for one in readers("diffusers", names, deltas, pipeline_name, kind, dora, "rank_schedule" in file.adapter):
+        reader = Reader("diffusers", False, refused) if refused and one.program == "diffusers" else one
+        if one.program != "Retouch":
+            programs.setdefault(reader.verdict, []).append(one.program)
+    return "; ".join(f"{' and '.join(which)}: {verdict}" for verdict, which in programs.items())
+
+
+def check_with_diffusers(path: Path, deltas: Mapping[str, Delta], pipeline_name: str, transformer: Any) -> None:
+    """Load a file into a copy of a transformer, by the loader of diffusers' own pipeline.
+
+    Args:
+        deltas: the expected ones.
+        pipeline_name: of diffusers.
+        transformer: without an adapter, on the meta device; it stays unchanged.
+
+    Raises:
+        NotLoaded: diffusers refuses the file.
+        UserError: it ignores layers, or loads something else.
+    """
+    copy, loader = _without_memory(transformer), loader_of(pipeline_name, common_kind(deltas.values()))
+    try:
+        if loader is None:
+            copy.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name="check")
+        else:
+            pipeline = type("Pipeline", (TransformerOnly, loader), {})(copy)
+            pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
+    except Exception as error:  # another library's loader may raise anything
+        raise NotLoaded(path, pipeline_name, reason(error)) from error
+    require_loaded(copy, "check", deltas, path)
+
+
+class TransformerOnly:
+    """A pipeline with nothing but a transformer, as far as diffusers' loaders look."""
+
+    components: ClassVar[dict[str, Any]] = {}
+    hf_device_map = text_encoder = text_encoder_2 = None
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
+
+
+def _without_memory(transformer: Any) -> Any:
+    """Copy a transformer with zeros that take no memory, on the CPU: loaders move their tensors to the weights."""
+    copy = deepcopy(transformer)
+    for module in copy.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+    return copy
+
+
+@torch.no_grad()
+def require_loaded(transformer: nn.Module, adapter_name: str, deltas: Mapping[str, Delta], path: Path) -> None:
+    """Raise a UserError unless a loader has put exactly these deltas into a transformer.
+
+    Args:
+        path: of their file, for the message.
+    """
+    loaded = peft_deltas(transformer, adapter_name)
+    wrong = sorted(loaded.keys() ^ deltas.keys())
+    wrong += [name for name in loaded.keys() & deltas.keys() if not _is_same(loaded[name], deltas[name])]
+    if wrong:
+        raise UserError(f"{path}: diffusers read it wrongly: {listing(wrong)} differ from the file. Please report it")
+
+
+def _is_same(loaded: Delta, expected: Delta) -> bool:
+    """Return whether a loaded delta has the effect of the expected one."""
+    x = torch.randn(expected.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
+    dtype = next(iter(loaded.tensors().values())).dtype
+    own = loaded.to(torch.float32, "cpu")
+    # If the parts of a delta nearly cancel, rounding dominates the rest: the rounded delta is right as well.
+    effects = [one.apply(x) for one in (expected, expected.to(dtype).to(torch.float32))]
+    same = any(torch.allclose(own.apply(x), one, rtol=0, atol=0.02 * float(one.abs().max())) for one in effects)
+    magnitude, wanted = (one.tensors().get("magnitude") for one in (own, expected))
+    if magnitude is None or wanted is None:
+        return same and magnitude is wanted
+    return same and torch.allclose(magnitude.float(), wanted, rtol=0.01)
+
+
+def peft_deltas(transformer: nn.Module, adapter_name: str) -> dict[str, Delta]:
+    """Return the deltas that peft's layers compute for an adapter, in its dtype, by the names of the layers."""
+    from peft.tuners.lokr import LoKrLayer
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[str, Delta] = {}
+    for name, module in transformer.named_modules():
+        if not isinstance(module, LoraLayer | LoKrLayer) or adapter_name not in module._get_available_adapters():
+            continue
+        layer: Any = module
+        if isinstance(module, LoraLayer):
+            down, up = (half[adapter_name].weight.detach() for half in (layer.lora_A, layer.lora_B))
+            vector = layer.lora_magnitude_vector[adapter_name].weight if layer.use_dora.get(adapter_name) else None
+            delta: Delta = LowRank(down, up, None if vector is None else vector.detach())
+        else:
+            factors = {part: getattr(layer, part) for part in Kronecker.parts}
+            delta = Kronecker.from_tensors({n: one[adapter_name] for n, one in factors.items() if adapter_name in one})
+        found[name.replace(".base_layer", "")] = delta.scaled(layer.scaling[adapter_name])
+    return found

@@ -1,0 +1,318 @@
+"""LoRA files of any program: inspected without reading weights, and read as deltas of a model's layers."""
+
+import json
+import logging
+import math
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from datamodules.errors import UserError, listing, printable
+from datamodules.files import PICKLE, kind_of_file, reading
+from lightning_modules.lora_files.delta import Delta, UnknownForm
+from lightning_modules.lora_files.kinds import make_delta, matching_kinds
+from lightning_modules.lora_files.names import LayerNames, Meaning, ignored, split_key
+from lightning_modules.lora_files.peft_settings import peft_scale, peft_settings_next_to, unknown_setting
+
+log = logging.getLogger("retouch")
+
+# Key of Retouch's own facts in a file's header; diffusers reads other keys and ignores this one.
+HEADER_KEY = "retouch"
+# Key under which diffusers' own trainers store peft's settings.
+DIFFUSERS_KEY = "lora_adapter_metadata"
+# Bytes; a LoRA of thousands of layers has a header of about one million.
+LARGEST_HEADER = 10 * 10**6
+# Letters; layer names have about a hundred.
+LONGEST_NAME = 500
+# Parts of tensor names in files of other kinds, and the kind.
+OTHER_KINDS = {
+    "lokr_": "a LoKr of convolutions",
+    "hada_": "a LoHa of convolutions",
+    "oft_": "an OFT of another form",
+    "lora_B.bias": "a LoRA with biases",
+    "lora_mid": "a LoCon of convolutions",
+    ".diff": "whole differences of weights",
+    "_ia3": "IA3",
+}
+
+
+class LoRAFile:
+    """A LoRA's safetensors file, of which opening reads only the header; or a pickle of only its tensors.
+
+    Attributes:
+        path: of the file.
+        metadata: the header's entries other than tensors.
+        shapes: of its tensors.
+        dtypes: of its tensors, by safetensors' names.
+
+    Raises:
+        UserError: it is a file of another kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._reading("name a LoRA's safetensors file, or download it again"):
+            self._is_pickle = kind_of_file(path) == PICKLE
+            if self._is_pickle:
+                self.metadata: dict[str, str] = {}
+                self.shapes = {key: tuple(tensor.shape) for key, tensor in self._pickled.items()}
+                self.dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in self._pickled.items()}
+                return
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+            if LARGEST_HEADER < length <= path.stat().st_size:
+                raise ValueError(f"its header has {length:,} bytes")
+            with safetensors.safe_open(path, framework="pt") as opened:
+                self.metadata = opened.metadata() or {}
+                self.shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+                self.dtypes = {key: str(opened.get_slice(key).get_dtype()) for key in self.shapes}
+            if not all(key.isprintable() and len(key) <= LONGEST_NAME for key in self.shapes):
+                raise ValueError("it has names that no layer has")
+
+    @cached_property
+    def _pickled(self) -> dict[str, Tensor]:
+        try:
+            zipped = zipfile.is_zipfile(self.path)
+            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
+        except pickle.UnpicklingError as error:
+            raise self._error(
+                "is a pickle that contains more than tensors, and may run code. Convert it to safetensors"
+            ) from error
+        state = state.get("state_dict", state) if isinstance(state, dict) else {}
+        if not state or not all(isinstance(one, Tensor) for one in state.values()):
+            raise self._error("is a pickle of something other than a LoRA's tensors. Name a safetensors file")
+        return {str(key): tensor for key, tensor in state.items()}
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """Yield a function that reads a tensor by its name."""
+        with self._reading():
+            if self._is_pickle:
+                yield self._pickled.__getitem__
+                return
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                yield file.get_tensor
+
+    @cached_property
+    def header(self) -> dict[str, Any] | None:
+        """The facts about the run that Retouch wrote into the file; None for other programs' files.
+
+        Raises:
+            UserError: they are invalid.
+        """
+        if HEADER_KEY not in self.metadata:
+            return None
+        with self._reading("name a LoRA's safetensors file, or download it again"):
+            header = self._json(HEADER_KEY)
+            parts = [header.get(name) for name in ("adapter", "model", "export")]
+            parts += [(parts[0] or {}).get("rank_schedule"), (parts[1] or {}).get("quantization")]
+            if not all(part is None or isinstance(part, dict) for part in parts):
+                raise ValueError(f"its header {HEADER_KEY} is not one of ours")
+        return header or None
+
+    @property
+    def adapter(self) -> dict[str, Any]:
+        """The header's facts about the adapter; empty for other programs' files."""
+        return (self.header or {}).get("adapter") or {}
+
+    @cached_property
+    def ignored(self) -> dict[str, list[str]]:
+        """Names of the tensors that Retouch ignores, by what they belong to."""
+        found: dict[str, list[str]] = {}
+        for key in self.shapes:
+            if owner := ignored(key):
+                found.setdefault(owner, []).append(key)
+        return found
+
+    @cached_property
+    def parts(self) -> dict[str, dict[str, str]]:
+        """By the file's name of each layer, the names of its tensors: alpha and those of the delta.
+
+        Raises:
+            UserError: it contains something else.
+        """
+        layers: dict[str, dict[str, str]] = {}
+        others = []
+        for key in self.shapes.keys() - {key for keys in self.ignored.values() for key in keys}:
+            name, part = split_key(key)
+            if part is None:
+                others.append(key)
+            elif part in layers.setdefault(name, {}):
+                raise self._error(f"contains several adapters ({_some_keys([layers[name][part], key])}). Name one")
+            else:
+                layers[name][part] = key
+        known = {name: parts for name, parts in layers.items() if matching_kinds(parts)}
+        others += [key for name, parts in layers.items() if name not in known for key in parts.values()]
+        if others or not known:
+            self._refuse(sorted(others), bool(known))
+        return dict(sorted(layers.items()))
+
+    @cached_property
+    def empty(self) -> dict[str, Delta]:
+        """By the file's name of each layer, its delta on the meta device.
+
+        Raises:
+            UserError: its tensors do not fit together, or peft's settings give them another meaning.
+        """
+        with self._reading():
+            setting = unknown_setting(self._peft_settings)
+        if setting:
+            raise self._error(
+                f"was saved by peft with {setting}, which Retouch does not read. Save it as a plain LoRA there"
+            )
+        found = {}
+        for name, parts in self.parts.items():
+            tensors = {part: torch.empty(self.shapes[key], device="meta") for part, key in parts.items()}
+            try:
+                found[name] = make_delta(tensors)
+            except ValueError as error:
+                wide = any(one.ndim > 2 for one in tensors.values())
+                unread = "is of a form that Retouch does not read" if isinstance(error, UnknownForm) else "is damaged"
+                problem = "includes convolutions" if wide else unread
+                raise self._error(f"{problem}: {short_key(name)} has {error}") from error
+        return found
+
+    def match(self, names: LayerNames, base: str) -> dict[str, Meaning]:
+        """Return the layers of a model that the file's names stand for.
+
+        Args:
+            base: the model's name.
+
+        Raises:
+            UserError: it was trained for another model.
+        """
+        found: dict[str, Meaning] = {}
+        unknown, wide = [], []
+        for name, delta in self.empty.items():
+            meaning = names.meaning(name)
+            if meaning is None:
+                unknown.append(f"{short_key(name)} is not in the model")
+                continue
+            shapes = names.shapes_of(meaning.layers)
+            wanted = sum(one.out_features for one in shapes), shapes[0].in_features
+            out, width = delta.shape
+            if wanted != (out or wanted[0], width):
+                wide.append(f"{short_key(name)} is {out or 'any'}x{width}, in the model {wanted[0]}x{wanted[1]}")
+            found[name] = meaning
+        if wrong := unknown + wide:
+            trained_on = (self.header or {}).get("base")
+            hint = f"; it was trained on {printable(str(trained_on)[:150])}" if trained_on else ""
+            if not found:
+                hint += "; looked for diffusers' layer names" + (" and for native ones" if names.native else "")
+            raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
+        return found
+
+    def read(self, names: LayerNames, base: str) -> dict[str, Delta]:
+        """Read the deltas of a model's layers, by diffusers' names, in float32.
+
+        Raises:
+            UserError: it was trained for another model, or contains values that are not finite.
+        """
+        deltas: dict[str, Delta] = {}
+        meanings = self.match(names, base)
+        for owner, keys in self.ignored.items():
+            log.warning(f"note: {self.path} also contains {owner}: {len(keys)} tensors are ignored")
+        with self.opened() as read_tensor:
+            for name, parts in self.parts.items():
+                tensors = {part: read_tensor(key).float() for part, key in parts.items()}
+                if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
+                    raise self._error(f"contains values that are not finite ({short_key(bad[0])}): training diverged")
+                whole = self.empty[name].like(tensors)
+                scale = self._scale(names, name, whole, tensors.get("alpha"))
+                if not math.isfinite(scale):
+                    raise ValueError(f"the alpha of {short_key(name)} is not finite")
+                whole = whole if scale == 1 else whole.scaled(scale)
+                for layer, delta in _split(whole, meanings[name], names).items():
+                    if layer in deltas:
+                        raise self._error(f"contains {layer} twice, once as {short_key(name)}. Remove one of them")
+                    deltas[layer] = delta
+        return {layer: deltas[layer] for layer in names.shapes if layer in deltas}
+
+    def scales(self, names: LayerNames) -> dict[str, float]:
+        """Return alpha / rank of each layer as used by `read`, by the file's names of the layers."""
+        with self.opened() as read_tensor:
+            alphas = {name: read_tensor(parts["alpha"]) for name, parts in self.parts.items() if "alpha" in parts}
+            return {name: self._scale(names, name, delta, alphas.get(name)) for name, delta in self.empty.items()}
+
+    def _scale(self, names: LayerNames, name: str, delta: Delta, alpha: Tensor | None) -> float:
+        """Return alpha / rank, by the tensor or by peft's settings; 1 if neither exists."""
+        if alpha is not None:
+            return 1.0 if delta.divisor is None else float(alpha) / delta.divisor
+        meaning = names.meaning(name)
+        return peft_scale(self._peft_settings, name if meaning is None else meaning.layers[0], delta)
+
+    @cached_property
+    def _peft_settings(self) -> Mapping[str, Any]:
+        """peft's settings of the transformer's adapter, of diffusers' header or of the file next to peft's weights."""
+        if DIFFUSERS_KEY in self.metadata:
+            settings = self._json(DIFFUSERS_KEY).items()
+            return {key.removeprefix("transformer."): one for key, one in settings if not key.startswith("text_enc")}
+        return peft_settings_next_to(self.path)
+
+    def _json(self, key: str) -> dict[str, Any]:
+        try:
+            value = json.loads(self.metadata[key])
+        except RecursionError as error:
+            raise ValueError(f"its header {key} is nested too deeply") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"its header {key} is not an object")
+        return value
+
+    @contextmanager
+    def _reading(self, remedy: str = "download it again") -> Iterator[None]:
+        """Turn the errors of a damaged file into a UserError."""
+        with reading(self.path, remedy):
+            yield
+
+    def _error(self, text: str) -> UserError:
+        return UserError(f"the LoRA {self.path} {text}")
+
+    def _refuse(self, others: list[str], has_deltas: bool) -> None:
+        """Raise the UserError for tensors that Retouch cannot use."""
+        if not others:
+            text = f", only weights of {' and '.join(self.ignored)}" if self.ignored else ""
+            raise self._error(f"contains no layer of a transformer{text}")
+        kind = next((kind for part, kind in OTHER_KINDS.items() if any(part in key for key in others)), None)
+        if not has_deltas and kind is None and all(len(self.shapes[k]) < 2 or k.endswith("weight") for k in others):
+            raise UserError(
+                f"{self.path} contains a model's own weights ({_some_keys(others)}) and no LoRA. A transformer is set "
+                "by model.transformer_name_or_path"
+            )
+        if has_deltas:
+            problem = f"includes {kind}" if kind else "contains more than a LoRA"
+        else:
+            problem = f"is {kind}" if kind else "is no LoRA"
+        raise UserError(
+            f"{self.path} {problem} ({_some_keys(others)}), which Retouch does not read; it reads lora_A and lora_B or "
+            "lora_down and lora_up of each layer, with alpha and DoRA's magnitude, and LoKr, LoHa and peft's OFT of "
+            "linear layers"
+        )
+
+
+def _split(whole: Delta, meaning: Meaning, names: LayerNames) -> dict[str, Delta]:
+    """Split a delta into those of the layers that its name stands for; an unchanged layer has none."""
+    if len(meaning.layers) == 1 and not meaning.swapped:
+        return {meaning.layers[0]: whole}
+    widths = [one.out_features for one in names.shapes_of(meaning.layers)]
+    try:
+        parts = whole.split(widths, meaning.swapped)
+    except ValueError as error:
+        raise UserError(f"{listing(list(meaning.layers))}: the file contains {error}") from error
+    return {layer: part for layer, part in zip(meaning.layers, parts, strict=True) if part is not None}
+
+
+def short_key(name: str) -> str:
+    """Return a file's name of something, of any length and content, as part of a line."""
+    return printable(name if len(name) <= 100 else f"{name[:100]}...")
+
+
+def _some_keys(names: Sequence[str]) -> str:
+    return listing(list(map(short_key, names)))
