@@ -32,7 +32,7 @@ if __name__ == "__main__":  # the processes that it starts find what it imports
     sys.path[0] = str(ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from benchmarks.fault_kinds import clocks, damages, disks, stops, storage, together  # noqa: E402
+from benchmarks.fault_kinds import damages, disks, stops, storage, together  # noqa: E402
 from benchmarks.fault_kinds.judging import BadError  # noqa: E402
 from benchmarks.fault_kinds.rounds import Round  # noqa: E402
 from benchmarks.fault_kinds.workshop import KINDS, Workshop  # noqa: E402
@@ -48,7 +48,6 @@ FAULTS: dict[str, Callable[[Round], None]] = {
         *(damages.damaged_cache, damages.damaged_copy, damages.damaged_build, damages.damaged_checkpoint),
         *(damages.damaged_lora, damages.damaged_end),
         *(storage.streamed, storage.built_in_bucket, storage.mirrored, storage.store_away),
-        *(clocks.clock_build, clocks.clock_train),
         *(together.two_runs_one_cache, together.two_runs_one_folder),
     )
 }

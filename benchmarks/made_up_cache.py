@@ -1,13 +1,14 @@
-"""The index and the manifest of a large cache; its tars are sparse files of the right size, with nothing in them."""
+"""A large cache whose tars are sparse files of the right size."""
 
 import hashlib
 import random
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from datamodules.shards.manifest import write_index_and_manifest
-from datamodules.shards.tar import Row
+from datamodules.shards.cache import Cache
+from datamodules.shards.tar import Row, write_part
 
 # Of a pair of 1024 x 1024 pixels for FLUX Kontext in bf16, of a prompt, and of the rest of a tar beside each.
 SAMPLE_BYTES, PROMPT_BYTES, BESIDE = 1_573_144, 4_196_000, 2048
@@ -51,18 +52,11 @@ def _hash(text: str) -> str:
 
 
 def write(folder: Path, samples: int, shards: int) -> None:
-    """Write a cache that is complete, but for what is in its tars."""
+    """Write a complete cache whose tars are empty."""
     folder.mkdir(parents=True)
-    facts: dict[str, dict[str, Any]] = {
-        shard_name(number): {"bytes": 0, "sha256": "0" * 64, "mtime_ns": 0} for number in range(shards)
-    }
-
-    def measured() -> Iterator[Row]:
-        for row in rows(samples, shards):
-            facts[row["shard"]]["bytes"] = row["offset"] - 512 + row["bytes"] + BESIDE
-            yield row
-
-    write_index_and_manifest(folder, {}, measured(), facts)
-    for name, one in facts.items():
+    for name, of_shard in groupby(rows(samples, shards), key=lambda row: row["shard"]):
+        own = list(of_shard)
         with (folder / name).open("wb") as file:
-            file.truncate(one["bytes"])
+            file.truncate(own[-1]["offset"] - 512 + own[-1]["bytes"] + BESIDE)
+        write_part(folder / name, own, "0" * 64)
+    Cache(folder, {}).merge()

@@ -9,7 +9,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import SizeBatchSampler
 from datamodules.shards.cache import Cache
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.reader import LatentReader, Tars, ThreadedLoader
+from datamodules.shards.reader import BatchEntry, LatentReader
 
 WORKERS = 2
 
@@ -39,19 +41,19 @@ def sample(number: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 def write(folder: Path, count: int) -> Cache:
     """The same samples as shards and as .pt files, each with a prompt of its own."""
     cache = Cache(folder / "cache", {})
-    shard = cache.open_shard(0, 0)
+    shard = cache.new_shard(0)
     (folder / "files").mkdir()
     for number in range(count):
         if shard.size > 2**29:
-            shard.seal()
-            shard = cache.open_shard(0, 0)
+            cache.seal(shard)
+            shard = cache.new_shard(0)
         latents, text = sample(number)
         names = {"prompts": [f"prompt-{number}"], "empty_prompt": f"prompt-{number}"}
         facts = {"key": str(number), **names, "sizes": [[1024, 1024]] * 2, "mask": False}
         shard.add(f"prompt-{number}", text, {})
         shard.add(f"sample-{number}", latents, {**facts, "tokens": 8704})
         torch.save({**latents, **text}, folder / "files" / f"{number}.pt")
-    shard.seal()
+    cache.seal(shard)
     cache.merge()
     return cache
 
@@ -80,6 +82,11 @@ def read_sequentially(folder: Path, count: int) -> float:
     return count / (time.perf_counter() - start)
 
 
+def in_threads(load: Callable[[BatchEntry], Any], sampler: SizeBatchSampler) -> ThreadedLoader:
+    """Return the batches that `load` reads, as a run reads them."""
+    return ThreadedLoader(lambda: (partial(load, entry) for entry in sampler), WORKERS, 2 * WORKERS)
+
+
 def measure(loader: Iterable[Any], batch_size: int, draws: int) -> float:
     """Samples a second that arrive, after a few that were ready."""
     batches = iter(loader)
@@ -97,10 +104,10 @@ def memory(cache: Cache, rows: int) -> str:
     samples = [row for row in known if "key" in row]
     many = ({**samples[number % len(samples)], "id": str(number)} for number in range(rows))
     index = ShardIndex(itertools.chain((row for row in known if "key" not in row), many))
-    read = LatentReader(Tars(cache.folder), index, range(rows), index.keys, empty_prompt=False)
+    read = LatentReader(cache.folder, index, range(rows), index.keys, empty_prompt=False)
     sampler = SizeBatchSampler(index.sizes, 1, seed=0)
     held = {}
-    for number, _ in enumerate(ThreadedLoader(read, sampler, WORKERS), 1):
+    for number, _ in enumerate(in_threads(read, sampler), 1):
         if number in (rows // 20, rows // 2, rows):
             held[number] = psutil.Process().memory_info().rss / 1e6
         if number == rows:
@@ -117,7 +124,7 @@ def main() -> None:
     try:
         cache = write(folder, count := arguments.samples)
         index = ShardIndex(cache.rows())
-        shards = LatentReader(Tars(cache.folder), index, range(count), index.keys, empty_prompt=False)
+        shards = LatentReader(cache.folder, index, range(count), index.keys, empty_prompt=False)
         files = Files(folder / "files")
         print(
             f"{count} samples of {cache.manifest()['bytes'] / count / 1e6:.2f} MB; medians of {arguments.rounds} rounds"
@@ -127,9 +134,9 @@ def main() -> None:
             results.setdefault("sequential read", []).append(read_sequentially(cache.folder, count))
             for size in (1, 4):
                 sampler = SizeBatchSampler(["one size"] * count, size, seed=0)
-                ours = ThreadedLoader(shards, sampler, WORKERS)
+                ours = in_threads(shards, sampler)
                 theirs = DataLoader(dataset=files, batch_sampler=sampler, num_workers=WORKERS)
-                threaded = ThreadedLoader(files.batch, sampler, WORKERS)
+                threaded = in_threads(files.batch, sampler)
                 results.setdefault(f"shards, batch {size}", []).append(measure(ours, size, 2 * count))
                 results.setdefault(f".pt files, batch {size}", []).append(measure(theirs, size, 2 * count))
                 results.setdefault(f".pt in threads, batch {size}", []).append(measure(threaded, size, 2 * count))

@@ -45,7 +45,7 @@ def measure(folder: Path, gpus: int) -> dict[str, object]:
     data.open(Cache(folder, {}))
     opened = time.perf_counter() - begin
     data.note_buckets()
-    next(iter(data.train_batches().sampler))
+    next(iter(data.sampler()))
     first = time.perf_counter() - begin
     resumed = {}
     for name, epochs in PLACES.items():

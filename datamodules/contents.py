@@ -5,17 +5,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from datamodules.errors import UserError
-from datamodules.files import DAMAGED
+from datamodules.files import reading
 from datamodules.hashes import FileHashes
 from datamodules.images.decoding import Facts
 from datamodules.images.framing import View
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, Picture, Sample
 from datamodules.images.windows import Window
-from datamodules.shards.cache import Cache
+from datamodules.shards.cache import REMEDY, Cache
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.manifest import INDEX
 from datamodules.shards.tar import prompt_id, sample_id
 
 
@@ -125,11 +123,8 @@ def look_up(
     Raises:
         UserError: its index is damaged.
     """
-    try:
+    with reading(cache.folder, REMEDY):
         index = ShardIndex(cache.rows())
-    except DAMAGED as error:
-        where = cache.folder / INDEX
-        raise UserError(f"{where} is damaged ({error}); delete it and start again: it is rebuilt") from error
     found = Found(index, [], [], {}, {})
     rows = index.named_prompts
     for sample, usable, entries in entries_by_id(sample_set, samples, hashes, preserve_prompts):

@@ -1,6 +1,5 @@
-"""The samples that are missing from a cache, to be encoded by trainer.predict."""
+"""The samples that a cache lacks, to be encoded by trainer.predict."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,20 +20,18 @@ from datamodules.images.windows import ConditionImages
 from datamodules.pairs import PairDataset, leave_signals_to_the_trainer
 from datamodules.shards.cache import Cache
 
-log = logging.getLogger("retouch")
-
 
 @dataclass
 class EncodeRequest:
-    """One sample: encoded alone, so that it does not depend on others in a batch.
+    """One sample, encoded alone so that it does not depend on the other samples of a batch.
 
     Attributes:
         raw: the view as a batch of one, with the sample's first caption.
-        id: its name in the cache, derived from its content.
-        images: what each condition image is known by: its sha256, and what is seen of it.
+        id: its id in the cache, derived from its content.
+        images: the identity of each condition image: its sha256 and its visible part.
         captions: all of the sample's.
-        view: its number among the views of the sample.
-        preserved: prompts that are missing beside these.
+        view: its index among the views of the sample.
+        preserved: prompts that are missing as well.
         is_new: whether the sample itself is missing, and not only `preserved`.
     """
 
@@ -48,12 +45,12 @@ class EncodeRequest:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that are missing."""
+        """All missing prompts."""
         return (*self.captions, *self.preserved) if self.is_new else self.preserved
 
 
 class Missing(NamedTuple):
-    """A view that is to be encoded; its attributes are those of `EncodeRequest`."""
+    """A view to encode; see `EncodeRequest` for its attributes."""
 
     view: View
     id: str
@@ -63,13 +60,13 @@ class Missing(NamedTuple):
 
 
 class EncodingDataModule(PromptData):
-    """This process's share of the samples that are missing from a cache, one per batch.
+    """This process's share of the samples that a cache lacks, one per batch.
 
     Args:
         sample_set: the samples, configured for the model that encodes them.
         num_workers: processes that decode images.
-        cache: where they will be written.
-        begin: called by one process before any other reads the cache; by one on each machine for a cache in a bucket.
+        cache: the destination.
+        begin: called by one process before any other reads the cache; for a cache in a bucket, by one per machine.
         join: called by each process before it reads the cache and writes to it.
         preserve_prompts: prompts whose conditioning is encoded with each sample.
     """
@@ -105,30 +102,24 @@ class EncodingDataModule(PromptData):
         ids = self.cache.sample_ids(prompts=bool(self.preserve_prompts))
         lacking: dict[str, tuple[int, Entry]] = {}
         unread: list[Sample] = []
-        asked: set[str] = set()
         for sample, _, entries in entries_by_id(self.sample_set, mine, hashes, self.preserve_prompts):
-            if not entries:  # a file could not be read: `check` says why
+            if not entries:  # a file could not be read: `check` reports it
                 unread.append(sample)
             for number, (id, entry) in enumerate(entries.items()):
-                wanted = [name for name in entry.preserved.values() if name not in ids and name not in asked]
-                if id not in lacking and (id not in ids or wanted):
-                    lacking[id] = number, entry
-                    if id in ids:  # it can be read: of those that share a prompt one is enough
-                        asked.update(entry.preserved.values())
+                if not ids >= {id, *entry.preserved.values()}:
+                    lacking.setdefault(id, (number, entry))
         to_check = {entry.view.sample.key: entry.view.sample for _, entry in lacking.values()}
         usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread]).usable}
         items: list[Missing] = []
         for id, (number, entry) in lacking.items():
-            if entry.view.sample.key in usable:
-                preserved = tuple(prompt for prompt, name in entry.preserved.items() if name not in ids)
-                if preserved or id not in ids:
-                    items.append(Missing(entry.view, id, number, preserved, id not in ids))
-                    ids |= {id, *entry.preserved.values()}
-        items.sort(key=lambda one: not one.is_new)  # by the first one the disk's space is estimated
+            preserved = tuple(prompt for prompt, name in entry.preserved.items() if name not in ids)
+            if entry.view.sample.key in usable and (preserved or id not in ids):
+                items.append(Missing(entry.view, id, number, preserved, id not in ids))
+                ids |= {id, *entry.preserved.values()}
         self.requests = _Requests(items, hashes, self.sample_set.condition_images)
 
     def all_prompts(self) -> list[PromptRequest]:
-        if self.sample_set.condition_images.text_sees_them or not self.requests.items:
+        if self.sample_set.condition_images.text_sees_them:
             return []
         items = self.requests.items
         captions = [prompt for one in items if one.is_new for prompt in (*one.view.sample.prompts, "")]
@@ -146,19 +137,19 @@ class EncodingDataModule(PromptData):
 
 
 def hash_files(cache: Cache, rank: int, samples: Iterable[Sample]) -> FileHashes:
-    """Compute the checksums of the samples' files that are new or have changed."""
-    hashes = cache.checksums.known()
+    """Compute the checksums of the samples' files that are new or have changed, and return all known ones."""
+    hashes = cache.file_hashes()
     paths = dict.fromkeys(path for sample in samples for _, path in roles(sample))
     known = {path: hashed for path in paths if len(hashed := hashes.known(path) or ()) < REMEMBERED}
     if known:
         with ThreadPoolExecutor() as pool:
             found = pool.map(_hash_if_readable, known, known.values())
-            cache.checksums.add(rank, (one for one in found if one is not None))
-    return cache.checksums.known()
+            cache.add_file_hashes(rank, (one for one in found if one is not None))
+    return cache.file_hashes()
 
 
 def _hash_if_readable(path: Picture, known: Hashed) -> Hashed | None:
-    """Return what is to be remembered of a file, whose checksum may be known."""
+    """Return the facts to remember about a file, whose checksum may be known."""
     try:
         return (*(known[:5] or hash_file(path)), *image_facts(path))
     except (OSError, UserError):
@@ -182,6 +173,6 @@ class _Requests(Dataset[EncodeRequest]):
         view, id, number, preserved, is_new = self.items[index]
         raw = self.pixels[(index, 0)]
         content = Content.of(view.sample, self.hashes)
-        if content is None or content.id(view) != id:  # else the new pixels would be cached under the old ones' id
-            raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded: start again")
+        if content is None or content.id(view) != id:  # else the new pixels would be cached under the old id
+            raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded. Start again.")
         return EncodeRequest(raw, id, content.images(view), view.sample.prompts, number, preserved, is_new)

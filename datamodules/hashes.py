@@ -1,4 +1,4 @@
-"""Checksums of files, computed anew only where a file may have changed."""
+"""Checksums of files, computed again only if a file may have changed."""
 
 import contextlib
 import hashlib
@@ -10,12 +10,12 @@ from typing import Any
 
 from datamodules.files import Packed, file_signature, require_file, sha256
 
-# A file's path, size, modification and change time in ns, and sha256; and what else is to be remembered of it.
+# A file's path, size, modification and change time in ns, and sha256; then further facts to remember about it.
 Hashed = tuple[Any, ...]
 
 
 def hash_file(path: Path | Packed) -> Hashed:
-    """The checksum of a file, with the size and times that would reveal a change."""
+    """Return the checksum of a file, with the size and times that would reveal a change."""
     if isinstance(path, Packed):
         return (*path.signature(), hashlib.sha256(path.read()).hexdigest())
     require_file(path)
@@ -23,10 +23,10 @@ def hash_file(path: Path | Packed) -> Hashed:
 
 
 class FileHashes:
-    """Known checksums of files, valid as long as their size and times are the same.
+    """Known checksums of files, valid while size and times are the same.
 
     Args:
-        paths: files with lines as `line` writes them; later ones override earlier ones.
+        paths: files with lines as `line` writes them; of several lines about a file the latest state counts.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -38,14 +38,16 @@ class FileHashes:
                     crc32, _, text = line.partition(" ")
                     if int(crc32) == zlib.crc32(text.encode()):
                         name, size, modified, changed, checksum, *more = json.loads(text)
-                        self._known[name] = (name, size, modified, changed, checksum, *more)
+                        earlier = self._known.get(name)
+                        if earlier is None or (changed, len(more)) >= (earlier[3], len(earlier) - 5):
+                            self._known[name] = (name, size, modified, changed, checksum, *more)
 
     def get(self, path: Path | Packed) -> str | None:
-        """The checksum, or None if the file is new or has changed."""
+        """Return the checksum, or None if the file is new or has changed."""
         return (self.known(path) or [None] * 5)[4]
 
     def known(self, path: Path | Packed) -> Hashed | None:
-        """All that is remembered of the file; None if it is new or has changed."""
+        """Return all known facts about the file; None if it is new or has changed."""
         try:
             signature = file_signature(path)
         except OSError:
@@ -55,10 +57,6 @@ class FileHashes:
 
     @staticmethod
     def line(hashed: Hashed) -> str:
-        """A file's checksum as a line of a list: the line's own, and a list in JSON."""
+        """Return a file's facts as a line of a list: a checksum of the line, and JSON."""
         text = json.dumps(hashed)
         return f"{zlib.crc32(text.encode())} {text}\n"
-
-    def lines(self) -> str:
-        """All known checksums, one line per file."""
-        return "".join(map(self.line, self._known.values()))

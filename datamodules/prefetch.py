@@ -1,11 +1,51 @@
-"""Batches copied to the device ahead of their step."""
+"""Batches prepared ahead of their step: by threads, and on the device."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from datamodules.batch import LatentBatch, RawBatch
+
+Jobs = Generator[Callable[[], LatentBatch], None, None]
+
+
+class ThreadedLoader:
+    """The results of jobs, in their order, computed ahead by threads.
+
+    Threads suffice: reading and copying release Python's lock, and processes would spend time passing tensors.
+
+    Args:
+        jobs: returns the generator of jobs, which is closed at the end.
+        threads: 0 computes each result on demand.
+        ahead: jobs that are submitted before the result of the first is awaited.
+    """
+
+    def __init__(self, jobs: Callable[[], Jobs], threads: int, ahead: int) -> None:
+        self.jobs = jobs
+        self.threads = threads
+        self.ahead = ahead
+
+    def __iter__(self) -> Iterator[LatentBatch]:
+        jobs = self.jobs()
+        if self.threads == 0:
+            yield from (job() for job in jobs)
+            return
+        waiting: deque[Future[LatentBatch]] = deque()
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="shards") as pool:
+            try:
+                for job in jobs:
+                    waiting.append(pool.submit(job))
+                    if len(waiting) > self.ahead:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                jobs.close()
+                for future in waiting:
+                    future.cancel()
 
 
 class Prefetcher:

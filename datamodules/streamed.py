@@ -9,24 +9,22 @@ from typing import Any
 
 from datamodules.base import Example, PromptShapes, TrainingData, model_of
 from datamodules.batch import LatentBatch, RawBatch
-from datamodules.errors import count_of
+from datamodules.errors import count_of, without_credentials
+from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import samples_per_batch
-from datamodules.shards.copied import check_preserved
-from datamodules.shards.failures import shown
-from datamodules.shards.fingerprint import FINGERPRINT, check_fit, fingerprint, fingerprint_parts
-from datamodules.shards.remote import Shard, find_shards
-from datamodules.shards.stream import ShardStream, StreamLoader, collate, read_items
+from datamodules.shards.fingerprint import FINGERPRINT, check_fit, check_preserved, fingerprint, fingerprint_parts
+from datamodules.shards.stream import RemoteShard, ShardStream, collate, find_shards, read_items
 
-# Samples that each worker holds to mix the neighbours of a shard: 1.3 GB of Qwen-Image-Edit. More would delay the first
-# step, which waits until the buffer is full.
+# Samples that each worker buffers to shuffle them: 1.3 GB for Qwen-Image-Edit. More would delay the first step, which
+# waits until the buffer is full.
 SHUFFLE_BUFFER = 64
 
 
 class StreamedDataModule(TrainingData):
-    """All samples of some remote shards.
+    """All samples of the cache at a URL.
 
     Args:
-        shards: see `remote.find_shards`; FINGERPRINT stands for the run's own fingerprint.
+        shards: the URL, in which FINGERPRINT is replaced by the run's own fingerprint.
         batch_size, max_tokens_per_batch, num_workers, caption_dropout_rate, seed: as for `CachedDataModule`.
         memo: see `Fingerprinted.fingerprint_parts`.
     """
@@ -45,7 +43,7 @@ class StreamedDataModule(TrainingData):
     ) -> None:
         super().__init__()
         self.validation = None  # a stream has no samples to hold out
-        self.pattern = shards
+        self.url = shards
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.num_workers = num_workers
@@ -53,21 +51,21 @@ class StreamedDataModule(TrainingData):
         self.seed = seed
         self.memo = memo
         self.notes = []
-        self.shards: list[Shard] = []
+        self.shards: list[RemoteShard] = []
         self.manifest: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
         model = model_of(self.run)
         self.serve(model.objective)
         parts = fingerprint_parts(model, self.memo)
-        self.pattern = self.pattern.replace(FINGERPRINT, fingerprint(parts))
-        where = f"data.shards={shown(self.pattern)}"
+        self.url = self.url.replace(FINGERPRINT, fingerprint(parts))
+        where = f"data.shards={without_credentials(self.url)}"
         check_preserved(self.preserve_prompts, where)
-        self.shards, self.manifest = find_shards(self.pattern)
+        self.shards, self.manifest = find_shards(self.url)
         check_fit(self.manifest["parts"], parts, where)
         self.encodings = self.memo.parent / fingerprint(parts)
 
-    def train_batches(self) -> StreamLoader:
+    def train_batches(self) -> ThreadedLoader:
         trainer = self.run
         stream = ShardStream(
             self.shards,
@@ -81,7 +79,8 @@ class StreamedDataModule(TrainingData):
             stride=self.max_tokens_per_batch or self.batch_size,
             preserve_empty=bool(self.preserve_prompts),
         )
-        return StreamLoader(stream, self.num_workers)
+        workers = max(1, self.num_workers)
+        return ThreadedLoader(partial(stream.jobs, workers), self.num_workers, ahead=workers - 1)
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         items = itertools.chain.from_iterable(read_items(shard, empty_prompt) for shard in self.shards)
@@ -95,7 +94,7 @@ class StreamedDataModule(TrainingData):
 
     def describe(self) -> str:
         shards = count_of(len(self.shards), "shards")
-        return f"{count_of(self.sample_count, 'samples')} in {shards}, streamed from {shown(self.pattern)}"
+        return f"{count_of(self.sample_count, 'samples')} in {shards}, streamed from {without_credentials(self.url)}"
 
     @property
     def sample_count(self) -> int:
@@ -108,15 +107,10 @@ class StreamedDataModule(TrainingData):
         return False  # not known
 
     def size_counts(self) -> Counter[tuple[int, int]]:
-        """Of all shards in the manifest, of which data.shards may name only some."""
-        return Counter({_size(name): n for name, n in self.manifest["sizes"].items()})
+        sizes = {name: name.split("x") for name in self.manifest["sizes"]}
+        return Counter({(int(w), int(h)): self.manifest["sizes"][name] for name, (w, h) in sizes.items()})
 
     def batches_per_epoch(self) -> float:
         tokens = self.manifest["tokens"] / self.manifest["samples"]
         limit = samples_per_batch(self.batch_size, self.max_tokens_per_batch, tokens)
         return self.sample_count / limit / self.run.world_size
-
-
-def _size(name: str) -> tuple[int, int]:
-    width, height = map(int, name.split("x"))
-    return width, height

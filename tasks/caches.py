@@ -1,4 +1,4 @@
-"""task=cache, preview and clean: the data of data.root, and what is encoded of it."""
+"""task=cache, preview and clean: the data of data.root, and its caches."""
 
 import re
 import shlex
@@ -13,7 +13,6 @@ from rich.filesize import decimal
 
 from datamodules.errors import UserError, count_of, listing, without_credentials
 from datamodules.shards.cache import USED, Cache
-from datamodules.shards.manifest import MANIFEST
 from tasks.contact_sheet import write_contact_sheet
 from tasks.encode import build_cache, cached_data
 from tasks.folders import in_use
@@ -29,8 +28,8 @@ def cache(cfg: DictConfig, _: Path) -> None:
     manifest = filled.manifest()
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
-    holds = f"{count_of(manifest['samples'], 'samples')}, {decimal(manifest['bytes'])}"
-    log.info(f"done: {filled} holds {holds}; encoded for data.buckets={data.sample_set.framing.buckets}")
+    content = f"{count_of(manifest['samples'], 'samples')}, {decimal(manifest['bytes'])}"
+    log.info(f"done: {filled} contains {content}; encoded for data.buckets={data.sample_set.framing.buckets}")
     given = _given("data|model") if filled.on_disk else [*_given("model"), f"data.shards={filled}"]
     log.info(f"train on it: {' '.join(['python train.py', *given])}")
 
@@ -42,7 +41,7 @@ def _given(groups: str) -> list[str]:
 
 
 def preview(cfg: DictConfig, output_dir: Path) -> None:
-    """Draw the contact sheet of what would be trained on; no weights are loaded."""
+    """Draw the contact sheet of the training samples; no weights are loaded."""
     data = cached_data(cfg)
     data.configure_for(frozen_model(cfg))
     data.scan()
@@ -56,55 +55,48 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
 
 
 def clean(cfg: DictConfig, _: Path) -> None:
-    """Name the caches that the present settings do not use; with delete=true, delete them."""
+    """List the caches that these settings do not use; with delete=true, delete them."""
     data, module = cached_data(cfg), frozen_model(cfg)
     used = data.cache(module).folder
     if "://" in data.cache_dir:
         where = without_credentials(data.cache_dir)
         raise UserError(f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these.")
     found: list[tuple[Path, str, float]] = []
-    held = ExitStack()  # until they are deleted
-    for note in used.parent.glob(f"{'?' * len(used.name)}/{USED}"):
-        cache = Cache(note.parent, {})
-        if cache.folder == used:
-            continue
-        try:
-            held.enter_context(in_use(cache.folder))
-            found.append((cache.folder, _described(cache), note.stat().st_mtime))
-        except UserError:
-            log.info(f"{cache.folder} is being filled: it stays")
-    # The one that was used last, even after that of these settings, is likely to be used again.
-    newest = max((one for one in found if (one[0] / MANIFEST).is_file()), key=lambda one: one[2], default=None)
-    if newest is not None and newest[2] > _last_used(used):
-        log.info(f"{newest[0]}, {newest[1]}, was used last: it stays. Remove the folder by hand to free it")
-        found.remove(newest)
-    total = 0
-    for folder, what, last_used in sorted(found):
-        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
-        total += size
-        log.info(f"{folder}  {decimal(size)}, {what}, last used {when}")
-        if cfg.delete:
-            shutil.rmtree(folder)
-    held.close()
+    # The cache that was used last, even after that of these settings, is likely to be used again.
+    caches = sorted(used.parent.glob(f"{'?' * len(used.name)}/{USED}"), key=lambda note: note.stat().st_mtime)
+    with ExitStack() as held:  # until they are deleted
+        for note in caches:
+            cache, last_used = Cache(note.parent, {}), note.stat().st_mtime
+            if cache.folder == used:
+                continue
+            if note == caches[-1]:
+                log.info(f"{cache}, {_described(cache)}, was used last: it stays. Delete the folder to free it.")
+                continue
+            try:
+                held.enter_context(in_use(cache.folder))
+                found.append((cache.folder, _described(cache), last_used))
+            except UserError:
+                log.info(f"{cache} is being filled: it stays")
+        total = 0
+        for folder, what, last_used in sorted(found):
+            size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
+            total += size
+            log.info(f"{folder}  {decimal(size)}, {what}, last used {when}")
+            if cfg.delete:
+                shutil.rmtree(folder)
     if total == 0:
-        log.info(f"nothing to free in {used.parent}; {used.name} is what these settings use")
+        log.info(f"nothing to free in {used.parent}; {used.name} is in use by these settings")
     elif cfg.delete:
         log.info(f"freed {decimal(total)}; kept {used.name}, which these settings use")
     else:
         log.info(f"delete=true frees {decimal(total)}; {used.name}, which these settings use, stays")
 
 
-def _last_used(folder: Path) -> float:
-    return (folder / USED).stat().st_mtime if (folder / USED).is_file() else 0.0
-
-
 def _described(cache: Cache) -> str:
-    """What the cache holds, in a few words."""
+    """Return the content of a cache in a few words."""
     manifest = cache.manifest()
-    parts = manifest.get("parts", {})
+    if not (parts := manifest.get("parts")):
+        return "never finished"
     model = parts.get("model", {}).get("repository", "a local model")
-    what = f"{manifest.get('samples')} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"
-    users = cache.users()
-    by = f", used by {'; '.join(reversed(users[-3:]))}{' and others' if len(users) > 3 else ''}" if users else ""
-    return (what if parts else "never finished") + by
+    return f"{manifest['samples']} samples of {parts.get('family')} ({model}, {parts.get('dtype')})"

@@ -12,7 +12,7 @@ from runs.shares import of_all, of_first
 from runs.signals import Stopped
 from tasks.folders import in_use, one_at_a_time
 from tasks.placement import frozen_model, join_processes
-from tasks.terminal import is_first_process, log, silence_libraries
+from tasks.terminal import log, silence_libraries
 
 if TYPE_CHECKING:
     from datamodules.cached import CachedDataModule
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def cached_data(cfg: DictConfig) -> "CachedDataModule":
-    """The data of a task that is about data.root.
+    """Return the data of a task on data.root.
 
     Raises:
         UserError: the settings name other data.
@@ -32,13 +32,13 @@ def cached_data(cfg: DictConfig) -> "CachedDataModule":
     data = instantiate(cfg.data, _convert_="all")
     silence_libraries()
     if not isinstance(data, CachedDataModule) or data.shards is not None:
-        raise UserError(f"task={cfg.task} is about data.root: leave data=cached and data.shards as they are")
-    data.sample_set.scan()  # what is wrong with it comes before questions to the hub
+        raise UserError(f"task={cfg.task} works on data.root. Leave data=cached and data.shards as they are.")
+    data.sample_set.scan()  # its errors come before questions to the hub
     return data
 
 
 def build_cache(cfg: DictConfig, data: "CachedDataModule") -> "Cache":
-    """Encode the samples of data.root that are missing from the cache, by all processes; return the cache.
+    """Encode the samples of data.root that the cache lacks, in all processes; return the cache.
 
     Raises:
         UserError: the cache is in a bucket, and the task would read it.
@@ -50,20 +50,19 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> "Cache":
         place = without_credentials(data.cache_dir.rstrip("/"))
         raise UserError(
             f"data.cache_dir={place}: only predict.py task=cache fills a cache in a bucket. Train on it with "
-            f"data.shards={place}/{FINGERPRINT} in place of data.root and data.cache_dir."
+            f"data.shards={place}/{FINGERPRINT} instead of data.root and data.cache_dir."
         )
-    what = "task=cache" if cfg.task == "cache" else cfg.output_dir
-    if cache.touch(f"{what} (data.root={', '.join(map(str, data.roots))})" if is_first_process() else None):
+    if cache.touch():
         try:
             _encode_missing(cfg, data, module, cache)
         except Stopped as stopped:
-            stopped.add_note(f"the same command continues with what is encoded in {cache}")
+            stopped.add_note(f"the same command continues; the samples encoded so far are in {cache}")
             raise
     return cache
 
 
 def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cache: "Cache") -> None:
-    """Have each process encode its share, and the first one merge the index."""
+    """Encode each process's share, and merge the index in the first process."""
     from hydra.utils import instantiate
 
     from callbacks.lifecycle import GracefulStop, Watchdog
@@ -83,15 +82,14 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
             held.enter_context(one_at_a_time(cache.folder, shared=True))
 
         missing = EncodingDataModule(data.sample_set, data.num_workers, cache, begin, join, data.preserve_prompts)
-        writer = ShardWriter(cache, data.shard_size)
-        watchdog = Watchdog(cfg.get("watchdog_minutes"))
+        writer = ShardWriter(cache)
         trainer = instantiate(
             cfg.trainer,
             strategy=cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp",
-            callbacks=[watchdog, writer, EncodingProgress(), GracefulStop()],
+            callbacks=[Watchdog(cfg.get("watchdog_minutes")), writer, EncodingProgress(), GracefulStop()],
             logger=False,
             enable_progress_bar=True,
-            profiler=None,  # it is about training
+            profiler=None,  # it profiles training
         )
         trainer.predict(module, missing, return_predictions=False)
         counts = of_all(trainer, [(writer.encoded, writer.added)])  # all tars are finished
@@ -104,14 +102,13 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
 
 def _report(data: "CachedDataModule", cache: "Cache", encoded: int, added: int) -> None:
     if added:
-        what = count_of(added, "prompts more for samples that were there, for objective.preserve.prompts")
-        log.info(f"encoded {what}")
-    if encoded and not cache.on_disk:
-        log.info(f"encoded {count_of(encoded, 'samples')}")
-    elif encoded:
+        log.info(f"encoded {added:,} more prompts for samples in the cache (objective.preserve.prompts)")
+    if not encoded:
+        return
+    preview = cache.folder / "preview.png"
+    log.info(f"encoded {count_of(encoded, 'samples')}" + (f"; look at them: {preview}" if cache.on_disk else ""))
+    if cache.on_disk:
         data.open(cache)
-        preview = cache.folder / "preview.png"
-        log.info(f"encoded {count_of(encoded, 'samples')}; look at them: {preview}")
         with best_effort("preview.png"):
             from tasks.contact_sheet import write_contact_sheet
 

@@ -177,7 +177,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     Raises:
         UserError: the checkpoint would restore the former value of a setting, and so hide the change.
     """
-    from datamodules.shards.failures import shown
+    from datamodules.errors import without_credentials
 
     if not run.config.is_file():
         return
@@ -194,7 +194,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         now, key = _value(present, path), ".".join(map(str, path))
         if value == now or (value is ABSENT and not now):  # a setting that was not there yet, and is off
             continue
-        was, now = (shown(str(None if one is ABSENT else one)) for one in (value, now))
+        was, now = (without_credentials(str(None if one is ABSENT else one)) for one in (value, now))
         if SECRET.search(key):
             was = now = "***"
         line = f"{key} was {was} in {run} and is {now} now"

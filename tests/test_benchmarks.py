@@ -236,7 +236,7 @@ def test_a_cache_that_lacks_a_sample_or_has_another_is_found(tmp_path, sample):
     def build(name, *first):
         cache = Cache(tmp_path / name / "fingerprint", {"dtype": "bfloat16"})
         for rank, number in enumerate(first):
-            fill(cache, 3, rank=rank, first=number).seal()
+            cache.seal(fill(cache, 3, rank=rank, first=number))
         cache.merge()
         return tmp_path / name
 

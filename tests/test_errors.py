@@ -168,7 +168,7 @@ def test_weights_of_a_full_run_are_no_lora(tmp_path):
 
 def test_shards_beside_a_root(tmp_path):
     cfg = compose("train", "data.root=pairs", f"data.shards={tmp_path}", f"output_dir={tmp_path}")
-    with pytest.raises(InstantiationException, match="train on one, leave the other out"):
+    with pytest.raises(InstantiationException, match="both are set"):
         instantiate(cfg.data)
 
 

@@ -12,9 +12,8 @@ from hydra.utils import get_class, instantiate
 from PIL import Image
 
 from datamodules.pairs import collate_pixels
-from datamodules.shards.remote import find_shards
 from datamodules.shards.stream import collate as collate_items
-from datamodules.shards.stream import read_items
+from datamodules.shards.stream import find_shards, read_items
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from tests.support.commands import compose, lora_bytes
 from tests.support.losses import losses

@@ -1,4 +1,4 @@
-"""output_dir=s3://...: runs that are resumed on a machine that has nothing of them."""
+"""output_dir=s3://...: runs that are resumed on a machine that contains nothing of them."""
 
 import json
 import os
@@ -32,7 +32,7 @@ URL = "s3://runs/of/snow"
 def bucket(s3, tmp_path, monkeypatch):  # noqa: F811
     """An empty bucket, and a machine that has nothing of it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "LOOK", 0.1)
+    monkeypatch.setattr(module, "POLL", 0.1)
     client = boto3.client("s3")
     client.create_bucket(Bucket="runs")
     yield client
@@ -106,7 +106,7 @@ def save(run, step, files=()):
 def started(run):
     """A copy of this folder, as a start makes it."""
     copy = Mirror(URL, run)
-    copy.fetch(resumes=True)
+    copy.download(resumes=True)
     return copy
 
 
@@ -127,7 +127,7 @@ def test_a_run_continues_while_its_bucket_is_away_and_is_uploaded_at_its_end(mir
         return put(*args, **more)
 
     monkeypatch.setattr(obstore, "put", fail)
-    mirror.fetch(resumes=True)
+    mirror.download(resumes=True)
     mirror.thread.start()
     save(mirror.run, 2)
     for _ in range(200):
@@ -151,9 +151,7 @@ def test_an_end_that_is_not_uploaded_is_one_line(mirror, bucket, tmp_path, monke
     monkeypatch.setattr(transfer, "PAUSE", 0.01)
     monkeypatch.setattr(module, "TRIES", 2)
     monkeypatch.setattr(obstore, "put", fail)
-    line = (
-        rf"not all of {mirror.run} is there: output_dir: {URL} cannot be written: reset .*The same command uploads it."
-    )
+    line = rf"{mirror.run} is not completely there: output_dir: {URL} cannot be written: reset"
     with pytest.raises(UserError, match=line), module.mirrored(URL, mirror.run.path, resumes=True):
         save(mirror.run, 2)
 
@@ -171,32 +169,32 @@ def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch
         return put(store, name, content, **more)
 
     monkeypatch.setattr(obstore, "put", noted)
-    mirror._upload()
+    mirror.upload()
     assert order[-2:] == ["last.ckpt", "finished.json"]
     last = bucket.get_object(Bucket="runs", Key="of/snow/checkpoints/last.ckpt")["Body"].read()
     assert last == b"of step 2", "the weights of the newer one may not be there"
-    mirror._upload()
+    mirror.upload()
     assert sorted(order[5:7]) == ["config.yaml", "metrics.csv"]
     assert order[7:] == ["last.ckpt"]
 
 
 def test_a_folder_with_another_run_is_not_written_over(mirror, bucket, elsewhere):
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     elsewhere.config.write_text("b")
-    line = (
-        f"output_dir={URL}: {elsewhere} has another run, or both .* Remove {elsewhere} to resume the bucket's run, or"
-    )
+    elsewhere.checkpoint.parent.mkdir()
+    elsewhere.checkpoint.write_text("another")
+    line = f"output_dir={URL}: it and {elsewhere} contain different checkpoints. Remove {elsewhere} to resume the "
     with pytest.raises(UserError, match=line):
         started(elsewhere)
-    assert content(elsewhere) == {"config.yaml": b"b"}
+    assert content(elsewhere) == {"config.yaml": b"b", "checkpoints/last.ckpt": b"another"}
     started(mirror.run)
     assert mirror.run.config.read_text() == "of step 2"
 
 
 def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, elsewhere, monkeypatch, capfd):
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     monkeypatch.setattr(transfer, "PAUSE", 0.01)
     import obstore
 
@@ -212,7 +210,7 @@ def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, 
     monkeypatch.setattr(obstore, "get", flipped)
     started(elsewhere)
     assert content(elsewhere) == content(mirror.run)
-    assert "metrics.csv is not what was uploaded; attempt 2" in capfd.readouterr().err
+    assert "metrics.csv is not as it was uploaded; attempt 2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("with_older", [False, True])
@@ -221,13 +219,13 @@ def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewher
     import obstore
 
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     older = content(mirror.run)
     save(mirror.run, 4, ["lora/last/weights.safetensors", "finished.json", "checkpoints/step-000002.ckpt"])
     if with_older:
         started(elsewhere)
         assert content(elsewhere) == older
-    mirror._upload()
+    mirror.upload()
     get, gets = obstore.get, []
 
     def killed(store, path, options=None):
@@ -257,11 +255,11 @@ def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewher
 
 def test_a_stale_folder_is_downloaded_again(mirror, elsewhere):
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     there = started(elsewhere)
     (mirror.run.path / "metrics.csv").write_text("a step that was not saved")
     save(elsewhere, 4)
-    there._upload()
+    there.upload()
     started(mirror.run)
     assert content(mirror.run) == content(elsewhere)
 
@@ -269,11 +267,11 @@ def test_a_stale_folder_is_downloaded_again(mirror, elsewhere):
 def test_a_folder_with_more_steps_is_uploaded(mirror, elsewhere):
     """A run that was killed between its last checkpoint and the upload of that."""
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     save(mirror.run, 4)
     again = started(mirror.run)
     assert mirror.run.checkpoint.read_text() == "of step 4"
-    again._upload()
+    again.upload()
     started(elsewhere)
     assert content(elsewhere) == content(mirror.run)
 
@@ -281,10 +279,10 @@ def test_a_folder_with_more_steps_is_uploaded(mirror, elsewhere):
 def both_saved(mirror, elsewhere):
     """Step 4 here and step 6 elsewhere, which is uploaded; return the mirror of elsewhere."""
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     there = started(elsewhere)
     save(elsewhere, 6)
-    there._upload()
+    there.upload()
     save(mirror.run, 4)
     return there
 
@@ -292,7 +290,7 @@ def both_saved(mirror, elsewhere):
 def test_two_runs_that_have_both_saved_are_refused(mirror, elsewhere):
     there = both_saved(mirror, elsewhere)
     mine, theirs = content(mirror.run), content(elsewhere)
-    with pytest.raises(UserError, match=r"both have saved steps that the other lacks\. Remove"):
+    with pytest.raises(UserError, match=r"contain different checkpoints\. Remove"):
         started(mirror.run)
     assert content(mirror.run) == mine
     assert there.files.keys() == theirs.keys()
@@ -301,7 +299,7 @@ def test_two_runs_that_have_both_saved_are_refused(mirror, elsewhere):
 def test_a_machine_does_not_replace_what_another_has_saved_meanwhile(mirror, bucket, elsewhere, capfd):
     both_saved(mirror, elsewhere)
     mirror.thread.start()
-    line = f"not all of {mirror.run} is there: another machine has saved a checkpoint there."
+    line = f"{mirror.run} is not completely there: another machine has saved a checkpoint there"
     assert line in mirror.finish()
     assert bucket.get_object(Bucket="runs", Key="of/snow/checkpoints/last.ckpt")["Body"].read() == b"of step 6"
 
@@ -312,7 +310,7 @@ def test_a_run_that_is_killed_while_it_uploads_a_checkpoint_resumes(mirror, buck
     import obstore
 
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     save(mirror.run, 4)
     put = obstore.put
 
@@ -326,20 +324,21 @@ def test_a_run_that_is_killed_while_it_uploads_a_checkpoint_resumes(mirror, buck
     with monkeypatch.context() as interrupted:
         interrupted.setattr(obstore, "put", killed)
         with pytest.raises(KeyboardInterrupt):
-            mirror._upload()
+            mirror.upload()
     save(mirror.run, 6)  # it was killed a little later
     again = started(mirror.run)
     assert mirror.run.checkpoint.read_text() == "of step 6"
-    assert again._upload() == ""
+    again.upload()
+    assert again.failure == ""
 
 
 def test_a_bucket_that_was_emptied_gets_all_of_the_run_again(mirror, bucket):
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     everything = names(bucket)
     for name in everything:
         bucket.delete_object(Bucket="runs", Key=f"of/snow/{name}")
-    started(mirror.run)._upload()
+    started(mirror.run).upload()
     assert names(bucket) == everything
 
 
@@ -357,10 +356,10 @@ def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, 
     with monkeypatch.context() as interrupted:
         interrupted.setattr(obstore, "put", lost)
         with pytest.raises(KeyboardInterrupt):
-            mirror._upload()
+            mirror.upload()
     (first,) = names(bucket)
     (mirror.run.path / first).unlink()
-    started(mirror.run)._upload()
+    started(mirror.run).upload()
     assert names(bucket) == mirror.run.files().keys()
     assert first not in names(bucket)
 
@@ -373,21 +372,21 @@ def test_a_stuck_upload_does_not_hold_a_process_that_is_to_leave(mirror, monkeyp
     save(mirror.run, 2)
     mirror.thread.start()
     begun = time.monotonic()
-    assert "is there: there was no time. The same command uploads it." in mirror.finish(0.3)
+    assert "is not completely there: there was no time" in mirror.finish(0.3)
     assert time.monotonic() - begun < 10
     go.set()
 
 
 def test_an_unexpected_error_is_not_taken_for_an_upload(mirror, monkeypatch):
     monkeypatch.setattr(module, "TRIES", 1)
-    monkeypatch.setattr(mirror, "_upload", lambda: 1 / 0)
+    monkeypatch.setattr(mirror, "upload", lambda: 1 / 0)
     mirror.thread.start()
-    assert "is there: division by zero. The same command" in mirror.finish()
+    assert "is not completely there: division by zero" in mirror.finish()
 
 
 def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pairs, tmp_path, monkeypatch):
     """`scontrol requeue` ends the job that calls it."""
-    monkeypatch.setattr(module, "LOOK", 1000.0)
+    monkeypatch.setattr(module, "POLL", 1000.0)
     folder, places = tmp_path / local_folder(URL), tmp_path / "bin"
     places.mkdir()
     script = places / "scontrol"
@@ -426,36 +425,36 @@ def test_a_bucket_that_is_not_there_is_named_and_leaves_nothing(bucket, run, tin
 def test_a_folder_that_is_gone_empties_no_bucket(mirror, bucket):
     """Removed, or on a disk that is not mounted any more."""
     save(mirror.run, 2, ["lora/last/weights.safetensors"])
-    mirror._upload()
+    mirror.upload()
     everything = names(bucket)
     away = mirror.run.path.with_name("away")
     mirror.run.path.rename(away)
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
-            mirror._upload()
+            mirror.upload()
         mirror.run.path.mkdir(exist_ok=True)
     assert names(bucket) == everything
     shutil.rmtree(mirror.run.path)
     away.rename(mirror.run.path)
-    mirror._upload()
+    mirror.upload()
     assert names(bucket) == everything
 
 
 def test_a_file_that_is_replaced_while_the_folder_is_listed_stays_in_the_bucket(mirror, bucket, monkeypatch):
     save(mirror.run, 2, ["lora/last/weights.safetensors"])
-    mirror._upload()
+    mirror.upload()
     files, weights = mirror.run.files, "lora/last/weights.safetensors"
     monkeypatch.setattr(
         mirror.run, "files", lambda: {name: facts for name, facts in files().items() if name != weights}
     )
-    mirror._upload()
+    mirror.upload()
     assert weights in names(bucket)
 
 
 def test_a_name_that_no_object_can_have_is_left_out(mirror, bucket):
     save(mirror.run, 2)
     (mirror.run.path / os.fsdecode(b"\xff.png")).write_text("a picture")
-    mirror._upload()
+    mirror.upload()
     assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
 
 
@@ -463,16 +462,16 @@ def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere,
     for key in ("of/snow/", "of/snow/checkpoints/"):
         bucket.put_object(Bucket="runs", Key=key)
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     started(elsewhere)
     assert content(elsewhere) == content(mirror.run)
 
 
 def test_a_damaged_note_costs_no_more_than_uploads(mirror, bucket, elsewhere):
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     mirror.note.write_text("{")
-    started(mirror.run)._upload()
+    started(mirror.run).upload()
     started(elsewhere)
     assert content(elsewhere) == content(mirror.run)
 
@@ -481,7 +480,7 @@ def test_a_mistake_in_the_settings_is_said_at_once(bucket, run, tiny, tmp_path):
     """The run is refused, and leaves no folder: there is nothing to be uploaded."""
     error = run("train", *short(tiny, tmp_path / "nowhere", URL, 1), ok=False).error
     assert error.startswith("error: data.root=")
-    assert "is not all in" not in error
+    assert "is not completely there" not in error
     assert not names(bucket)
     assert not (tmp_path / local_folder(URL)).exists()
 
@@ -490,14 +489,14 @@ def test_what_is_no_file_is_not_waited_for(mirror, bucket):
     save(mirror.run, 2)
     os.mkfifo(mirror.run.path / "pipe")
     (mirror.run.path / "loop").symlink_to("loop")
-    mirror._upload()
+    mirror.upload()
     assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
 
 
 def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, elsewhere, monkeypatch):
     """It comes when the first one of its machine, which has started it, is at work in the folder."""
     save(mirror.run, 2)
-    mirror._upload()
+    mirror.upload()
     for rank, downloads in (("1", False), ("0", True)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with module.mirrored(URL, elsewhere.path, resumes=True):

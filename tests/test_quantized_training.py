@@ -176,7 +176,7 @@ def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path)
         which = f"model.quantization.components_to_quantize={which}"
         own = f"data.cache_dir={tmp_path / 'cache'}"
         run("train", *quantized(tiny, pairs, tmp_path / name, 1, "nf4", "bitsandbytes", which, own))
-    caches = [path.parent for path in (tmp_path / "cache").glob("*/index.jsonl")]
+    caches = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
     assert len(caches) == 2
     headers = [
         LoRAFile(tmp_path / name / "lora/last/pytorch_lora_weights.safetensors").header for name in ("plain", "t5")

@@ -60,8 +60,8 @@ class Damaged:
 def damaged_cache(round: Round) -> None:
     """One or two files of a finished cache, before a run, or before the same build."""
     folder = round.take_cache()
-    names = ["index.jsonl", "manifest.json", "files.jsonl"]
-    choices = [*(folder / name for name in names), folder.parent / "models.jsonl", *sorted(folder.glob("*.tar"))[:4]]
+    lists = [folder / "manifest.json", folder / "files-0.jsonl", folder.parent / "models.jsonl"]
+    choices = [*lists, *sorted(folder.glob("latents-*"))[:6]]
     damaged = [Damaged(round, path) for path in round.random.sample(choices, round.random.randint(1, 2))]
     if round.random.random() < 0.5:
         round.run("predict", *round.shop.build())
@@ -78,8 +78,7 @@ def damaged_cache(round: Round) -> None:
 def damaged_copy(round: Round) -> None:
     """A file of a cache that was copied and is trained on by data.shards=FOLDER."""
     folder = round.take_cache()
-    names = ["index.jsonl", "manifest.json"]
-    choices = [*(folder / name for name in names), *sorted(folder.glob("*.tar"))[:3]]
+    choices = [folder / "manifest.json", *sorted(folder.glob("latents-*"))[:4]]
     damaged = Damaged(round, round.random.choice(choices))
     command = round.shop.on_copy(folder)
     round.run("train", *command, allowed=OR_A_LINE)

@@ -5,10 +5,8 @@ import re
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -61,24 +59,6 @@ def signal_at(pattern: str, count: int, number: int) -> None:
     on_changes(pattern, act)
 
 
-def jump_clock(seed: int, hours: float) -> None:
-    """Let the machine's clock, as this process sees it, jump to and fro by up to so many hours, about twice a second.
-
-    What follows from the clock jumps with it: psutil's time of a process's start is counted from the time at which the
-    machine started, which the system works out from the clock.
-    """
-    import psutil
-
-    clock, nanoseconds, boot = time.time, time.time_ns, psutil._pslinux.boot_time
-
-    def offset() -> float:
-        return Random(f"{seed} {int(2 * time.monotonic())}").uniform(-3600, 3600) * hours
-
-    time.time = lambda: clock() + offset()
-    time.time_ns = lambda: nanoseconds() + int(1e9 * offset())
-    psutil._pslinux.boot_time = lambda: boot() + offset()  # type: ignore[attr-defined,unused-ignore]
-
-
 def limit_files(size: int) -> None:
     """No file of this process may have more bytes: a disk that is full, where none can be mounted."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -87,22 +67,24 @@ def limit_files(size: int) -> None:
 
 def count_encodings(file: str) -> None:
     """Add a byte to a file for each sample that is encoded."""
-    from callbacks.shard_writer import ShardWriter
+    from callbacks import shard_writer
 
-    write = ShardWriter._write
+    write = shard_writer.write_sample
 
-    def write_and_count(writer: Any, *arguments: Any) -> None:
-        write(writer, *arguments)
+    def write_and_count(*arguments: Any) -> None:
+        write(*arguments)
         with Path(file).open("a") as counted:
             counted.write("x")
 
-    ShardWriter._write = write_and_count  # type: ignore[assignment,method-assign]
+    shard_writer.write_sample = write_and_count
 
 
 def be_quick() -> None:
-    """Shorten the pauses of retries and of uploads."""
+    """Shorten the pauses of retries and of uploads, and make the tars of a cache small."""
+    from callbacks import shard_writer
     from datamodules.shards import transfer
     from tasks import mirror
 
+    shard_writer.SHARD_SIZE = 60_000
     transfer.PAUSE = 0.1
-    mirror.LOOK = 0.2
+    mirror.POLL = 0.2

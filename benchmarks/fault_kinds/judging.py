@@ -38,20 +38,21 @@ def cache_folder(cache_dir: Path) -> Path:
 
 
 def cache_content(folder: Path) -> Content:
-    """Read the facts and the bytes of each sample and prompt in a cache's index, by id.
+    """Read the facts and the bytes of each sample and prompt in a cache, by id.
 
     Raises:
-        BadError: the files do not fit together, or something is left of the building.
+        BadError: the files do not match, or the build left temporary files.
     """
     manifest = json.loads((folder / "manifest.json").read_text())
-    if manifest["index_sha256"] != sha256(folder / "index.jsonl"):
-        raise BadError(f"{folder / 'index.jsonl'} is not that of its manifest")
-    left = [path.name for pattern in (".*.tmp", ".lock", "latents-*.jsonl") for path in folder.glob(pattern)]
+    left = [path.name for pattern in (".*.tmp", ".lock") for path in folder.glob(pattern)]
     if left:
         raise BadError(f"{left} is left in {folder}")
+    tars, parts = (sorted(path.stem for path in folder.glob(f"latents-*.{end}")) for end in ("tar", "jsonl"))
+    if not tars == parts == sorted(Path(name).stem for name in manifest["shards"]):
+        raise BadError(f"{tars}, {parts} and manifest.json differ")
     content: Content = {}
-    for line in (folder / "index.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    lines = (line for path in folder.glob("latents-*.jsonl") for line in path.read_text().splitlines()[1:])
+    for row in map(json.loads, lines):
         with (folder / row["shard"]).open("rb") as file:
             file.seek(row["offset"])
             data = file.read(row["bytes"])

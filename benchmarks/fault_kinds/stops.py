@@ -13,7 +13,7 @@ from benchmarks.fault_kinds.rounds import Round
 from benchmarks.fault_kinds.workshop import PAIRS
 
 # What a merge writes, and what a saving does.
-MERGED = r"^cache/.*(index|manifest|files|merge|latents-\d+-\d+\.jsonl)"
+MERGED = r"^cache/.*(manifest|files|latents-\d+-\d+\.jsonl)"
 SAVED = r"^run/(lora|checkpoints)/"
 # All that a run writes in its first saving is among so many changes.
 FIRST_SAVING = 12

@@ -5,7 +5,6 @@ runs are copied to it.
 import shutil
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.fault_kinds.judging import BadError
 from benchmarks.fault_kinds.proxy import FAILS, LIES, Weather, proxy
@@ -60,8 +59,6 @@ def built_in_bucket(round: Round) -> None:
     round.words.append(str(dict(weather.done)))
     there = objects(name)
     for path, content in there.items():
-        if Path(path).suffix == ".jsonl" and path.replace(".jsonl", ".tar") in there:
-            continue  # rows, which stay next to their tar
         copy = round.folder / "bucket" / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)

@@ -70,7 +70,7 @@ class Workshop:
 
     def build(self, cache_dir: str = "cache") -> list[str]:
         """Overrides of predict.py that build a cache of several shards."""
-        where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}", "data.shard_size=60000"]
+        where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}"]
         return ["task=cache", "model=embedded", *where, *QUICK]
 
     def train(self, shown: bool = False, output_dir: str = "run", cache_dir: str = "cache") -> list[str]:

@@ -1,49 +1,63 @@
-"""A cache: the shards of one fingerprint, their index and their manifest.
+"""A cache: the tars of one fingerprint, on this machine or in a bucket.
 
-While it is built, each process writes tars of its own, named by its rank. The index rows of a full tar are written to a
-file next to it (`NAME.jsonl`); at the end the first process merges these files into index.jsonl and manifest.json. The
-next build recovers the samples of a killed one from its tars.
+Each process of a build writes tars of its own, named by its rank. A full tar gets its part of the index
+(`latents-RANK-NUMBER.jsonl`); tars with a part are complete. At the end the first process merges the facts of all parts
+into manifest.json. The next build reads the samples of a killed one from its tars.
 """
 
 import errno
 import json
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from datamodules.files import DAMAGED, remove_temporary, replacing, sha256
-from datamodules.shards.checksums import Checksums
-from datamodules.shards.manifest import INDEX, index_matches, read_manifest, write_index_and_manifest
-from datamodules.shards.tar import (
-    OpenShard,
-    Row,
-    count_rows,
-    facts_beside,
-    read_rows,
-    rows_of,
-    rows_path,
-    scan,
-    write_rows,
-    written_checksum,
-)
+from datamodules.files import DAMAGED, reading, remove_temporary, replacing, sha256
+from datamodules.hashes import FileHashes, Hashed
+from datamodules.shards.stores import local_folder
+from datamodules.shards.tar import OpenShard, Part, Row, parse_part, part_path, salvage, write_part
+from datamodules.shards.transfer import Bucket
 
 log = logging.getLogger("retouch")
 
-# Its time is when the cache was last used.
+MANIFEST = "manifest.json"
+# The modification time of this file is the last use of the cache.
 USED = ".used"
+# The entries of the manifest for each tar.
+FACTS = {"bytes": int, "sha256": str, "samples": int, "prompts": int}
+REMEDY = "delete it and start again: its samples are encoded again; if data.shards names it, copy it again"
+
+
+def open_cache(cache_dir: str, name: str, parts: Mapping[str, Any]) -> "Cache":
+    """Return the cache of this fingerprint in data.cache_dir."""
+    folder = local_folder(cache_dir) / name
+    if "://" not in cache_dir:
+        return Cache(folder, parts)
+    return BucketCache(folder, parts, Bucket(f"{cache_dir.rstrip('/')}/{name}", "data.cache_dir"))
+
+
+def parse_manifest(text: bytes) -> dict[str, Any]:
+    """Parse a manifest; raises ValueError, KeyError, TypeError or AttributeError if it is damaged."""
+    manifest: dict[str, Any] = json.loads(text)
+    for facts in manifest["shards"].values():
+        if wrong := [name for name, kind in FACTS.items() if not isinstance(facts[name], kind)]:
+            raise TypeError(f"{wrong[0]} is {facts[wrong[0]]!r}")
+    if not isinstance(manifest["parts"], dict) or not manifest.keys() >= {"sizes", "samples", "tokens"}:
+        raise TypeError("it lacks an entry")
+    return manifest
 
 
 class Cache:
-    """The shards of one fingerprint.
+    """The tars of one fingerprint in a folder.
 
     Args:
-        folder: whose name is the fingerprint.
-        parts: what the fingerprint is computed from.
+        folder: named by the fingerprint.
+        parts: the settings that the fingerprint is computed from.
 
     Attributes:
-        checksums: of the samples' files that were read before.
         on_disk: whether the tars stay on this machine.
     """
 
@@ -52,161 +66,184 @@ class Cache:
     def __init__(self, folder: Path, parts: Mapping[str, Any]) -> None:
         self.folder = folder
         self.parts = dict(parts)
-        self.checksums = Checksums(folder)
 
     def __str__(self) -> str:
         return str(self.folder)
 
-    def tars(self) -> dict[str, int]:
-        """The tars that there are, with their sizes in bytes."""
-        return {path.name: path.stat().st_size for path in self.folder.glob("latents-*.tar")}
+    def index_parts(self) -> Iterator[Part]:
+        """Yield the part of the index about each complete tar.
 
-    def manifest(self) -> dict[str, Any]:
-        """The manifest; one without shards if it is missing or damaged."""
-        try:
-            return read_manifest(self.folder)
-        except (FileNotFoundError, *DAMAGED):
-            return {"shards": {}}
-
-    def sample_ids(self, prompts: bool = False) -> set[str]:
-        """The ids of all encoded samples, and of all prompts if these are asked for, too."""
-        return {row["id"] for row in self.rows() if "key" in row or prompts}
-
-    def unmerged(self) -> list[Path]:
-        """The tars whose rows are not in the index yet, but in a file beside them."""
-        return [path.with_suffix(".tar") for path in sorted(self.folder.glob("latents-*.jsonl"))]
+        Raises:
+            UserError: a part is damaged.
+        """
+        for path in sorted(self.folder.glob("latents-*.jsonl")):
+            with reading(path, REMEDY):
+                yield parse_part(path.read_text(encoding="utf-8"), path.with_suffix(".tar").name)
 
     def rows(self) -> Iterator[Row]:
-        """The rows of the index and of the unmerged tars."""
-        tars = self.unmerged()
-        # A build that was killed while it merged may have left both: the file beside the tar takes precedence.
-        merged = self.manifest()["shards"].keys() - {tar.name for tar in tars}
-        if merged:
-            yield from (row for row in self._index() if row["shard"] in merged)
-        for tar in tars:
-            yield from rows_of(tar)
+        """Yield the rows of all complete tars."""
+        for part in self.index_parts():
+            yield from part.rows
 
-    def open_shard(self, rank: int, full: int) -> OpenShard:
-        """Open the unfinished tar of a rank, or a new one.
+    def sample_ids(self, prompts: bool = False) -> set[str]:
+        """Return the ids of all encoded samples; with `prompts`, those of all prompts as well."""
+        return {row["id"] for row in self.rows() if "key" in row or prompts}
 
-        Args:
-            full: bytes at which a tar is full.
-        """
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest; one without shards if it is missing or damaged."""
+        with suppress(FileNotFoundError, *DAMAGED):
+            return parse_manifest((self.folder / MANIFEST).read_bytes())
+        return {"shards": {}}
+
+    def file_hashes(self) -> FileHashes:
+        """Return the known checksums of the samples' files."""
+        return FileHashes(sorted(self.folder.glob("files-*.jsonl")))
+
+    def add_file_hashes(self, rank: int, hashed: Iterable[Hashed]) -> None:
+        """Append to the checksums that the process of this rank has computed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"files-{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(map(FileHashes.line, hashed))
+
+    def new_shard(self, rank: int) -> OpenShard:
+        """Open a new tar for the process of this rank."""
         tars = sorted(self.folder.glob(f"latents-{rank:05d}-*.tar"))
         number = int(tars[-1].stem.rpartition("-")[2]) + 1 if tars else 0
-        if tars and rows_path(tars[-1]).exists() and written_checksum(tars[-1]) is None:
-            shard = OpenShard(tars[-1])
-            if shard.size < full:
-                return shard
-            self.seal(shard)
         return OpenShard(self.folder / f"latents-{rank:05d}-{number:06d}.tar")
 
     def seal(self, shard: OpenShard) -> None:
         """Finish a tar."""
         shard.seal()
 
-    def touch(self, by: str | None = None) -> bool:
-        """Note that the cache is used now, and by what; return whether anything can be written here."""
-        used = self.folder / USED
+    def touch(self) -> bool:
+        """Note that the cache is used now; return whether this process can write to it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            used.touch()
-            if by is not None:
-                with replacing(used) as temporary:
-                    temporary.write_text("\n".join([*(one for one in self.users() if one != by), by]) + "\n", "utf-8")
+            (self.folder / USED).touch()
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             return False
         return True
 
-    def users(self) -> list[str]:
-        """What has used the cache, the latest last."""
-        used = self.folder / USED
-        return used.read_text(encoding="utf-8").splitlines() if used.is_file() else []
-
     def recover(self) -> None:
-        """Make the index agree with the tars; only one process may do this.
+        """Make the index agree with the tars, after a kill or damage; only one process may do this.
 
-        Tars that are damaged, and tars missing from the index because a build was killed or the index was lost, are
-        read up to their last intact sample.
+        A damaged or unfinished tar keeps its samples up to the first damaged one.
         """
         remove_temporary(self.folder.glob(".*.tmp"))
-        tars = self.tars()
-        for tar in self.unmerged():
-            if not self._unmerged_intact(tar, tars):
-                rows_path(tar).unlink()
-        manifest = self.manifest()
-        shards: dict[str, Any] = manifest["shards"]
-        before = json.dumps(shards)
-        for name, facts in list(shards.items()):
-            if not self._intact(name, facts, tars):
-                log.warning(
-                    f"the shard {self.folder / name} is damaged or missing: the lost ones of its {facts['samples']} "
-                    "samples are encoded again"
-                )
-                del shards[name]
-        counts = self._counts(manifest)
-        for name, facts in list(shards.items()):
-            if counts[name] != facts["samples"] + facts["prompts"]:
-                log.warning(f"the index of {self.folder} does not match {name}: its rows are read from the shard again")
-                del shards[name]
-        if json.dumps(shards) != before:
-            rows = (row for row in self._index() if row["shard"] in shards)
-            write_index_and_manifest(self.folder, self.parts, rows, shards)
-        for name in sorted(tars.keys() - shards.keys() - {path.name for path in self.unmerged()}):
-            write_rows(self.folder / name, scan(self.folder / name)[0], None)
+        for tar in sorted({path.with_suffix(".tar") for path in self.folder.glob("latents-*")}):
+            if not self._is_intact(tar):
+                salvage(tar)
 
-    def _unmerged_intact(self, tar: Path, tars: Mapping[str, int]) -> bool:
-        """Whether a tar that is not in the index yet has its rows beside it, and both are as they were written."""
-        facts = facts_beside(tar)
-        if facts is None or tar.name not in tars:
+    def _is_intact(self, tar: Path) -> bool:
+        """Return whether a tar and its part are as written; the checksum is computed only if the tar's time changed."""
+        path = part_path(tar)
+        if not path.exists():
+            return False  # the tar of a killed build
+        try:
+            part = parse_part(path.read_text(encoding="utf-8"), tar.name)
+        except DAMAGED:
             return False
-        return facts["sha256"] is None or self._intact(tar.name, facts, tars)
-
-    def _index(self) -> Iterator[Row]:
-        if (self.folder / INDEX).is_file():
-            yield from read_rows(self.folder / INDEX)
-
-    def _counts(self, manifest: Mapping[str, Any]) -> Counter[str]:
-        """How many rows the index has of each shard; none if it is damaged, and then it is deleted."""
-        index = self.folder / INDEX
-        if not index.is_file():
-            return Counter()
-        rows = count_rows(index) if index_matches(self.folder, manifest) else None
-        if rows is None:
-            index.unlink()
-        return rows or Counter()
-
-    def _intact(self, name: str, facts: dict[str, Any], tars: Mapping[str, int]) -> bool:
-        """Whether a shard is as it was written; its checksum is computed only if its modification time has changed.
-
-        Args:
-            tars: those that there are.
-        """
-        if tars.get(name) != facts["bytes"]:
-            return False
-        path = self.folder / name
-        modified = path.stat().st_mtime_ns
-        if modified != facts["mtime_ns"] and sha256(path) != facts["sha256"]:
-            return False
-        facts["mtime_ns"] = modified
-        return True
+        facts = part.facts
+        if tar.exists() and (status := tar.stat()).st_size == facts["bytes"]:
+            if status.st_mtime_ns == facts["mtime_ns"]:
+                return True
+            if sha256(tar) == facts["sha256"]:
+                write_part(tar, part.rows, facts["sha256"])
+                return True
+        lost = f"the lost ones of its {part.sample_count} samples are encoded again"
+        log.warning(f"the shard {tar} is damaged or missing: {lost}")
+        return False
 
     def merge(self) -> None:
-        """Merge the rows of unmerged tars into index.jsonl and manifest.json; only one process may do this."""
-        self.checksums.merge()
-        unmerged = self.unmerged()
-        if not unmerged:
-            return
-        shards = self.manifest()["shards"]
-        for tar in unmerged:
-            if written_checksum(tar) is None:  # of a build that was killed: not sealed yet
-                self.seal(OpenShard(tar))
-        sizes = self.tars()
-        for tar in unmerged:
-            facts = {"sha256": written_checksum(tar), "mtime_ns": tar.stat().st_mtime_ns}
-            shards[tar.name] = {"bytes": sizes[tar.name], **facts}
-        write_index_and_manifest(self.folder, self.parts, self.rows(), shards)
-        for tar in unmerged:
-            rows_path(tar).unlink()
+        """Merge the facts of all tars into the manifest; only one process may do this."""
+        shards: dict[str, Any] = {}
+        sizes: Counter[str] = Counter()
+        tokens = 0
+        for part in self.index_parts():
+            samples = [row for row in part.rows if "key" in row]
+            tokens += sum(row["tokens"] for row in samples)
+            sizes.update("x".join(map(str, row["sizes"][0])) for row in samples)
+            counts = {"samples": len(samples), "prompts": len(part.rows) - len(samples)}
+            shards[part.facts["shard"]] = {**{name: part.facts[name] for name in ("bytes", "sha256")}, **counts}
+        manifest: dict[str, Any] = {
+            "fingerprint": self.folder.name,
+            "parts": self.parts,
+            "samples": sizes.total(),
+            "tokens": tokens,
+            "bytes": sum(facts["bytes"] for facts in shards.values()),
+            "sizes": dict(sizes.most_common()),
+            "shards": shards,
+        }
+        if manifest != self.manifest():
+            with replacing(self.folder / MANIFEST) as temporary:
+                temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+class BucketCache(Cache):
+    """The tars of one fingerprint in a bucket: each is uploaded when it is full, and its part after it.
+
+    The manifest comes last, so a reader never sees an incomplete cache.
+
+    Args:
+        folder: on this machine; contains unfinished tars and the checksums of the samples' files.
+        bucket: the cache's folder in the bucket.
+    """
+
+    on_disk = False
+
+    def __init__(self, folder: Path, parts: Mapping[str, Any], bucket: Bucket) -> None:
+        super().__init__(folder, parts)
+        self.bucket = bucket
+
+    def __str__(self) -> str:
+        return str(self.bucket)
+
+    def index_parts(self) -> Iterator[Part]:
+        sizes = self.bucket.sizes()
+        for name in sorted(sizes):
+            tar = str(Path(name).with_suffix(".tar"))
+            if name.startswith("latents-") and name.endswith(".jsonl") and tar in sizes:
+                with reading(f"{self.bucket}/{name}", REMEDY):
+                    part = parse_part((self.bucket.read(name) or b"").decode(), tar)
+                if sizes[tar] == part.facts["bytes"]:
+                    yield part
+
+    def new_shard(self, rank: int) -> OpenShard:
+        # The numbers of the tars in the bucket are not known here.
+        return OpenShard(self.folder / f"latents-{rank:05d}-{secrets.randbelow(10**9):09d}.tar")
+
+    def seal(self, shard: OpenShard) -> None:
+        super().seal(shard)
+        self._upload(shard.path)
+
+    def _upload(self, tar: Path) -> None:
+        for path in (tar, part_path(tar)):
+            self.bucket.write(path.name, path)
+        for path in (part_path(tar), tar):  # a tar without its part is salvaged
+            path.unlink()
+
+    def recover(self) -> None:
+        """Upload the tars that a killed build left on this machine, unless others have uploaded their samples."""
+        super().recover()
+        tars = sorted(self.folder.glob("latents-*.tar"))
+        uploaded = self.sample_ids() if tars else set()
+        for tar in tars:
+            rows = parse_part(part_path(tar).read_text(encoding="utf-8"), tar.name).rows
+            if uploaded.isdisjoint(row["id"] for row in rows if "key" in row):
+                self._upload(tar)
+            else:
+                tar.unlink()
+                part_path(tar).unlink()
+
+    def manifest(self) -> dict[str, Any]:
+        with suppress(*DAMAGED):
+            return parse_manifest(self.bucket.read(MANIFEST) or b"")
+        return {"shards": {}}
+
+    def merge(self) -> None:
+        super().merge()
+        if (self.folder / MANIFEST).exists():
+            self.bucket.write(MANIFEST, self.folder / MANIFEST)
+            (self.folder / MANIFEST).unlink()

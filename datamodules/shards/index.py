@@ -1,58 +1,65 @@
-"""Where the samples of local shards are, in compact arrays."""
+"""The index of a local cache, in compact arrays."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from datamodules.errors import UserError
+from datamodules.files import reading
 from datamodules.images.framing import Size
-from datamodules.shards.names import Names
-from datamodules.shards.tar import Row, size_of
+from datamodules.images.sample_set import choose_held_out
+from datamodules.shards.cache import MANIFEST, REMEDY, Cache, parse_manifest
+from datamodules.shards.fingerprint import check_fit
+from datamodules.shards.tar import Row, part_path, size_of
 from datamodules.sizes import Sizes
 
 
 class ShardIndex:
-    """Where each sample is.
+    """The position of each sample in the tars.
 
     Args:
-        rows: of an index; the prompts of a shard come before the samples that use them.
+        rows: of a cache; in each tar the prompts come before the samples that use them.
 
     Attributes:
-        shards: their file names.
+        shards: the tars' file names.
         spans: for each row three numbers: shard, offset, bytes.
-        checksums: of each row's bytes, by zlib.crc32.
-        samples: for each sample four numbers: its own row, the empty prompt's, the first in `prompts`, how many.
+        checksums: zlib.crc32 of each row's bytes.
+        text_tokens: of each row that is a prompt; 0 for a sample.
+        samples: for each sample four numbers: its own row, the empty prompt's, the first in `prompts`, their count.
         prompts: the rows of the samples' prompts.
-        named_prompts: the rows of all prompts by their ids, until `forget_ids`.
-        ids: the samples' numbers by their ids, until `forget_ids`.
-        numbers: the samples' numbers; of those with the same id, the last one's alone.
+        named_prompts: the rows of all prompts by id, until `forget_ids`.
+        ids: the samples' indices by id, until `forget_ids`.
+        numbers: the samples' indices; only the last of several with the same id.
         keys, sizes, tokens: of each sample; tokens with its longest prompt.
-        is_first: of each, whether it is the first view of what it shows, or the only one.
+        is_first: for each sample, whether it is the first view of its images, or the only one.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.spans = spans = array("q")
-        self.checksums = checksums = array("I")
-        self.samples, self.prompts, self.tokens = array("i"), array("i"), array("i")
+        self.spans = array("q")
+        self.checksums = array("I")
+        self.text_tokens, self.samples, self.prompts, self.tokens = (array("i") for _ in range(4))
         self.ids: dict[str, int] = {}
         self.named_prompts: dict[str, int] = {}
-        self.keys = Names()
+        self.keys: list[str] = []
         self.is_first = bytearray()
         codes = array("i")
         shards: dict[str, int] = {}
         sizes: dict[Size, int] = {}
         prompts = self.named_prompts
         for number, row in enumerate(rows):
-            spans.extend((shards.setdefault(row["shard"], len(shards)), row["offset"], row["bytes"]))
-            checksums.append(row["crc32"])
+            self.spans.extend((shards.setdefault(row["shard"], len(shards)), row["offset"], row["bytes"]))
+            self.checksums.append(row["crc32"])
+            self.text_tokens.append(row.get("text_tokens", 0))
             if "key" not in row:
                 prompts.setdefault(row["id"], number)
                 continue
             self.ids[row["id"]] = len(self.keys)
             self.keys.append(row["key"])
             self.is_first.append(row.get("view", 0) == 0)
-            mine = [prompts[id] for id in row["prompts"]]
-            self.samples.extend((number, prompts[row["empty_prompt"]], len(self.prompts), len(mine)))
-            self.prompts.extend(mine)
+            own = [prompts[id] for id in row["prompts"]]
+            self.samples.extend((number, prompts[row["empty_prompt"]], len(self.prompts), len(own)))
+            self.prompts.extend(own)
             self.tokens.append(row["tokens"])
             codes.append(sizes.setdefault(size_of(row), len(sizes)))
         self.shards = list(shards)
@@ -60,19 +67,53 @@ class ShardIndex:
         self.sizes = Sizes(list(sizes), codes)
 
     def forget_ids(self) -> None:
-        """Free the memory of what only finding samples needs: more than all the rest takes."""
+        """Free the ids, which take more memory than the rest."""
         self.ids, self.named_prompts = {}, {}
 
     def prompts_of(self, number: int) -> "array[int]":
-        """The rows of a sample's prompts."""
+        """Return the rows of a sample's prompts."""
         first, count = self.samples[4 * number + 2 : 4 * number + 4]
         return self.prompts[first : first + count]
 
     def empty_prompt_of(self, number: int) -> int:
-        """The row of a sample's empty prompt."""
+        """Return the row of a sample's empty prompt."""
         return self.samples[4 * number + 1]
 
-    def shapes(self, number: int) -> tuple[Any, ...]:
-        """What two samples have in common whose tensors have the same shapes, whichever prompt is drawn."""
-        rows = self.prompts_of(number)
-        return self.sizes[number], self.tokens[number], frozenset(self.spans[3 * row + 2] for row in rows)
+
+def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:
+    """Return the index of the cache in data.shards=FOLDER, whose files are checked.
+
+    Args:
+        wanted: the fingerprint's parts of this run.
+
+    Raises:
+        UserError: a file is missing or incomplete, or the cache was encoded with other settings.
+    """
+    where = f"data.shards={folder}"
+    if not (folder / MANIFEST).exists():
+        raise UserError(f"{where}: it contains no {MANIFEST}. Copy the whole folder of a cache.")
+    with reading(folder / MANIFEST, "copy it again"):
+        manifest = parse_manifest((folder / MANIFEST).read_bytes())
+    check_fit(manifest["parts"], wanted, where)
+    for name, facts in manifest["shards"].items():
+        tar = folder / name
+        if not part_path(tar).is_file() or not tar.is_file() or tar.stat().st_size != facts["bytes"]:
+            raise UserError(f"{where}: {name} is incomplete. Copy it and its .jsonl again.")
+    with reading(folder, REMEDY):
+        index = ShardIndex(Cache(folder, {}).rows())
+    index.forget_ids()
+    if not index.numbers:
+        raise UserError(f"{where}: it contains no samples. Choose another cache.")
+    return index
+
+
+def hold_out(index: ShardIndex, count: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the indices of the samples to hold out, `count` in number, and of those to train on."""
+    if count == 0:
+        return [], index.numbers
+    first = [number for number in index.numbers if index.is_first[number]]
+    names = [index.keys[number] for number in first]
+    held = sorted(choose_held_out(names, names, count, "samples"))
+    held_names = {names[place] for place in held}
+    learned = array("i", (number for number in index.numbers if index.keys[number] not in held_names))
+    return [first[place] for place in held], learned

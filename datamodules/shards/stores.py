@@ -1,40 +1,65 @@
-"""Object stores (buckets, containers, servers), opened with the credentials of the environment."""
+"""Object stores (buckets, containers, servers): opened with the credentials of the environment, and their errors."""
 
 import base64
 import configparser
+import http.client
 import os
+import re
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import url2pathname
 
 from datamodules.errors import UserError, without_credentials
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-# The scheme of a URL, and the kind of store it means.
+# The kind of store of a URL's scheme.
 KINDS = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     "gs": "gs",
     **dict.fromkeys(("az", "azure", "adl", "abfs", "abfss"), "az"),
     **dict.fromkeys(("http", "https"), "http"),
+    "file": "file",
 }
-CONNECT_TIMEOUT = timedelta(seconds=30)
-READ_TIMEOUT = timedelta(seconds=30)  # between bytes of an answer; of a part of an upload in all
-ACCESS_KEY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
-REGION = ("AWS_REGION", "AWS_DEFAULT_REGION")
-ENDPOINT = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+TIMEOUT = timedelta(seconds=30)  # to connect, between bytes of an answer, and for a whole part of an upload
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_SKIP_SIGNATURE=true for a public bucket)",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS (GOOGLE_SKIP_SIGNATURE=true for a public bucket)",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (AZURE_SKIP_SIGNATURE=true for a public container)",
+}
+RETRIED = (408, 425, 429)  # statuses; and 500 and above
+# Where machines in a cloud request credentials.
+METADATA = re.compile(r"169\.254\.169\.254|fd00:ec2|/latest/(api/token|meta-data)|token request")
+REGION = re.compile(r"without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
+# obstore's network errors in words.
+NETWORK = {
+    r"[Cc]ertificate|UnknownIssuer": "this machine does not trust its certificate",
+    r"InvalidContentType|kind: Builder": "its server speaks another protocol",
+    r"dns error|failed to lookup": "no such host",
+    r"TimedOut|Elapsed|kind: Timeout": "timed out",
+    r"Incomplete|UnexpectedEof|kind: Interrupted": "broke off",
+    r"HttpError|HTTP error": "the connection failed",
+}
+
+
+class Failure(NamedTuple):
+    """The problem in words, which follow the URL; and `lasts`: whether retrying is useless."""
+
+    problem: str
+    lasts: bool
 
 
 def kind_of(url: str) -> str | None:
-    """The kind of store of a URL: s3, gs, az or http; None for others."""
+    """Return the kind of store of a URL: s3, gs, az, http or file; None for others."""
     return KINDS.get(url.partition("://")[0].lower())
 
 
 def local_folder(place: str, under: str = "cache") -> Path:
-    """A folder of this machine: `place` itself, or for one in a bucket UNDER/BUCKET/PATH."""
+    """Return a folder of this machine: `place` itself, or UNDER/BUCKET/PATH for a folder in a bucket."""
     if "://" not in place:
         return Path(place).expanduser()
     url = urlsplit(place)
@@ -42,22 +67,24 @@ def local_folder(place: str, under: str = "cache") -> Path:
 
 
 def locate(url: str, setting: str = "data.shards") -> "tuple[ObjectStore, str]":
-    """The store of a URL, and the object's path in it.
+    """Return the store of a URL, and the object's path in it.
 
     Args:
-        setting: that names it, for messages.
+        setting: that specifies the URL, for messages.
 
     Raises:
         UserError: no such protocol, no bucket, or credentials that cannot be read.
     """
     kind = kind_of(url)
     if kind is None:
-        known = "s3://, gs://, az://, https://, file:// and pipe:"
-        raise UserError(f"{setting}: cannot open {without_credentials(url)}: no such protocol; there are {known}")
+        known = "s3://, gs://, az://, https:// or file://"
+        raise UserError(f"{setting}={without_credentials(url)}: there is no such folder or protocol. Use {known}.")
     if kind == "http":
         return _server(url), ""
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
+    if kind == "file":
+        return _bucket(kind, "file:///"), url2pathname(path)
     if not bucket:
         raise UserError(f"{setting}: {url} names no bucket")
     return _bucket(kind, f"{scheme}://{bucket}"), path
@@ -72,7 +99,7 @@ def _bucket(kind: str, url: str) -> "ObjectStore":
 
 
 def _server(url: str) -> "ObjectStore":
-    """A user and password in the URL are sent as Basic authorization, but not to hosts that it redirects to."""
+    """Open an HTTP server; a login in the URL is sent as Basic authorization, but not to hosts that it redirects to."""
     from obstore.store import HTTPStore
 
     parts = urlsplit(url)
@@ -85,12 +112,8 @@ def _server(url: str) -> "ObjectStore":
 
 
 def _client() -> "ClientConfig":
-    return {
-        "allow_http": True,
-        "timeout": timedelta(days=365),
-        "connect_timeout": CONNECT_TIMEOUT,
-        "read_timeout": READ_TIMEOUT,
-    }
+    whole = timedelta(days=365)
+    return {"allow_http": True, "timeout": whole, "connect_timeout": TIMEOUT, "read_timeout": TIMEOUT}
 
 
 def _retries() -> "RetryConfig":
@@ -98,37 +121,34 @@ def _retries() -> "RetryConfig":
 
 
 def aws_settings() -> dict[str, str]:
-    """Settings of AWS's configuration files, which obstore does not read, where the environment has none.
+    """Return the settings of AWS's configuration files, which obstore does not read; the environment overrides them.
 
     Source: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-files.html
 
     Raises:
         UserError: a file or profile cannot be used.
     """
-    chosen = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    chosen = os.environ.get("AWS_PROFILE")
     name = chosen or "default"
     profile = {
         **_section("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         **_section("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     }
-    if chosen and not profile:
-        raise UserError(f"AWS_PROFILE={name}: neither ~/.aws/credentials nor ~/.aws/config has such a profile")
-    settings = {"region": profile.get("region"), "endpoint": profile.get("endpoint_url")}
-    keys = ("access_key_id", "secret_access_key", "session_token")
-    settings |= {key: profile.get(f"aws_{key}") for key in keys}
-    for variables, overridden in ((REGION, ("region",)), (ENDPOINT, ("endpoint",)), (ACCESS_KEY, keys)):
-        if any(os.environ.get(variable) for variable in variables):
-            settings |= dict.fromkeys(overridden)
-        elif overridden == keys and profile and not settings["access_key_id"] and _signs_in(profile):
-            raise UserError(
-                f"the AWS profile {name} holds no access key but a way to get one: "
-                f'eval "$(aws configure export-credentials --profile {name} --format env)"'
-            )
+    if chosen and not profile.get("aws_access_key_id") and not os.environ.get("AWS_ACCESS_KEY_ID"):
+        raise UserError(
+            f"AWS_PROFILE={name}: ~/.aws contains no access key of this profile. If it signs in, run "
+            f'eval "$(aws configure export-credentials --profile {name} --format env)".'
+        )
+    settings = {}
+    if not any(os.environ.get(variable) for variable in ("AWS_REGION", "AWS_DEFAULT_REGION")):
+        settings["region"] = profile.get("region")
+    if not any(os.environ.get(f"AWS_ENDPOINT{end}") for end in ("_URL_S3", "_URL", "")):
+        settings["endpoint"] = profile.get("endpoint_url")
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+    if not any(os.environ.get(variable) for variable in keys):
+        for key in ("access_key_id", "secret_access_key", "session_token"):
+            settings[key] = profile.get(f"aws_{key}")
     return {key: value for key, value in settings.items() if value}
-
-
-def _signs_in(profile: dict[str, str]) -> bool:
-    return any(key.startswith("sso_") or key in ("role_arn", "credential_process") for key in profile)
 
 
 def _section(variable: str, file: str, section: str) -> dict[str, str]:
@@ -138,5 +158,44 @@ def _section(variable: str, file: str, section: str) -> dict[str, str]:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError, OSError) as error:
         # Its message would quote the line, which may be a key.
-        raise UserError(f"{path} cannot be read ({type(error).__name__}): mend it, or set {variable}") from None
+        raise UserError(f"{path} cannot be read ({type(error).__name__}). Correct it, or set {variable}.") from None
     return dict(parser[section]) if parser.has_section(section) else {}
+
+
+def failure(error: Exception, url: str, done: str = "read") -> Failure:
+    """Return the failure behind an error of obstore, of the file system, or of a tar that is cut short or damaged.
+
+    Args:
+        done: read or written, for the message.
+    """
+    from obstore.exceptions import BaseError
+
+    text = str(error).strip() or type(error).__name__
+    if is_bucket_absent(error):
+        return Failure(f"is not there: there is no bucket {urlsplit(url).netloc}", True)
+    if isinstance(error, FileNotFoundError):
+        return Failure("is not there", True)
+    if isinstance(error, OSError) and error.errno is not None:
+        return Failure(error.strerror or type(error).__name__, False)
+    first = without_credentials(re.sub(r"^Generic \w+ error: ", "", text.splitlines()[0]))
+    if not isinstance(error, BaseError):
+        return Failure(first, False)
+    credentials = CREDENTIALS.get(kind_of(url) or "", "the login in the URL")
+    if METADATA.search(text):
+        return Failure(f"needs credentials: set {credentials}", True)
+    if REGION.search(text):
+        return Failure("is in a bucket of another region: set AWS_REGION", True)
+    if status := re.search(r"status code: (\d+)", text):
+        number, code = int(status[1]), re.search(r"<Code>(\w+)", text)
+        what = f"{number} {code[1] if code else http.client.responses.get(number, '')}".strip()
+        if number in (401, 403):
+            return Failure(f"may not be {done} ({what}): check {credentials}", True)
+        lasts = number < 500 and number not in RETRIED
+        return Failure(f"cannot be {done}: {what}" if lasts else what, lasts)
+    return Failure(next((words for pattern, words in NETWORK.items() if re.search(pattern, text)), first), False)
+
+
+def is_bucket_absent(error: Exception) -> bool:
+    """Return whether the whole bucket does not exist, rather than the object."""
+    code = re.search(r"<Code>(\w+)", str(error))
+    return code is not None and code[1] in ("NoSuchBucket", "ContainerNotFound")

@@ -1,23 +1,113 @@
-"""Remote shards, read in a shuffled order and collected into batches without end."""
+"""Remote shards: found by their manifest, streamed despite network failures, and collected into batches without end."""
 
-import contextlib
 import itertools
+import json
 import random
+import tarfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import Full, Queue
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import webdataset as wds
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, stack_padded
+from datamodules.errors import UserError, without_credentials
 from datamodules.images.framing import Size
+from datamodules.prefetch import Jobs
 from datamodules.sampler import drawn_caption
-from datamodules.shards.reader import latent_batch
-from datamodules.shards.remote import Shard, read_groups
+from datamodules.shards.cache import MANIFEST, parse_manifest
+from datamodules.shards.reader import latent_batch, without_prefix
 from datamodules.shards.tar import Row, size_of
+from datamodules.shards.transfer import BROKEN, Attempts, DamagedError, fetch, open_url
+
+
+class RemoteShard(NamedTuple):
+    """A tar behind a URL, with the number of its samples and prompts."""
+
+    url: str
+    samples: int
+    prompts: int
+
+
+def find_shards(url: str) -> tuple[list[RemoteShard], dict[str, Any]]:
+    """Return the shards of the cache at a URL, and its manifest.
+
+    Raises:
+        UserError: there is no manifest, or it lists no samples.
+    """
+    path, mark, query = url.partition("?")  # the query may be a token
+    inside = lambda name: f"{path.rstrip('/')}/{name}{mark}{query}"  # noqa: E731
+    try:
+        manifest = parse_manifest(fetch(inside(MANIFEST)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"data.shards: {without_credentials(inside(MANIFEST))} is no manifest of a cache") from error
+    found = [RemoteShard(inside(name), one["samples"], one["prompts"]) for name, one in manifest["shards"].items()]
+    shards = [shard for shard in found if shard.samples]  # a build may have added only prompts
+    if not shards:
+        raise UserError(f"data.shards={without_credentials(url)}: it contains no samples")
+    return shards, manifest
+
+
+def read_rows(shard: RemoteShard, stopped: threading.Event | None = None) -> Iterator[tuple[Row, bytes]]:
+    """Yield the row and the safetensors of each sample and prompt of a tar, in order.
+
+    After a failure the tar is read again from its last complete group; nothing is skipped silently.
+
+    Args:
+        stopped: no further attempt is made once it is set.
+
+    Raises:
+        UserError: the tar cannot be read, or changed while it was read.
+    """
+    attempts = Attempts(shard.url, stopped=stopped)
+    tag, start, count = None, 0, 0
+    while count < shard.samples + shard.prompts:
+        try:
+            with open_url(shard.url, start) as stream:
+                if tag not in (None, stream.tag):
+                    raise UserError(
+                        f"data.shards: {without_credentials(shard.url)} changed while it was read. Start again."
+                    )
+                tag, offset = stream.tag, start
+                for row, data, end in _groups(stream):
+                    count, start = count + 1, offset + end
+                    attempts.count = 0
+                    yield row, data
+            if count < shard.samples + shard.prompts:
+                raise DamagedError(f"it ended after {count} of {shard.samples + shard.prompts} entries")
+        except BROKEN as error:
+            attempts.after(error)
+
+
+def _groups(stream: Any) -> Iterator[tuple[Row, bytes, int]]:
+    """Yield the row and the safetensors of each group of a tar, and the offset of its end.
+
+    Raises:
+        DamagedError: a member does not belong there, or does not match its row.
+    """
+    data = b""
+    with tarfile.open(fileobj=stream, mode="r|") as tar:
+        for member in tar:
+            tar.members = []  # type: ignore[attr-defined]  # else it keeps them all in memory
+            file = tar.extractfile(member)
+            if file is None:
+                raise DamagedError(f"{member.name} does not belong there")
+            content = file.read()
+            if member.name.endswith(".safetensors"):
+                data = content
+                continue
+            try:
+                row = json.loads(content)
+                intact = zlib.crc32(data) == row["crc32"]
+            except (ValueError, KeyError, TypeError):
+                intact = False
+            if not intact:
+                raise DamagedError(f"{member.name.removesuffix('.json')} is damaged")
+            yield row, data, member.offset_data - (-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
 @dataclass
@@ -25,7 +115,7 @@ class Item:
     """A sample from a stream.
 
     Attributes:
-        id: of its row; a sample has several, where there are several views of it.
+        id: of its row; a sample with several views has several.
         prompts: the conditioning of each of its captions.
         empty_id: the id of its empty prompt's conditioning, which samples may share.
     """
@@ -38,44 +128,62 @@ class Item:
     empty_id: str
 
 
+def read_items(
+    shard: RemoteShard, empty_prompt: bool, stopped: threading.Event | None = None
+) -> Iterator[tuple[Row, Item]]:
+    """Yield the samples of a tar in order, each with its row of the index."""
+    prompts: dict[str, dict[str, Tensor]] = {}
+    for row, data in read_rows(shard, stopped):
+        if "key" not in row:
+            if empty_prompt or not row["id"].startswith("empty_prompt-"):
+                prompts[row["id"]] = without_prefix(safetensors.torch.load(data))
+            continue
+        name = row["empty_prompt"]
+        empty = prompts[name] if empty_prompt else {}
+        yield (
+            row,
+            Item(
+                row["id"], row["key"], safetensors.torch.load(data), [prompts[p] for p in row["prompts"]], empty, name
+            ),
+        )
+
+
 def collate(items: list[Item], draws: list[int], seed: int | None, preserve_empty: bool = False) -> LatentBatch:
-    """The batch of samples of one size.
+    """Return the batch of samples of one size.
 
     Args:
-        seed: and the draws choose their captions; None for the first.
-        preserve_empty: whether the empty prompt is what each has beside its own.
+        seed: draws their captions, with the draws; None for the first.
+        preserve_empty: whether the empty prompt is the preserved prompt of each sample.
     """
     drawn = zip(items, draws, strict=True)
     prompts = [item.prompts[drawn_caption(seed, draw, len(item.prompts))] for item, draw in drawn]
     empty = [item.empty_prompt for item in items]
-    preserved = stack_padded(empty) if preserve_empty else {}
-    if len({item.empty_id for item in items}) == 1:
-        empty = empty[:1]
-    tensors, prompt, empty_prompt = map(stack_padded, ([i.tensors for i in items], prompts, empty))
-    batch = latent_batch([item.key for item in items], draws, tensors, prompt, empty_prompt)
-    batch.preserve_prompt = preserved
+    shared = empty[:1] if len({item.empty_id for item in items}) == 1 else empty
+    batch = latent_batch([item.key for item in items], draws, [item.tensors for item in items], prompts, shared)
+    if preserve_empty:
+        batch.preserve_prompt = stack_padded(empty)
     return batch
 
 
 class ShardStream:
-    """Batches of one size, without end, by WebDataset.
+    """Batches of one size, without end.
 
     In each epoch the shards are shuffled and dealt out to all workers of all processes in turn, so any number of
     shards suits any number of workers. The samples that a worker reads pass through a shuffle buffer.
 
     Args:
-        limit: how many samples with this number of tokens make a batch.
+        limit: returns how many samples with this number of tokens make a batch.
         shuffle_buffer: samples in the buffer of each worker.
         rank, world_size: of this process.
         start: batches of this process before the run was resumed; part of the seed of the order.
         empty_prompt: whether batches include the empty prompt's conditioning.
-        stride: the most samples of a batch: each batch has so many numbers of draws.
-        preserve_empty: of `collate`.
+        stride: the most samples of a batch; each batch reserves as many draws.
+        preserve_empty: see `collate`.
     """
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[RemoteShard],
         limit: Callable[[int], int],
         shuffle_buffer: int,
         seed: int,
@@ -97,10 +205,20 @@ class ShardStream:
         self.empty_prompt = empty_prompt or preserve_empty
         self.stride = stride
 
-    def batches(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[LatentBatch]:
-        """The batches of one worker, until `stopped` is set; workers take turns.
+    def jobs(self, workers: int) -> Jobs:
+        """Yield the jobs of a `ThreadedLoader`, each of which reads a batch; workers take turns."""
+        stopped = threading.Event()
+        streams = [self.batches(worker, workers, stopped) for worker in range(workers)]
+        try:
+            for stream in itertools.cycle(streams):
+                yield stream.__next__
+        finally:
+            stopped.set()
 
-        All randomness of a sample is a function of the seed and the number of its draw.
+    def batches(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[LatentBatch]:
+        """Yield the batches of one worker, until `stopped` is set.
+
+        All randomness of a sample is a function of the seed and the index of its draw.
         """
         numbers = itertools.count(self.start + worker, workers)
         for items, number in zip(self._groups(worker, workers, stopped), numbers, strict=False):
@@ -108,7 +226,7 @@ class ShardStream:
             yield collate(items, list(range(first, first + len(items))), self.seed, self.preserve_empty)
 
     def _groups(self, worker: int, workers: int, stopped: threading.Event) -> Iterator[list[Item]]:
-        """The samples of each batch of one worker."""
+        """Yield the samples of each batch of one worker."""
         place, places = self.rank * workers + worker, self.world_size * workers
         samples = self._samples(place, places, stopped)
         if self.shuffle_buffer > 1:
@@ -120,7 +238,7 @@ class ShardStream:
             size = size_of(row)
             group = waiting.setdefault(size, [])
             tokens = max(row["tokens"], longest.get(size, 0) if group else 0)
-            # A sample that comes again belongs to the next epoch: no batch may hold it twice.
+            # A sample that is drawn again belongs to the next epoch: no batch may contain it twice.
             if group and (any(item.id == other.id for other in group) or len(group) >= self.limit(tokens)):
                 yield waiting.pop(size)
                 group, tokens = waiting.setdefault(size, []), row["tokens"]
@@ -129,86 +247,14 @@ class ShardStream:
             if len(group) >= self.limit(tokens):
                 yield waiting.pop(size)
 
-    def order(self, epoch: int) -> list[Shard]:
-        """All shards, in the order of this epoch."""
+    def order(self, epoch: int) -> list[RemoteShard]:
+        """Return all shards in the order of this epoch."""
         return random.Random(f"{self.seed} {self.start} {epoch}").sample(self.shards, len(self.shards))
 
     def _samples(self, place: int, places: int, stopped: threading.Event) -> Iterator[tuple[Row, Item]]:
         for epoch in itertools.count():
             for shard in self.order(epoch)[(place + epoch) % places :: places]:
                 for sample in read_items(shard, self.empty_prompt, stopped):
-                    if not _needed(stopped):
+                    if stopped.is_set():
                         return
                     yield sample
-
-
-def read_items(shard: Shard, empty_prompt: bool, stopped: threading.Event | None = None) -> Iterator[tuple[Row, Item]]:
-    """The samples of a tar in order, each with its row of the index."""
-    prompts: dict[str, dict[str, Tensor]] = {}
-    for row, data in read_groups(shard, stopped):
-        tensors = safetensors.torch.load(data)
-        if "key" not in row:
-            if empty_prompt or not row["id"].startswith("empty_prompt-"):
-                prompts[row["id"]] = tensors
-            continue
-        name = row["empty_prompt"]
-        empty = {k.removeprefix("empty_"): x for k, x in prompts[name].items()} if empty_prompt else {}
-        yield row, Item(row["id"], row["key"], tensors, [prompts[id] for id in row["prompts"]], empty, name)
-
-
-def _needed(stopped: threading.Event) -> bool:
-    """Whether batches are still needed: a loop that ended by an error may not have set `stopped` when Python exits."""
-    return not stopped.is_set() and threading.main_thread().is_alive()
-
-
-class StreamLoader:
-    """The batches of a stream.
-
-    Args:
-        num_workers: threads that prefetch, one batch of each in turn; 0 reads on demand. (Not processes: obstore has
-            read the manifest before, and a forked process would wait forever for its threads.)
-    """
-
-    def __init__(self, stream: ShardStream, num_workers: int) -> None:
-        self.stream = stream
-        self.num_workers = num_workers
-
-    def __iter__(self) -> Iterator[LatentBatch]:
-        stopped = threading.Event()
-        if self.num_workers == 0:
-            yield from self.stream.batches(0, 1, stopped)
-            return
-        queues: list[Queue[LatentBatch | Exception]] = [Queue(maxsize=2) for _ in range(self.num_workers)]
-        threads = [
-            threading.Thread(target=self._read, args=(worker, queue, stopped), name=f"shards {worker}")
-            for worker, queue in enumerate(queues)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for queue in itertools.cycle(queues):
-                batch = queue.get()
-                if isinstance(batch, Exception):
-                    raise batch
-                yield batch
-        finally:
-            stopped.set()
-            for thread in threads:
-                thread.join()
-
-    def _read(self, worker: int, queue: "Queue[LatentBatch | Exception]", stopped: threading.Event) -> None:
-        try:
-            for batch in self.stream.batches(worker, self.num_workers, stopped):
-                if not _put(batch, queue, stopped):
-                    return
-        except Exception as error:  # raised by the main thread
-            _put(error, queue, stopped)
-
-
-def _put(result: LatentBatch | Exception, queue: "Queue[LatentBatch | Exception]", stopped: threading.Event) -> bool:
-    """Wait for a free slot in the queue; False if batches are no longer needed."""
-    while _needed(stopped):
-        with contextlib.suppress(Full):
-            queue.put(result, timeout=0.5)
-            return True
-    return False

@@ -1,26 +1,32 @@
-"""Bytes of a URL, read with retries."""
+"""Reading and writing objects with retries: whole objects, streams, and a folder in a bucket."""
 
+import hashlib
 import io
 import logging
 import tarfile
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, TYPE_CHECKING
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, TypeVar
 
-from datamodules.errors import UserError
-from datamodules.shards.failures import command_failure, failure, shown
-from datamodules.shards.stores import locate
+import obstore
+from obstore.exceptions import BaseError, NotSupportedError
 
-if TYPE_CHECKING:
-    from obstore import GetOptions
+from datamodules.errors import UserError, without_credentials
+from datamodules.files import replacing
+from datamodules.shards.stores import failure, is_bucket_absent, kind_of, locate
 
 log = logging.getLogger("retouch")
 
+Result = TypeVar("Result")
 ATTEMPTS = 5
 PAUSE = 1.0  # seconds before the second attempt, doubled for each further one
+# The metadata of an object with the checksum of its content.
+CHECKSUM = "sha256"
+# Of 5 MiB, uploaded at once: few, since each must be sent within the timeout, even on a slow connection.
+UPLOADED_PARTS = 2
 
 
 class StoppedError(Exception):
@@ -28,35 +34,33 @@ class StoppedError(Exception):
 
 
 class DamagedError(Exception):
-    """The bytes are not what was written."""
+    """The bytes are not as they were written."""
 
 
-# What a stream of `open_url` or its reader may raise: reading again from the start may help.
-BROKEN = (OSError, EOFError, tarfile.TarError, DamagedError)
+# The errors of a stream or its reader after which another attempt may help.
+BROKEN = (BaseError, OSError, EOFError, tarfile.TarError, DamagedError)
 
 
 class Attempts:
     """Counts consecutive failures, and waits between attempts.
 
     Args:
-        url: what is read or written.
-        known: whether its host was reached before: then a failed name lookup is retried.
-        stopped: set when the bytes are no longer needed.
-        setting: that names the URL.
+        url: that is read or written.
+        setting: that specifies the URL, for messages.
         done: read or written, for messages.
+        stopped: set when the bytes are no longer needed.
     """
 
     def __init__(
-        self, url: str, known: bool, stopped: threading.Event, setting: str = "data.shards", done: str = "read"
+        self, url: str, setting: str = "data.shards", done: str = "read", stopped: threading.Event | None = None
     ) -> None:
         self.url = url
         self.setting = setting
         self.done = done
-        self.known = known
-        self.stopped = stopped
+        self.stopped = stopped or threading.Event()
         self.count = 0
 
-    def after(self, error: Exception, stream: IO[bytes] | None = None) -> None:
+    def after(self, error: Exception) -> None:
         """Wait before the next attempt.
 
         Raises:
@@ -64,112 +68,170 @@ class Attempts:
             StoppedError: the bytes are no longer needed.
         """
         self.count += 1
-        what, lasts = command_failure(stream) or failure(error, self.url, self.known, self.done)
+        problem, lasts = failure(error, self.url, self.done)
+        shown = without_credentials(self.url)
         # `from None`: the cause may quote the URL with its credentials.
         if lasts:
-            raise UserError(f"{self.setting}: {shown(self.url)} {what}") from None
+            raise UserError(f"{self.setting}: {shown} {problem}") from None
         if self.count == ATTEMPTS:
-            what = f"cannot be {self.done}: {what} ({self.count} attempts)"
-            raise UserError(f"{self.setting}: {shown(self.url)} {what}") from None
+            raise UserError(f"{self.setting}: {shown} cannot be {self.done}: {problem} ({ATTEMPTS} attempts)") from None
         pause = PAUSE * 2 ** (self.count - 1)
-        log.warning(f"note: {shown(self.url)}: {what}; attempt {self.count + 1} of {ATTEMPTS} in {pause:g} s")
+        log.warning(f"note: {shown}: {problem}; attempt {self.count + 1} of {ATTEMPTS} in {pause:g} s")
         if self.stopped.wait(pause):
             raise StoppedError from None
 
 
-def open_url(url: str, known: bool, stopped: threading.Event) -> IO[bytes]:
-    """The bytes of a URL, a local path, or a command after `pipe:`, as a stream."""
-    if url.startswith("pipe:"):
-        from webdataset.gopen import gopen  # imports torch
-
-        return gopen(url, "rb")
-    if url.startswith("file://"):
-        url = url2pathname(urlsplit(url).path)
-    if "://" not in url:
-        return Path(url).expanduser().open("rb")
-    return io.BufferedReader(Transfer(Attempts(url, known, stopped)), 1 << 20)
-
-
 def fetch(url: str) -> bytes:
-    """The bytes of a small file."""
-    attempts = Attempts(url, known=False, stopped=threading.Event())
+    """Return the bytes of a small object; raises a UserError if it cannot be read."""
+    attempts = Attempts(url)
     while True:
-        stream = None
         try:
-            with open_url(url, attempts.known, attempts.stopped) as stream:
+            with open_url(url) as stream:
                 return stream.read()
         except BROKEN as error:
-            attempts.after(error, stream)
+            attempts.after(error)
 
 
-class Transfer(io.RawIOBase):
-    """The bytes of an object as a stream: a transfer that breaks off is resumed at its position.
+class ObjectStream(io.RawIOBase):
+    """The bytes of an object as a stream.
 
-    Servers without range requests send the object from its start again, and the bytes read before are skipped.
+    Attributes:
+        tag: identifies the object's content; None if the server specifies none.
     """
 
-    def __init__(self, attempts: Attempts) -> None:
+    def __init__(self, chunks: Iterator[bytes], skip: int, size: int, tag: str | None) -> None:
         super().__init__()
-        self.attempts = attempts
-        self.place = 0
-        self.size = -1
-        self.tag: str | None = None
-        self.chunks: Iterator[bytes] | None = None
-        self.ranges = True  # until the server refuses one
-        self.again = 0  # bytes still to skip
-        self.rest = memoryview(b"")
+        self.tag = tag
+        self._chunks = chunks
+        self._skip = skip  # bytes still to skip
+        self._missing = size + skip
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        if not self.rest:
-            self.rest = memoryview(self._chunk())
-        count = min(len(buffer), len(self.rest))
-        buffer[:count] = self.rest[:count]
-        self.rest = self.rest[count:]
+        while not self._rest and self._missing:
+            chunk = next(self._chunks, b"")
+            if not chunk:
+                raise EOFError(f"broke off {self._missing} bytes before its end")
+            self._missing -= len(chunk)
+            self._rest = memoryview(chunk)[self._skip :]
+            self._skip = max(0, self._skip - len(chunk))
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count
 
-    def close(self) -> None:
-        self.chunks = None
-        super().close()
 
-    def _chunk(self) -> bytes:
-        """The next bytes; empty at the end."""
-        from obstore.exceptions import BaseError
+def open_url(url: str, start: int = 0) -> ObjectStream:
+    """Open an object as a stream from the byte `start`."""
+    store, path = locate(url)
+    try:
+        result = obstore.get(store, path, options={"range": {"offset": start}} if start else {})
+    except NotSupportedError:  # a server without ranges
+        result = obstore.get(store, path)
+    first, end = result.range
+    return ObjectStream(iter(result.stream(min_chunk_size=1)), start - first, end - start, result.meta["e_tag"])
 
+
+class Bucket:
+    """A folder in a bucket: s3://, gs:// or az://.
+
+    Args:
+        url: of the folder.
+        setting: that specifies it, for messages.
+    """
+
+    def __init__(self, url: str, setting: str) -> None:
+        if kind_of(url) not in ("s3", "gs", "az"):
+            raise UserError(f"{setting}={without_credentials(url)}: name a folder, or one in s3://, gs:// or az://")
+        self.url = url
+        self.setting = setting
+        self.store, path = locate(url, setting)
+        self.prefix = f"{path.strip('/')}/" if path.strip("/") else ""
+
+    def __str__(self) -> str:
+        return without_credentials(self.url)
+
+    def attempt(self, work: Callable[[], Result], done: str = "read") -> Result:
+        """Return the result of `work`, with several attempts.
+
+        Args:
+            done: read or written, for messages.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            UserError: there is no such bucket, or the attempts have failed.
+        """
+        attempts = Attempts(self.url, self.setting, done)
         while True:
             try:
-                if self.chunks is None:
-                    self.chunks = self._connect()
-                for chunk in self.chunks:
-                    new = chunk[self.again :]
-                    self.again = max(0, self.again - len(chunk))
-                    if new:
-                        self.place += len(new)
-                        self.attempts.count = 0
-                        return new
-                if self.place == self.size:
-                    return b""
-                raise EOFError(f"broke off after {self.place} of {self.size} bytes")
-            except (BaseError, OSError, EOFError) as error:
-                self.chunks = None
-                self.attempts.after(error)
+                return work()
+            except BROKEN as error:
+                if isinstance(error, FileNotFoundError) and not is_bucket_absent(error):
+                    raise
+                attempts.after(error)
 
-    def _connect(self) -> Iterator[bytes]:
-        import obstore
-        from obstore.exceptions import NotSupportedError
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each object by its path in the folder."""
+        found = self.attempt(lambda: obstore.list(self.store, self.prefix).collect())
+        # S3's console creates empty objects that are named as folders.
+        folders = {str(folder) for one in found for folder in PurePosixPath(one["path"]).parents}
+        folders.add(self.prefix.rstrip("/"))
+        return {one["path"].removeprefix(self.prefix): one["size"] for one in found if one["path"] not in folders}
 
-        store, path = locate(self.attempts.url)
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of an object; None if there is none."""
         try:
-            options: GetOptions = {"range": {"offset": self.place}} if self.place and self.ranges else {}
-            result = obstore.get(store, path, options=options)
-        except NotSupportedError:
-            self.ranges = False
-            result = obstore.get(store, path)
-        self.again = self.place - result.range[0]
-        size, tag = result.meta["size"], result.meta["e_tag"]
-        if self.size not in (-1, size) or (self.tag and tag and self.tag != tag):
-            raise DamagedError("it changed while it was read")
-        self.size, self.tag = size, tag
-        return iter(result.stream(min_chunk_size=1))
+            return self.attempt(lambda: bytes(obstore.get(self.store, self.prefix + name).bytes()))
+        except FileNotFoundError:
+            return None
+
+    def checksum(self, name: str) -> str | None:
+        """Return the sha256 of an object's content, or an empty text if another program wrote it; None if absent."""
+        try:
+            got = self.attempt(lambda: obstore.get(self.store, self.prefix + name, options={"head": True}))
+        except FileNotFoundError:
+            return None
+        return str(got.attributes.get(CHECKSUM, ""))
+
+    def download(self, name: str, path: Path) -> None:
+        """Replace a file by an object; raises FileNotFoundError if there is none."""
+
+        def fetch() -> None:
+            got = obstore.get(self.store, self.prefix + name)
+            digest = hashlib.sha256()
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                for chunk in got.stream():
+                    file.write(chunk)
+                    digest.update(chunk)
+                if got.attributes.get(CHECKSUM, digest.hexdigest()) != digest.hexdigest():
+                    raise DamagedError(f"{name} is not as it was uploaded")
+                if file.tell() != got.meta["size"]:
+                    raise DamagedError(f"broke off after {file.tell()} of {got.meta['size']} bytes")
+
+        self.attempt(fetch)
+
+    def write(self, name: str, content: Path | bytes) -> None:
+        """Create or replace an object by a file or by bytes."""
+
+        def put() -> None:
+            with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+                checked = {CHECKSUM: _sha256(file)}
+                obstore.put(self.store, self.prefix + name, file, attributes=checked, max_concurrency=UPLOADED_PARTS)
+
+        self.attempt(put, "written")
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; some may be absent."""
+        for path in [self.prefix + name for name in names]:
+            with suppress(FileNotFoundError):
+                self.attempt(partial(obstore.delete, self.store, path), "written")
+
+
+def _sha256(file: BinaryIO) -> str:
+    """Return the checksum of an open file, which is then at its start again."""
+    digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+    file.seek(0)
+    return digest.hexdigest()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 
+from callbacks import shard_writer
 from callbacks.shard_writer import ShardWriter
 from runs.signals import stop
 
@@ -27,11 +28,12 @@ class Hold(L.Callback):
             until_told()
 
 
-def hold_build(samples: int, marker: Path) -> None:
-    """Make a cache's build wait when it has encoded some samples, -1 for none, until a signal or MARKER.go tells it.
+def hold_build(samples: int, marker: Path, shard_size: int = 2**29) -> None:
+    """Make a cache's build wait after some samples, -1 for never, until a signal comes or MARKER.go exists.
 
-    The marker says that it waits; MARKER.encoded grows by a byte for each sample that is encoded.
+    The marker exists while it waits; MARKER.encoded grows by a byte with each encoded sample.
     """
+    shard_writer.SHARD_SIZE = shard_size
     write = ShardWriter.write_on_batch_end
 
     def write_and_hold(writer, *args):

@@ -20,25 +20,26 @@ def facts(number):
 
 
 def fill(cache, count, rank=0, full=20_000, first=0):
-    """Write samples as a build does."""
-    shard = cache.open_shard(rank, full)
+    """Write samples as a build does; return the last tar, which is not sealed yet."""
+    known = cache.sample_ids()
+    shard = cache.new_shard(rank)
     for number in range(first, first + count):
-        if shard.size >= full:
-            shard.seal()
-            shard = cache.open_shard(rank, full)
-        if f"id{number}" in {row["id"] for row in cache.rows()} | shard.ids:
+        if f"id{number}" in known:
             continue
+        if shard.size >= full:
+            cache.seal(shard)
+            shard = cache.new_shard(rank)
         row = facts(number)
         for id, prefix in ((row["prompts"][0], ""), (row["empty_prompt"], "empty_")):
             if id not in shard.ids:
                 value = torch.full((3, 5), float(9 if prefix else number % 2))
-                shard.add(id, {f"{prefix}prompt_embeds": value}, {"caption": "x"})
+                shard.add(id, {f"{prefix}prompt_embeds": value}, {"caption": "x", "text_tokens": 3})
         shard.add(f"id{number}", tensors(number), row)
     return shard
 
 
 def content(cache):
-    """All that the cache holds, by what it is called."""
+    """Return the bytes of each sample and prompt of a cache, by id."""
     found = {}
     for row in cache.rows():
         data = (cache.folder / row["shard"]).read_bytes()[row["offset"] : row["offset"] + row["bytes"]]

@@ -1,7 +1,9 @@
-"""Streams of a cache of ten samples."""
+"""Streams of the cache of ten samples."""
 
 import threading
+from functools import partial
 
+from datamodules.prefetch import ThreadedLoader
 from datamodules.shards.stream import ShardStream
 
 
@@ -17,10 +19,9 @@ def keys(batches):
     return [key for batch in batches for key in batch.keys]
 
 
+def loader(*args, workers, **settings):
+    jobs = partial(stream(*args, **settings).jobs, max(1, workers))
+    return ThreadedLoader(jobs, workers, ahead=max(1, workers) - 1)
+
+
 ALL = {f"sample {n}" for n in range(10)}
-
-
-def braces(cache):
-    count = len(cache.manifest()["shards"])
-    assert count > 2
-    return f"latents-00000-{{000000..{count - 1:06d}}}.tar"

@@ -304,7 +304,7 @@ def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):
         (["captioner.dtype=half"], "captioner.dtype=half: choose"),
         (["captioner.device=cuda"], "captioner.device=cuda: this machine has cpu"),
         (["captioner.batch_size=0"], "captioner.batch_size=0: must be"),
-        (["data.cache_dir=null"], "task=caption is about data.root"),
+        (["data.cache_dir=null"], "task=caption works on data.root"),
     ],
 )
 def test_mistakes_are_one_line(run, arguments, bare, tmp_path, overrides, line):

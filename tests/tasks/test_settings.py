@@ -93,7 +93,6 @@ def test_no_number_may_be_infinite_or_nan(script):
         ("train", "data.batch_size=0", "must be a whole number from 1 on"),
         ("train", "data.num_workers=-1", "must be a whole number from 0 on"),
         ("train", "data.max_tokens_per_batch=0", "must be a whole number from 1 on or null"),
-        ("train", "data.shard_size=big", "must be a whole number from 1 on"),
         ("train", "optimizer.lr=-1", "must be a number from 0 on"),
         ("train", "optimizer.lr=inf", "must be a number from 0 on"),
         ("train", "optimizer.lr=abc", "must be a number from 0 on"),

@@ -1,4 +1,4 @@
-"""Caches and their servers."""
+"""A cache, and servers of it."""
 
 import os
 
@@ -33,7 +33,7 @@ def moto_server():
 
 @pytest.fixture
 def s3(moto_server, tmp_path, monkeypatch):
-    """An S3 server, and nothing else of AWS in the environment."""
+    """An S3 server, and no other setting of AWS in the environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     settings = {
@@ -54,8 +54,8 @@ def s3(moto_server, tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path):
-    """Ten samples in several shards."""
+    """Ten samples in several tars."""
     cache = Cache(tmp_path / "cache", {"dtype": "bfloat16"})
-    fill(cache, 10, full=9_000).seal()
+    cache.seal(fill(cache, 10, full=9_000))
     cache.merge()
     return cache
