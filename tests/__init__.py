@@ -1,1 +1,1 @@
-"""What is promised of train.py and predict.py, and of their parts."""
+"""Promises of train.py and predict.py, and of their parts."""

@@ -67,44 +67,44 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_stays_is_frozen():
-    """What was imported and made so far stays: the garbage collection after each run need not look through it."""
+    """Freeze all existing objects, so that the garbage collection after each run skips them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
-    """Each test draws what it drew the last time, alone or in the suite."""
+    """Seed the random numbers, so that a test draws the same ones alone and in the suite."""
     seed_everything(0, verbose=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _elsewhere(tmp_path_factory):
-    """What goes to the present folder by default goes to a temporary one."""
+    """Change into a temporary folder, which receives default outputs."""
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
-    """A folder that all workers share."""
+    """Return a folder that all workers share."""
     return shared_folder(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def repositories(shared) -> dict[str, Path]:
-    """For each model= a tiny pipeline on disk, float32, built when it is first needed."""
+    """Return, by model=, tiny float32 pipelines on disk, built on first use."""
     return Folders(shared / "tiny", list(MODELS), lambda name, folder: MODELS[name].build(folder))
 
 
 @pytest.fixture(scope="session")
 def tiny(repositories) -> Path:
-    """A tiny FluxKontextPipeline on disk, float32."""
+    """Return the folder of a tiny float32 FluxKontextPipeline."""
     return repositories["flux_kontext"]
 
 
 @pytest.fixture
 def stock(tiny):
-    """The same as diffusers loads it."""
+    """Return the tiny pipeline as loaded by diffusers."""
     from diffusers import FluxKontextPipeline
 
     pipeline = FluxKontextPipeline.from_pretrained(tiny)
@@ -120,13 +120,13 @@ def pairs(shared) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(shared, tiny, pairs) -> Runs:
-    """Runs by their settings, each made once; tests read them."""
+    """Return runs by their settings, each made once and only read."""
     return Runs(shared / "runs", tiny, pairs)
 
 
 @pytest.fixture(scope="session")
 def gallery(runs) -> Gallery:
-    """Runs by name, each made once; tests read them."""
+    """Return runs by name, each made once and only read."""
     return Gallery(runs)
 
 
@@ -150,7 +150,7 @@ def run():
 
 @pytest.fixture(scope="session")
 def learned(gallery):
-    """For each adapter= the folder of a run whose weights visibly change images, alpha different from rank."""
+    """Return, by adapter=, folders of runs whose weights visibly change images, with alpha unlike the rank."""
     return lambda adapter: gallery(adapter).folder
 
 
@@ -197,13 +197,13 @@ def build_dataset(model: str, root: Path) -> None:
 
 @pytest.fixture(scope="session")
 def datasets(shared) -> dict[str, Path]:
-    """For each model= a data set of `build_dataset`, built when it is first needed."""
+    """Return, by model=, data sets of `build_dataset`, built on first use."""
     return Folders(shared / "datasets", list(MODELS), build_dataset)
 
 
 @pytest.fixture
 def arguments(repositories, datasets):
-    """Overrides of a short quiet run."""
+    """Return overrides of a short quiet run."""
 
     def arguments(model, output, steps, *more, shown=False):
         common = short(repositories[model], datasets[model], output, steps, MODELS[model].data, shown)
@@ -214,7 +214,7 @@ def arguments(repositories, datasets):
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Two sizes, one with a second control of a size of its own, masks, prompts of very different lengths."""
+    """Build samples of two sizes, one with a second control, with masks and prompts of very different lengths."""
     root = make_pairs(tmp_path / "mixed", [(32, 32)] * 4 + [(48, 32)] * 4)
     for number in range(4, 8):
         photograph("coffee", 64, 32).save(root / "control_images" / f"{number:02d}_control_1.png")
@@ -226,13 +226,13 @@ def mixed(tmp_path):
 
 @pytest.fixture
 def trained(learned):
-    """A run whose LoRA visibly changes pictures."""
+    """Return the folder of a run whose LoRA visibly changes images."""
     return learned("lora")
 
 
 @pytest.fixture
 def photo(tmp_path):
-    """A picture on disk, 48x32."""
+    """Return the path of an image of 48x32."""
     photograph("coffee", 48, 32).save(tmp_path / "photo.png")
     return tmp_path / "photo.png"
 
@@ -241,7 +241,7 @@ def photo(tmp_path):
 def refuses(tiny, pairs, tmp_path):
     """Assert that train.py refuses settings, or predict.py a request, in one line with these words, and return it.
 
-    What a good run of the tiny FLUX Kontext needs is given; no folder may be left.
+    The settings of a good run of the tiny FLUX Kontext are given; no folder may be left.
     """
 
     def refuses(*overrides: str, words: str | Sequence[str] = (), script: str = "train", root: Path = pairs) -> str:

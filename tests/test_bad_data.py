@@ -85,7 +85,7 @@ def test_file_that_is_no_image(fails, folder):
 
 @pytest.mark.slow
 def test_image_that_breaks_during_training_is_named_and_the_process_ends(start, tiny, folder, tmp_path):
-    """A check at the start cannot see what happens to a file later; a worker left behind must not hold the exit."""
+    """A check at the start cannot see later changes of a file; a remaining worker must not delay the exit."""
     arguments = [*short(tiny, folder, tmp_path / "run", 2, "pairs"), "data.num_workers=1"]
     arguments.append(
         "+callbacks.vandal={_target_: tests.support.probes.Vandal, path: " + f"{folder}/control_images" + "}"

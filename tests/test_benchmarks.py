@@ -1,4 +1,4 @@
-"""What takes a GPU, or many samples, runs at a tiny size."""
+"""Benchmarks that need a GPU, or many samples, run at a tiny size."""
 
 import json
 import shutil
@@ -135,7 +135,7 @@ def test_gpu_check_names_the_parts_where_none_is_chosen(only, monkeypatch, capsy
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_scale_measures_simulates_and_calculates(tmp_path, monkeypatch, capsys, apart):
-    """In this process, or in processes of their own, which import everything again."""
+    """Cases: in this process, and in separate processes, which import everything again."""
     if not apart:
         monkeypatch.setattr(scale, "start", measure)
     output = tmp_path / "scale.json"

@@ -1,4 +1,4 @@
-"""What train.py makes of its arguments."""
+"""The arguments of train.py and predict.py."""
 
 import pytest
 

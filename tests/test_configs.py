@@ -18,7 +18,7 @@ NEEDS = {Path("logger/wandb.yaml"): "wandb"}
 
 
 def choice(file: Path) -> tuple[str, list[str]]:
-    """The primary config and the override that bring a file in."""
+    """Return the primary config and the override that include a file."""
     if len(file.parts) == 1:
         return file.stem, []
     primary = "predict" if file == Path("trainer/predict.yaml") or file.parts[0] == "captioner" else "train"
@@ -52,7 +52,7 @@ def test_model_loads_nothing_before_it_is_asked_to(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_defaults_stand_in_yaml_once(name):
-    """A model's YAML holds only the difference from the one that it builds on."""
+    """A model's YAML contains only its differences from its base."""
     own = OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml")
     [parent, *_] = own.pop("defaults")
     base = compose("train", f"+model@base={parent}", f"model={name}").base

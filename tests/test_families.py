@@ -1,4 +1,4 @@
-"""What is promised of every model, by the command line: whoever adds a YAML and a tiny pipeline is held to it."""
+"""Promises of every model, tested by commands: a new YAML and a tiny pipeline are covered automatically."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ from tests.support.tiny_pipelines import MODELS, every_model
 
 @every_model
 def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp_path, model):
-    """Weights bit by bit; of tokenizers and processors, what they make of a prompt."""
+    """Weights agree bit by bit; tokenizers and processors agree in their output for a prompt."""
     module = instantiate(compose("train", *arguments(model, tmp_path / "run", 1)).model, adapter=None)
     stock = DiffusionPipeline.from_pretrained(repositories[model])
     module.configure_model()
@@ -121,7 +121,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, 
 
 @every_model
 def test_sample_pictures_come_from_the_cache_and_equal_prediction(run, arguments, tmp_path, model, datasets):
-    """In the middle of training no text encoder is at hand: true CFG takes the cached empty prompt."""
+    """During training no text encoder is loaded, so true CFG uses the cached empty prompt."""
     more = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=2"]
     overrides = arguments(model, tmp_path / "run", 2, shown=True)
     outcome = run("train", *overrides, *more, f"data.cache_dir={tmp_path / 'cache'}")

@@ -24,7 +24,7 @@ def settings(tiny, pairs, output, steps, *more):
 
 
 def weights(folder):
-    """All tensors of a pipeline's folder, by component and name."""
+    """Read all tensors of a pipeline's folder, by component and name."""
     return {
         f"{path.parent.name}.{name}": tensor
         for path in sorted(folder.glob("*/*.safetensors"))
@@ -33,7 +33,7 @@ def weights(folder):
 
 
 def every_byte(folder):
-    """Of the pipeline; its card has the run's name."""
+    """Read all bytes of the pipeline except its card, which has the run's name."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "README.md"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -84,7 +84,7 @@ def test_what_trains_is_written_and_the_rest_is_the_bases(run, tiny, pairs, tmp_
 
 
 def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock):
-    """By diffusers' own parts, which encode prompts with gradients; what a cache holds of the prompts is of no use."""
+    """The reference is diffusers' own parts, which encode prompts with gradients; cached prompts are not used."""
     module = instantiate(compose("train", f"model.pretrained_model_name_or_path={tiny}", *FULL).model)
     module.configure_model()
     raw = raw_batch()

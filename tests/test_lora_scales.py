@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def by_hand(layer: str) -> float:
-    """What `SCALES` means, without patterns."""
+    """Return the scale of a layer by `SCALES`, without patterns."""
     first, number, *rest = layer.split(".")
     if first == "single_transformer_blocks" and number == "1":
         return 1.7
@@ -46,7 +46,7 @@ def stock_picture(stock, photo):
 
 
 def scale_by_hand(stock):
-    """All adapters that are loaded."""
+    """Scale all loaded adapters."""
     scaled = set()
     for name, layer in stock.transformer.named_modules():
         if isinstance(layer, LoraLayer):
@@ -58,7 +58,7 @@ def scale_by_hand(stock):
 
 @pytest.fixture
 def predict(run, photo, tmp_path):
-    """The picture that predict.py makes, and its record."""
+    """Return the image of predict.py and its record."""
 
     def predict(*overrides):
         out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
@@ -151,7 +151,7 @@ KINDS = {"lora": 1.0, "lokr": 0.3, "tlora": -0.5, "dora": 0.0}
 
 
 def test_weights_of_several_loras_multiply_their_updates(tiny, tmp_path):
-    """Of every kind, together with scales by layer and the common scale; a weight of 0 leaves even a DoRA out."""
+    """Every kind is tested with scales by layer and a common scale; a weight of 0 disables even a DoRA."""
     files = [tmp_path / kind / "pytorch_lora_weights.safetensors" for kind in KINDS]
     for kind, file in zip(KINDS, files, strict=True):
         module = build(tiny, kind)

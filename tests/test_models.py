@@ -1,4 +1,4 @@
-"""What is promised of single models, by the command line."""
+"""Promises of single models, tested by commands."""
 
 import shutil
 
@@ -87,7 +87,7 @@ def test_instance_prompt_is_learned_with_the_pictures_that_have_no_caption(run, 
 
 @pytest.mark.parametrize("model", ["flux2_klein_4b", "z_image"])
 def test_no_scale_is_no_guidance_where_the_pipeline_guides_by_it(run, repositories, tmp_path, model):
-    """And a negative prompt that nothing guides away from is said."""
+    """A negative prompt without effect is noted."""
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
     request = ["prompt=x", "width=64", "height=32", "num_inference_steps=2", *MODELS[model].settings]
     made = []

@@ -42,7 +42,7 @@ def test_two_processes_are_one_with_the_doubled_batch(run, in_two_processes, tin
 
 @pytest.mark.slow
 def test_steps_do_not_compile_anew(run, tiny, pairs, tmp_path, monkeypatch):
-    """Two kinds of steps, with and without prompts to preserve, compile once each."""
+    """The two kinds of steps, with and without preserved prompts, compile once each."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     graphs = []

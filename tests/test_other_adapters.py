@@ -58,7 +58,7 @@ def test_run_goes_on_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, t
 
 @pytest.fixture(scope="module")
 def trained_other(tiny, pairs, tmp_path_factory):
-    """For each adapter a float32 run whose weights visibly change pictures, and what it said."""
+    """Return, for each adapter, a float32 run whose weights visibly change images, and its output."""
     from tests.support.warm import Warm
 
     folders = {}
@@ -88,7 +88,7 @@ KEYS = {
 
 @pytest.mark.parametrize("adapter", first(1, OTHERS))
 def test_picture_of_the_file_is_the_stock_pipeline_s(run, stock, trained_other, photo, tmp_path, adapter):
-    """diffusers reads LoKr itself; the others are put into its transformer by `load_adapter`."""
+    """diffusers reads LoKr itself; `load_adapter` loads the others into its transformer."""
     folder, text = trained_other(adapter)
     state = safetensors.torch.load_file(folder / FILE)
     ends = {re.sub(r".*\.(to_\w+|add_\w+|0|2|proj|proj_mlp)\.(?=[hlo])", "", key) for key in state}

@@ -109,7 +109,7 @@ def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(ru
 
 
 def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp_path):
-    """Nobody should see better samples in training than pictures later."""
+    """Samples in training must not look better than later predictions."""
     arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)
     run("train", *arguments, "optimizer.lr=3e-2", "model.sampling.num_inference_steps=3")
     image = pairs / "control_images" / "02.png"
@@ -125,7 +125,7 @@ def test_sample_pictures_of_training_are_predicts(run, tiny, pairs, trained, tmp
 
 @pytest.mark.slow
 def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
-    """Loaders cast the LoRA to the base's dtype; pictures made while training must not look better than that."""
+    """Loaders cast the LoRA to the base's dtype; samples in training must not look better than that."""
     arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)
     steps = "num_inference_steps=3"
     run("train", *arguments, "model.dtype=bfloat16", "optimizer.lr=3e-2", f"model.sampling.{steps}")
@@ -137,7 +137,7 @@ def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
 
 
 def test_pictures_made_at_once_are_those_made_alone(run, trained, photo, tmp_path, monkeypatch):
-    """Two prompts and three seeds in batches of four: the same files, to a rounding of 8 bits."""
+    """Two prompts and three seeds in batches of four give the same files, up to 8-bit rounding."""
     monkeypatch.chdir(tmp_path)
     request = [f"lora={trained}", f"image={photo}", "num_inference_steps=2", "prompt=[mirror picture 1,make it snow]"]
     for name, more in (("alone", []), ("together", ["batch_size=4"])):
@@ -153,7 +153,7 @@ def test_pictures_made_at_once_are_those_made_alone(run, trained, photo, tmp_pat
 
 @pytest.mark.slow
 def test_compiled_prediction_is_the_same(run, trained, photo, tmp_path, monkeypatch):
-    """By eager's own kernels: one graph for each kind of block, pictures to a rounding of 8 bits."""
+    """Compiled with eager's kernels, it has one graph per kind of block and the same images, up to 8-bit rounding."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(execution.torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()

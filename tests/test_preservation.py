@@ -1,4 +1,4 @@
-"""What must stay, by the command line: other prompts beside each sample's own, from wherever its data comes."""
+"""Preservation, tested by commands: other prompts in addition to each sample's own, from every kind of data."""
 
 from dataclasses import replace
 
@@ -26,14 +26,14 @@ TWO = ["flux_kontext", "qwen_image_edit_plus"]
 
 
 def objective_losses(module, batch, step=0):
-    """Of each sample, as a training step has them."""
+    """Return the losses of each sample as computed in a training step."""
     noised = module.flow.noised(batch, 1.0, module.normalize)
     return module.objective.losses(batch, noised, module.denoise, step)
 
 
 @pytest.mark.parametrize("model", first(1, TWO))
 def test_cached_and_raw_batches_have_the_same_other_prompts(run, arguments, tmp_path, model, capfd):
-    """Also of a cache that was built without them: they alone are encoded, once for all or for each picture."""
+    """A cache built without them gains only these prompts, encoded once, or once for each image."""
     places = [f"data.cache_dir={tmp_path / 'cache'}", "data.batch_size=2"]
     overrides = arguments(model, tmp_path / "run", 2, *places)
     assert encoded(run("train", *overrides)) == 6
@@ -77,7 +77,7 @@ ALL = [*PRESERVE, "objective.preserve.outside=0.5", "objective.preserve.every=2"
 
 @pytest.mark.parametrize("model", first(1, TWO))
 def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, model):
-    """With all that asks for more prompts, stopped between two steps that look at them."""
+    """All settings that need more prompts are on, and the run stops between two steps that use them."""
     settings = [*ALL, "data.caption_dropout_rate=0.3", "objective.contrastive_guidance=2", "optimizer.lr=1e-2"]
     settings += ["trainer.accumulate_grad_batches=2"]
     run("train", *arguments(model, tmp_path / "whole", 4), *settings)
@@ -87,7 +87,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, 
 
 
 def test_accumulation_is_the_batch(run, tiny, pairs, tmp_path):
-    """Each second optimizer step, not batch, looks at the prompts."""
+    """Every second optimizer step, not every second batch, uses the prompts."""
     kinds = {
         "batch": ["data.batch_size=4"],
         "accumulated": ["trainer.accumulate_grad_batches=4"],
@@ -105,7 +105,7 @@ def test_accumulation_is_the_batch(run, tiny, pairs, tmp_path):
     first(1, [["objective.preserve.weight=0"], ["objective.preserve.prompts=[]"], ["objective.preserve.every=1000"]]),
 )
 def test_preserving_nothing_changes_nothing(run, tiny, pairs, tmp_path, nothing):
-    """In the first step an adapter that has not learned is its base."""
+    """In the first step an untrained adapter equals its base."""
     run("train", *short(tiny, pairs, tmp_path / "plain", 3), "scheduler=constant")
     run("train", *short(tiny, pairs, tmp_path / "nothing", 3), "scheduler=constant", *PRESERVE, *nothing)
     assert lora_bytes(tmp_path / "plain") == lora_bytes(tmp_path / "nothing")
@@ -129,7 +129,7 @@ def test_two_processes_are_one_with_the_doubled_batch(run, in_two_processes, tin
 
 @pytest.mark.slow
 def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, tmp_path):
-    """A folder gives the same weights as the pictures; a stream, other ones, as its order is another."""
+    """A folder gives the same weights as the images; a stream gives others, since its order differs."""
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     empty = ['objective.preserve.prompts=[""]', "scheduler=constant", "optimizer.lr=1e-2"]
     run("train", *short(tiny, pairs, tmp_path / "pictures", 4), cache, *empty)
@@ -158,7 +158,7 @@ def test_a_base_that_trains_is_no_target(run, tiny, pairs, tmp_path):
 
 
 def test_token_budget_counts_the_longest_prompt(run, arguments, tmp_path):
-    """Also a preserved one; of a text encoder that sees the pictures, each sample's own."""
+    """It counts preserved prompts as well, for each sample if the text encoder sees the images."""
     long = "objective.preserve.prompts=[" + "and rain " * 20 + "]"
     overrides = [*arguments("qwen_image_edit_plus", tmp_path / "run", 1), "data.max_tokens_per_batch=1000"]
     taken = []
@@ -184,7 +184,7 @@ def test_token_budget_counts_the_longest_prompt(run, arguments, tmp_path):
 
 @pytest.mark.slow
 def test_dry_run_says_and_counts_what_it_costs(run, tiny, tmp_path):
-    """The cache is as large as planned; the prompts' graph is there together with the first one."""
+    """The cache is as large as planned, and both graphs are in memory at once."""
     root = make_pairs(tmp_path / "data", [(128, 96)] * 2)
     overrides = [*short(tiny, root, tmp_path / "run", 1), f"data.cache_dir={tmp_path / 'cache'}"]
     text = run("train", "task=dry_run", *overrides, *ALL).text

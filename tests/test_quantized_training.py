@@ -49,7 +49,7 @@ def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, format, ba
 
 
 def learned(tiny, *more):
-    """The losses of 12 steps on one fixed batch with fixed draws."""
+    """Return the losses of 12 steps on one fixed batch with fixed draws."""
     settings = [
         "optimizer.lr=2e-2",
         "model.gradient_checkpointing=false",
@@ -79,7 +79,7 @@ def learned(tiny, *more):
 
 @pytest.mark.slow
 def test_loss_falls_on_each_format_as_on_bf16(tiny):
-    """To two thirds, and ends where it does on bf16: but for 1 % of the way on 8 bits, for 5 % on 4."""
+    """It falls to two thirds and ends as on bf16, within 1 % of the way on 8 bits and 5 % on 4 bits."""
     exact = learned(tiny, "model=flux_kontext")
     way = exact[0] - exact[-1]
     assert exact[-1] < 0.67 * exact[0]
@@ -127,7 +127,7 @@ EXPERIMENTS = {
 
 @pytest.mark.parametrize("experiment", first(1, EXPERIMENTS))
 def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path, monkeypatch, experiment):
-    """The repositories that it names are stood for by tiny ones in the same format."""
+    """Tiny repositories in the same format replace those that it names."""
     repository, made, precision = EXPERIMENTS[experiment]
     folder = repositories["flux_kontext"]
     if made:
@@ -171,7 +171,7 @@ def test_files_of_another_format_than_the_settings_are_noted(run, repositories, 
 
 @pytest.mark.slow
 def test_encoders_are_quantized_where_they_are_named(run, tiny, pairs, tmp_path):
-    """Their outputs change, so the cache is another one, and a LoRA's header says so."""
+    """Their outputs change, so they get another cache, and the LoRA's header records it."""
     for name, which in (("plain", "[transformer]"), ("t5", "[transformer,text_encoder_2]")):
         which = f"model.quantization.components_to_quantize={which}"
         own = f"data.cache_dir={tmp_path / 'cache'}"
@@ -209,7 +209,7 @@ def test_settings_that_make_no_sense_are_one_line(run, tiny, pairs, tmp_path, se
 
 @pytest.mark.parametrize("name", ["scaled", "plain"])
 def test_file_whose_layers_are_all_fp8_makes_pictures(run, repositories, pairs, tmp_path, name):
-    """diffusers takes a model's first floating parameter for its dtype."""
+    """diffusers uses the first floating parameter as a model's dtype."""
     folder = repositories["flux_kontext"]
     source = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
     write(source, tmp_path / "fp8", FORMATS[f"fp8 {name}"][0])

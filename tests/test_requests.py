@@ -1,4 +1,4 @@
-"""What predict.py is asked, and where its pictures go."""
+"""Requests to predict.py, and its output files."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_earlier_predictions_are_not_overwritten(run, tmp_path):
 
 
 def test_header_of_a_file_from_elsewhere_can_call_nothing(run, tiny, trained, photo, tmp_path):
-    """A downloaded LoRA says which model it was trained on; it must not say what is run here."""
+    """A downloaded LoRA names its model; it must not execute anything here."""
     import safetensors.torch
 
     trap = tmp_path / "trap"
@@ -111,7 +111,7 @@ def test_missing_negative_prompt_is_said(run, tmp_path):
 
 
 def test_pictures_of_long_names_are_written(run, trained, tmp_path):
-    """Their marks do not fit any more: each has a name of its own all the same, and the same one each time."""
+    """The marks do not fit in the name, which is still unique and the same each time."""
     folder = tmp_path / "in"
     folder.mkdir()
     for end in "ab":

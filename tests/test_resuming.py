@@ -28,7 +28,7 @@ from tests.support.pictures import make_pairs, photograph
 
 
 def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, tiny, tmp_path):
-    """In the middle of an epoch, in mixed sizes, with accumulation, caption dropout and two data workers."""
+    """The run is killed within an epoch, with mixed sizes, accumulation, caption dropout and two data workers."""
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32), (32, 32), (48, 32), (32, 48)])
     settings = ["trainer.accumulate_grad_batches=2", "data.batch_size=2", "data.num_workers=2", "save_every=4"]
     settings += ["data.caption_dropout_rate=0.3", "scheduler.num_warmup_steps=2"]
@@ -61,7 +61,7 @@ def test_resume_is_bitwise_for_other_optimizers(run, runs, copied, tiny, pairs, 
 
 
 def test_signal_saves_and_the_run_goes_on_exactly(run, start, tiny, pairs, tmp_path):
-    """To the whole process group, data workers included, as a terminal and a cluster send it; within a window."""
+    """The whole process group gets the signal, as from a terminal or a cluster, within an accumulation window."""
     settings = ["trainer.accumulate_grad_batches=3", "save_every=0", "scheduler=constant", "data.num_workers=2"]
     folder = tmp_path / "a stopped run"
     stopped = [*short(tiny, pairs, folder, 10_000), *settings]
@@ -86,7 +86,7 @@ def test_signal_saves_and_the_run_goes_on_exactly(run, start, tiny, pairs, tmp_p
 
 @pytest.mark.slow
 def test_run_killed_after_its_last_checkpoint_gets_its_end(run, gallery, copied, tiny, pairs):
-    """Its last images, their metrics, and its report; also when it then trains further."""
+    """The resumed run adds its last images, their metrics and its report, also if it then trains further."""
     folder = copied(gallery("shown"))
 
     def arguments(steps):
@@ -122,7 +122,7 @@ def test_run_killed_after_its_last_checkpoint_gets_its_end(run, gallery, copied,
 
 
 def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monkeypatch):
-    """It was ended at once, by a second signal, before its first saving."""
+    """A second signal ended it before its first checkpoint."""
     monkeypatch.setattr("runs.signals.DEBOUNCE", 0.0)
     folder = tmp_path / "run"
     arguments = [*short(tiny, pairs, folder, 400), "save_every=0", "trainer.log_every_n_steps=1"]
@@ -391,7 +391,7 @@ def test_resume_needs_the_name_of_the_folder(run, tiny, pairs, tmp_path, monkeyp
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, runs, copied, tiny, pairs):
-    """And it does not take the good one's place when the run saves next."""
+    """The damaged checkpoint also does not replace the good one at the next save."""
     settings = ["save_every=2", "scheduler=constant"]
     folder = copied(runs(6, *settings, "keep_checkpoints=3"))
     command = [*short(tiny, pairs, folder, 6), *settings, "keep_checkpoints=3", "resume=auto"]
@@ -437,7 +437,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(gallery, 
 
 
 def test_a_run_that_was_killed_in_its_first_saving_starts_anew(run, start, tiny, pairs, tmp_path):
-    """Its weights are there, its checkpoint is not."""
+    """Its weights exist, its checkpoint does not."""
     command = [*short(tiny, pairs, tmp_path / "run", 4), "save_every=2", "resume=auto"]
     process = start("train", *command, before=kill_before_the_first_checkpoint)
     process.wait(60)
@@ -454,7 +454,7 @@ def test_a_run_that_was_killed_in_its_first_saving_starts_anew(run, start, tiny,
 
 
 def test_a_run_whose_first_saving_fails_starts_anew(run, runs, tiny, pairs, tmp_path):
-    """The disk has room for its weights and none for its checkpoint."""
+    """The disk has room for its weights but not for its checkpoint."""
     command = [*short(tiny, pairs, tmp_path / "run", 4), "save_every=2", "resume=auto"]
     whole = runs(4, "save_every=2").folder
     room = (whole / "checkpoints" / "last.ckpt").stat().st_size - 1000

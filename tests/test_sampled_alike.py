@@ -1,4 +1,4 @@
-"""One place decides how an image is sampled: sample images of training are predict.py's, whatever is set."""
+"""Sample images of training equal those of predict.py, whatever is set."""
 
 import dataclasses
 import io
@@ -50,7 +50,7 @@ CASES = [
 
 
 def other_transformer(repository, folder):
-    """A transformer of the same layers and other weights."""
+    """Save a transformer with the same layers and other weights."""
     shutil.copytree(repository / "transformer", folder)
     file = folder / "diffusion_pytorch_model.safetensors"
     weights = safetensors.torch.load_file(file)
@@ -179,7 +179,7 @@ def test_guidance_of_a_distilled_klein_is_noted(repositories, tmp_path, caplog):
 
 @pytest.fixture
 def own_images(datasets, tmp_path):
-    """Two images with instructions of their own and no targets, one with a further control."""
+    """Save two images with their own instructions and no targets, one with a further control."""
     root = tmp_path / "own"
     root.mkdir()
     for name, prompt in (("a", "make it rain"), ("b", "make it snow")):
@@ -256,7 +256,7 @@ def test_what_is_wrong_with_images_of_ones_own_is_one_line(own_images, tmp_path,
 
 
 def test_several_references_of_one_edit_stand_in_one_line(run, repositories, tmp_path, monkeypatch):
-    """Of sizes of their own, as the stock pipeline takes them."""
+    """The references have different sizes, as in the stock pipeline."""
     model, names = "qwen_image_edit_plus", ("a.png", "b.png")
     for name, size in zip(names, ((64, 32), (32, 48)), strict=True):
         photograph("coffee", *size).save(tmp_path / name)

@@ -19,7 +19,7 @@ EXAMPLE = Scene("blue", (STAR, Shape("circle", "orange", 44, 16, 10), Shape("squ
 
 
 def share_close(picture: Image.Image, target: Image.Image, where: np.ndarray) -> float:
-    """Of the pixels, those within 48 of the target in each channel."""
+    """Return the share of pixels within 48 of the target in each channel."""
     difference = np.asarray(ImageChops.difference(picture.convert("RGB"), target)).max(-1)
     return float((difference[where] <= 48).mean())
 
@@ -52,7 +52,7 @@ def test_card_edits_a_picture_in_the_stock_pipeline_and_predict_gives_the_same(r
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """Where the examples are drawn and encoded, once."""
+    """Return overrides of the folder in which examples are drawn and encoded once."""
     return [f"data.cache_dir={tmp_path_factory.mktemp('drawn')}"]
 
 

@@ -31,7 +31,7 @@ from tests.support.pictures import make_pairs
 
 
 def pasted(command: str) -> list[str]:
-    """The arguments that a shell gives to `python`."""
+    """Return the arguments that a shell passes to `python`."""
     shell = subprocess.run(
         ["bash", "-c", f"python() {{ printf '%s\\0' \"$@\"; }}; {command}"], capture_output=True, check=True
     )
@@ -79,7 +79,7 @@ def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeyp
 
 
 def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path, monkeypatch):
-    """Each denoising step, held-out sample and metric, before step 1 as well; the rows name what learns."""
+    """Each denoising step, held-out sample and metric is shown, also before step 1; rows name the trained layers."""
     pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=3", "data.val_count=2"]
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
     settings = [*pictures, "objective=slider", "adapter.dropout=0"]
@@ -102,7 +102,7 @@ def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path, mo
 
 
 def test_the_summary_names_layers_timesteps_and_minutes(run, tiny, pairs, tmp_path, monkeypatch):
-    """The minutes follow from the work of a sample and the speed of matrix products, which only a GPU tells."""
+    """The minutes follow from the work of a sample and the speed of matrix products, known only on a GPU."""
     begin = Metrics.__init__
 
     def with_peak(self, *args, **kwargs):

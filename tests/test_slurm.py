@@ -70,7 +70,7 @@ def test_jobs_of_a_sweep_are_those_of_slurm_and_resume_when_they_are_queued_agai
 
 
 def test_a_sweep_whose_jobs_are_processes_of_this_machine(start, tiny, pairs, tmp_path, monkeypatch):
-    """By submitit's local executor, as it stands."""
+    """submitit's local executor is used unchanged."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     sweep = tmp_path / "sweep"
     command = [*short(tiny, pairs, sweep, 2), "hydra/launcher=submitit_local", "optimizer.lr=1e-4,1e-3"]

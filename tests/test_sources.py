@@ -16,7 +16,7 @@ def _own_data_set_cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("form", first(2, ["parquet", "tars", "image folder", "suffixes", "save_to_disk"]))
 def test_trains_from(form, run, tiny, tmp_path):
-    """Alike pictures are encoded once: the second form on finds them in the cache."""
+    """Equal images are encoded once: from the second form on they are in the cache."""
     root = FORMS[form](tmp_path / "mine")
     settings = ["data.num_workers=1", "data.val_count=1", "callbacks.validation.metrics={}"]
     text = run("train", *short(tiny, root, tmp_path / "run", 2), *settings).text
@@ -27,7 +27,7 @@ def test_trains_from(form, run, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_trains_from_packed_pictures_without_a_cache(run, tiny, tmp_path):
-    """Workers open the files themselves."""
+    """The data workers open the files themselves."""
     root = as_parquet(tmp_path / "mine")
     run("train", *short(tiny, root, tmp_path / "run", 2, "pairs"), "data.num_workers=2")
     root = as_tars(tmp_path / "tars")

@@ -1,4 +1,4 @@
-"""What is promised of T-LoRA by the command line, for every model."""
+"""Promises of T-LoRA for every model, tested by commands."""
 
 import csv
 
@@ -116,7 +116,7 @@ def test_plain_lora_has_nothing_of_it(run, tiny, pairs, tmp_path):
 
 
 def test_masks_are_there_whatever_callbacks_a_run_has(run, tiny, pairs, tmp_path):
-    """No YAML can leave them out: without any other callback, the same weights."""
+    """No YAML can omit them: without any other callback the weights are the same."""
     others = ("metrics", "progress", "rank_histogram", "validation", "report")
     for name, more in (("usual", []), ("bare", [f"callbacks.{other}=null" for other in others])):
         common = [one for one in short(tiny, pairs, tmp_path / name, 2) if one != "callbacks.report=null"]
@@ -135,7 +135,7 @@ def test_dry_run_plans_it(run, tiny, pairs, tmp_path, adapter):
     ("experiment", "layers", "rank", "steps"), [("tlora_single_image", 247, 32, 1000), ("tlora_material", 171, 16, 500)]
 )
 def test_recipes_adapt_the_layers_that_they_name(experiment, layers, rank, steps):
-    """Of FLUX.1 [dev]: 19 double blocks and 38 single blocks."""
+    """FLUX.1 [dev] has 19 double blocks and 38 single blocks."""
     from diffusers import FluxTransformer2DModel
 
     cfg = compose("train", f"experiment={experiment}")

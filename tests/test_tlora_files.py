@@ -25,7 +25,7 @@ from tests.support.tiny_pipelines import MODELS, every_model
 def test_stock_pipeline_with_the_schedule_makes_the_picture_of_predict(
     run, arguments, repositories, datasets, tmp_path, monkeypatch, model, adapter
 ):
-    """With true CFG, both of whose passes have the same mask; without the schedule, the full rank."""
+    """Both passes of true CFG have the same mask; without the schedule the full rank is used."""
     settings = [f"adapter={adapter}", "adapter.alpha=7", "adapter.target_modules=all-linear", "optimizer.lr=3e-2"]
     run("train", *arguments(model, tmp_path / "run", 6, *settings, "data.batch_size=2"))
     monkeypatch.chdir(tmp_path)

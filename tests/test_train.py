@@ -61,7 +61,7 @@ def test_loss_falls(run, tiny, pairs, tmp_path):
 
 
 def test_max_steps_and_schedule_count_optimizer_steps(run, tiny, pairs, tmp_path):
-    """The existing system ran past max_train_steps, and its schedule went wrong under accumulation."""
+    """An earlier system ran past max_train_steps, and its schedule was wrong with accumulation."""
     settings = ["trainer.accumulate_grad_batches=3", "scheduler=linear", "scheduler.num_warmup_steps=2"]
     run("train", *short(tiny, pairs, tmp_path / "run", 6), *settings, "optimizer.lr=8e-4")
     rates = [float(row["lr"]) for row in metrics(tmp_path / "run")]
@@ -97,7 +97,7 @@ def test_samples_in_the_middle_of_a_window_change_nothing(run, tiny, pairs, tmp_
 
 
 def test_loss_that_is_not_finite_is_not_applied_and_stops_after_some(run, tiny, pairs, tmp_path):
-    """A first step of absurd size; from then on nothing is finite, and nothing is applied."""
+    """The first step is absurdly large; afterwards nothing is finite, and nothing is applied."""
     settings = ["save_every=1", "optimizer.lr=1e20", "scheduler=constant", "model.optimization.max_nonfinite_steps=3"]
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 9), *settings, ok=False)
     assert outcome.error.startswith("error: 3 steps in a row were not finite, the last in the loss of 0")

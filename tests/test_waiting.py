@@ -22,7 +22,7 @@ from tests.support.watch import Watch
 
 @pytest.fixture
 def watch(monkeypatch):
-    """A watch over each step of the runs that follow, to the end of all that is called at its end."""
+    """Watch each step of the following runs, including all callbacks at its end."""
     watch = Watch()
     init, end = Trainer.__init__, EditModule.on_train_batch_end
 
@@ -106,7 +106,7 @@ class _Allocator:
 
 
 def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
-    """Not of what was before them, nor of pictures and savings between them."""
+    """The peak excludes everything before the steps, and sample images and checkpoints between them."""
     allocator = _Allocator()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocator.peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.reset)
@@ -132,7 +132,7 @@ def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):
-    """A loader that takes half a second for each batch, and one that is ready for steps that take as long."""
+    """One loader takes half a second per batch; the other is ready while the steps take as long."""
     from datamodules.shards.reader import LatentReader
 
     shares = []

@@ -1,1 +1,1 @@
-"""What observes a run."""
+"""Callbacks and what they write."""

@@ -20,7 +20,7 @@ NEEDS = {"none": 480 * 10**8, "selective": 320 * 10**8, "every_2": 260 * 10**8, 
 
 
 def raised(taken, free, needs=NEEDS, tokens=1000):
-    """The policies of the first steps, each of as many tokens; `taken` says what a step takes."""
+    """Return the policies of the first steps with equal numbers of tokens; `taken` returns the memory of a step."""
     calibration, tried = Calibration(needs, 1000), []
     while not calibration.is_done:
         tried.append(calibration.policy)
@@ -43,7 +43,7 @@ def test_no_step_takes_more_than_there_is_and_the_last_policy_is_the_least_that_
 
 
 def test_uncorrected_estimate_would_run_out_of_memory():
-    """The same, where nothing is learned from what steps take: so the promise above can be broken."""
+    """Without the correction from measured steps the promise above can be broken."""
     tried, _ = raised(lambda *_: 0, 400 * 10**8)
     assert 1.5 * NEEDS[tried[-1]] > 400 * 10**8
 
@@ -69,7 +69,7 @@ class Double:
 
 @pytest.mark.slow
 def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, monkeypatch):
-    """With no memory left, and with just enough for each; where steps take more, and another process has less."""
+    """Cases: no memory left, just enough for each policy, steps that take more, another process with less."""
     peaks, weights, chosen = {}, {}, []
     peak, of_blocks = calibration.FakeStep.peak, checkpointing.set_checkpointing
     reduce = SingleDeviceStrategy.reduce
@@ -112,7 +112,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
 
 @pytest.mark.slow
 def test_masks_of_a_tlora_are_those_of_its_steps(run, tiny, pairs, tmp_path, monkeypatch):
-    """The step that is simulated has gates of its own."""
+    """The simulated step has its own gates."""
     monkeypatch.setattr(Execution, "searches_checkpointing", True)
     monkeypatch.setattr(Execution, "memory", lambda self: Double(1e12, 0, {"full": 1}, ["full"]))
     settings = ["model=flux_kontext", *FLUX["settings"], "adapter=tlora", "model.dtype=float32"]

@@ -60,7 +60,7 @@ def lines(text, word):
 
 @pytest.mark.slow
 def test_weights_and_cards_arrive_byte_for_byte_in_a_private_repository(hub, tiny, pairs, tmp_path):
-    """Of two processes, of which one uploads, with nothing but the environment that people have."""
+    """One of two processes uploads, with only the usual environment."""
     run = tmp_path / "run"
     common = [*short(tiny, pairs, run, 2, shown=True), "data.val_count=2", "model.sampling.num_inference_steps=1"]
     environment = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
@@ -127,7 +127,7 @@ def test_resumed_run_uploads_again(here, run, tmp_path, settings):
 
 
 def test_no_bar_of_the_hub_is_drawn(here, run, settings):
-    """On a terminal, where it would draw them."""
+    """Tested on a terminal, where the hub would draw them."""
     enable_progress_bars()
     run("train", *settings)
     assert here.files

@@ -15,7 +15,7 @@ SIDE = 192
 
 
 def smooth(seed: int) -> torch.Tensor:
-    """A photograph's stand-in (3, SIDE + 32, SIDE + 32) in [0.15, 0.85], with detail of many sizes."""
+    """Return a stand-in for a photograph, (3, SIDE + 32, SIDE + 32) in [0.15, 0.85], with detail of many sizes."""
     generator, image = torch.Generator().manual_seed(seed), 0
     for cells in (4, 12, 36):
         noise = torch.rand(1, 3, cells, cells, generator=generator)
@@ -25,7 +25,7 @@ def smooth(seed: int) -> torch.Tensor:
 
 
 def moved_window(image, x, y):
-    """The middle of an image, moved right by x and down by y pixels by its spectrum: exact for band-limited ones."""
+    """Return the middle of an image, moved right by x and down by y pixels, exactly for band-limited images."""
     rows, columns = (torch.fft.fftfreq(side) for side in image.shape[-2:])
     phase = torch.exp(-2j * torch.pi * (rows[:, None] * y + columns * x))
     return torch.fft.ifft2(torch.fft.fft2(image) * phase).real[:, 16:-16, 16:-16]
@@ -42,7 +42,7 @@ def edit():
 
 
 def faults(scene, source, target):
-    """By the metric that should tell of it: the result, and the figure expected."""
+    """Return, by the metric that should detect it, the result and the expected value."""
     change = target - source
     cast = torch.tensor([0.04, 0.0, -0.05])[:, None, None]
     drifted = target.clone()
@@ -101,7 +101,7 @@ def test_each_fault_moves_its_metric_and_no_other(edit, fault):
 
 
 def test_colour_shift_is_the_distance_of_two_gaussians(edit):
-    """A change of lightness alone, L* -> L* + 5, is 5 in the mean; one of its spread is that of the deviations."""
+    """A change of lightness, L* -> L* + 5, is 5; a change of its spread is the difference of the deviations."""
     _, source, _ = edit
     grey = source.mean(0, keepdim=True).expand(3, -1, -1)
     target = grey.clone()

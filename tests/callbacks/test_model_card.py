@@ -26,7 +26,7 @@ SHOWN = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=
 
 
 def read(folder) -> ModelCard:
-    """The card of a folder of weights, whose parts must be as the hub wants them."""
+    """Read the card of a folder of weights and check the parts that the hub requires."""
     card = ModelCard.load(folder / "README.md")
     for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", card.text):
         assert Image.open(folder / name).size > (0, 0)
@@ -40,7 +40,7 @@ def read(folder) -> ModelCard:
 
 
 def page_of(card) -> str:
-    """As a page shows it that lets HTML through."""
+    """Render the card as a page that does not escape HTML."""
     return MarkdownIt("commonmark", {"html": True}).enable("table").render(card.text)
 
 
@@ -52,7 +52,7 @@ def settings(tiny, pairs, tmp_path):
 
 @pytest.mark.parametrize("adapter", first(1, ["tlora", "full", "lora"]))
 def test_all_weights_of_every_adapter_have_a_card(run, tiny, tmp_path, settings, adapter):
-    """Its commands work when the folder is somewhere else."""
+    """Its commands work after the folder has moved."""
     own = [one for one in settings if adapter != "full" or not one.startswith("adapter.rank")]
     run("train", *own, f"adapter={adapter}", "model=flux_kontext", "model.dtype=float32", "save_every=2")
     kind = "model" if adapter == "full" else "lora"

@@ -58,7 +58,7 @@ def launch(tmp_path):
 
 
 def members(session):
-    """The processes of a session that run, without those that stand for a library that hangs."""
+    """Return the running processes of a session, without those that imitate a hanging library."""
     found = []
     for one in psutil.process_iter():
         try:
@@ -82,7 +82,7 @@ def members(session):
     ],
 )
 def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, others):
-    """In a step of gloo, or in a library that does not return, as NCCL when a process is missing."""
+    """Cases: a step of gloo, and a library that does not return, like NCCL when a process is missing."""
     process = launch(launcher, failing(rank=rank, how=how, others=others))
     wait_until((tmp_path / "run" / "failed").exists, process, 150)
     failed = (tmp_path / "run" / "failed").stat().st_mtime

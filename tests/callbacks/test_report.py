@@ -23,7 +23,7 @@ from tests.test_shown import pasted
 
 
 class Page(HTMLParser):
-    """What a page refers to, and what it says."""
+    """The references and the text of a page."""
 
     def __init__(self, path) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
 
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
-    """Every page that a run writes."""
+    """Return all pages that a run writes."""
     found = []
     write = Report._write
 
@@ -146,7 +146,7 @@ def test_page_is_there_from_the_start_and_reloads_itself_until_the_end(run, tmp_
 
 @pytest.mark.slow
 def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, settings, monkeypatch):
-    """Both blocks of the page, as they stand."""
+    """Both blocks of the page are run unchanged."""
     monkeypatch.chdir(tmp_path)
     relative = [one for one in settings if not one.startswith("output_dir")]
     outcome = run("train", *relative, "output_dir=it's a run", "optimizer.lr=3e-2", "model.sampling.shift=2")

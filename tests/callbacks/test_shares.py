@@ -24,7 +24,7 @@ def overrides(tiny, pairs, tmp_path):
 
 
 def shown(folder):
-    """All pictures and figures of held-out samples, by their files' names."""
+    """Return all images and metrics of held-out samples by file name."""
     files = [*folder.glob("samples/*/*.png"), *folder.glob("validation.csv"), *folder.glob("grid.png")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -33,7 +33,7 @@ def shown(folder):
 def test_shared_pictures_and_figures_are_those_of_one_process_and_training_does_not_see_them(
     run, in_two_processes, overrides, trained, tmp_path
 ):
-    """With weights that stay as they are, or else the order of a sum would tell one process from two."""
+    """The weights stay constant; otherwise the order of a sum would differ between one and two processes."""
     still = [f"adapter.init_from={trained / 'lora/last'}", "adapter.alpha=8", "optimizer.lr=1e-30", IN_ORDER]
     for name, held_out in HELD_OUT.items():
         run("train", *overrides(f"alone-{name}", held_out, *still))

@@ -63,7 +63,7 @@ def test_process_that_never_comes_to_handle_a_signal_ends_too_unless_it_is_busy(
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_prediction_stops_after_the_current_picture(run, tmp_path, monkeypatch, number):
-    """Among many of one image and prompt, made two at once."""
+    """The request has many images of one prompt, two at once."""
     out = tmp_path / "out"
     sample = Sampler.sample
 

@@ -105,7 +105,7 @@ def test_the_default_monitor_is_the_models_where_it_is_measured(tmp_path):
 
 
 def test_the_end_names_the_best_weights_and_a_command_that_works(gallery, pairs):
-    """In the terminal, the report and the cards; with a held-out image and its instruction."""
+    """It is checked in the terminal, the report and the cards, with a held-out image and its instruction."""
     folder, text = gallery("shown").folder, gallery("shown").text
     first = rows(folder)[0]
     best = max(rows(folder)[1:], key=lambda row: row["psnr"])
@@ -164,7 +164,7 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tiny, 
 
 
 def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
-    """Each drawn pair comes with its way back."""
+    """Each drawn pair also exists reversed."""
     settings = ["data=shapes", f"data.source.folder={tmp_path}", "data.source.edits=[recolor]", "data.source.count=20"]
     data = instantiate(compose("train", *settings, "data.val_count=4", "data.cache_dir=null").data)
     data.scan()
@@ -244,7 +244,7 @@ def test_validation_loss_is_that_of_an_independent_computation(run, runs, tiny, 
 
 
 def test_early_stopping_waits_for_a_better_figure_in_vain(run, tmp_path, settings):
-    """It never looks at the training loss; the run is finished, unless it is resumed without early stopping."""
+    """The training loss plays no part; the run counts as finished unless it is resumed without early stopping."""
     still = ["optimizer.lr=0", "sample_every=1", "trainer.max_steps=5", "callbacks.validation.patience=2"]
     command = [*settings, *still, "model.sampling.num_inference_steps=1", "save_every=0", "resume=auto"]
     text = run("train", *command, "early_stopping=true").text
@@ -258,7 +258,7 @@ def test_early_stopping_waits_for_a_better_figure_in_vain(run, tmp_path, setting
 
 
 def _noise(key, shape):
-    """By the definition in the documents: the sample's name seeds the draw."""
+    """Draw noise by its definition: the sample's key seeds the draw."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4])
     return torch.randn((1, *shape), generator=torch.Generator().manual_seed(seed))
 

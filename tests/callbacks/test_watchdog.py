@@ -1,4 +1,4 @@
-"""What is taken for a run that hangs: `test_peers` has one."""
+"""The detection of hanging runs; `test_peers` has a real one."""
 
 import threading
 import time
