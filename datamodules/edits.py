@@ -22,8 +22,8 @@ from datamodules.images.folders import (
     further_controls,
     is_image,
     stem_of,
+    text_prompts,
 )
-from datamodules.images.samples import text_prompts
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages
 
 log = logging.getLogger("retouch")

@@ -134,11 +134,6 @@ class Packed(ABC):
         """As a file's path does."""
         return BytesIO(self.read())
 
-    @property
-    @abstractmethod
-    def stem(self) -> str:
-        """The name without its folder and suffix."""
-
 
 def file_signature(path: Path | Packed) -> tuple[str, int, int, int]:
     """Return the name of a file, and three numbers, one of which changes whenever the bytes do."""

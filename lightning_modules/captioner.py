@@ -1,4 +1,4 @@
-"""A vision-language model that writes captions: pictures to text."""
+"""A vision-language model that writes captions."""
 
 import logging
 import re
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("retouch")
 
-# Where a template's pictures stand.
+# Placeholder of images in a template.
 PLACE = re.compile(r"\{(\w+)\}")
 LABEL = re.compile(r"(the )?(edit(ing)? )?(instruction|caption|prompt|description|answer)\s*:\s*", re.IGNORECASE)
 QUOTES = {'"': '"', "'": "'", "“": "”", "\u2018": "\u2019", "«": "»", "`": "`", "*": "*", "_": "_"}
 
 
 class Answer(NamedTuple):
-    """A caption, and whether it was cut off at max_new_tokens."""
+    """A caption, and whether it is cut off at max_new_tokens."""
 
     text: str
     cut: bool
 
 
 def clean(answer: str) -> str:
-    """A model's answer as one line: without its reasoning, a label (`Instruction:`), and quotes or stars around it."""
+    """Return an answer as one line, without its reasoning, a label (`Instruction:`), and quotes or stars around it."""
     text = " ".join(answer.rpartition("</think>")[2].split())
     while True:
         bare = LABEL.sub("", text, count=1) if LABEL.match(text) else text
@@ -65,24 +65,24 @@ def _is_template(value: Any) -> bool:
 
 
 class Captioner:
-    """A vision-language model of transformers and what it is told. Nothing is loaded before `load`.
+    """A vision-language model of transformers and its prompts. `load` reads the weights.
 
-    Answers are greedy: the same for the same pictures, whatever is beside them in a batch, to rounding.
+    Answers are greedy: to rounding, they do not depend on the other samples of a batch.
 
     Args:
         pretrained_model_name_or_path: folder or hub id of an image-text-to-text model with its processor.
-        revision: of a hub repository.
-        dtype: of what is not quantized, `float32` or `bfloat16`.
-        device: where it computes; None for where the trainer does.
-        quantization: of its linear layers; None where all stay in `dtype`.
-        max_new_tokens: of an answer.
-        max_area: pixels that larger pictures are shrunk to.
-        batch_size: samples that are looked at together.
-        pair, single: the `system` and `user` texts, for pictures with condition images and without; the user's names
-            the places of pictures, `{controls}` and `{target}`.
+        revision: revision of a hub repository.
+        dtype: dtype of parts that are not quantized, `float32` or `bfloat16`.
+        device: device of the model; None for the trainer's.
+        quantization: quantization of its linear layers; None for none.
+        max_new_tokens: largest length of an answer.
+        max_area: larger images are shrunk to this many pixels.
+        batch_size: samples per batch.
+        pair, single: the `system` and `user` texts for images with condition images and without; `{controls}` and
+            `{target}` in the user's text stand for images.
 
     Raises:
-        UserError: a text lacks a place, or has one that does not exist.
+        UserError: a text lacks a placeholder, or has an unknown one.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Captioner:
                 raise UserError(f"captioner.{key}={template}: must be two texts, as {{system: TEXT, user: TEXT}}")
             if sorted(PLACE.findall(template["user"])) != places:
                 wanted = " and ".join(f"{{{place}}}" for place in places)
-                raise UserError(f"captioner.{key}.user must name the place of {wanted}, once, and no other in braces")
+                raise UserError(f"captioner.{key}.user must have {wanted} once, and no other braces")
 
-    def check(self) -> None:
-        """Find what is wrong with the repository before any weights are read.
+    def check_repository(self) -> None:
+        """Check the repository before any weights are read.
 
         Raises:
-            UserError: it cannot be reached, lacks a file, or is no model that answers to pictures and text.
+            UserError: it cannot be reached, lacks a file, or holds no image-text-to-text model.
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as KNOWN
 
@@ -128,7 +128,7 @@ class Captioner:
         kind = read_json(path).get("model_type")
         if kind not in KNOWN:
             raise UserError(
-                f"{self.name} holds a model of type {kind}, which does not answer to pictures: captioner=qwen3_vl and "
+                f"{self.name} holds a model of type {kind}, which does not answer to images: captioner=qwen3_vl and "
                 "qwen2_5_vl do"
             )
         if Path(self.name).is_dir():
@@ -136,7 +136,7 @@ class Captioner:
                 check_component(Path(self.name), class_name)
 
     def load(self, device: Callable[[], torch.device]) -> None:
-        """Load processor and model; `device` says where, unless the settings do."""
+        """Load processor and model to the configured device, or else to the one that `device` returns."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         with reading(f"the processor of {self.name}", GET_AGAIN):
@@ -148,7 +148,7 @@ class Captioner:
             if self.quantization is None:
                 self.model = load_model(cls, self.name, None, self.revision, self.dtype, place, self.name)
             else:
-                # In the files' own dtype, which leaves the weights in the files until each is quantized.
+                # In the dtype of the files, so that each weight stays on disk until it is quantized.
                 self.model = load_model(cls, self.name, None, self.revision, "auto", None, self.name)
                 log.info(f"quantizing it to {self.quantization}")
                 self.quantization.convert(self.model, place, self.dtype)
@@ -157,14 +157,14 @@ class Captioner:
         self.model.generation_config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
 
     def shrunk(self, width: int, height: int) -> tuple[int, int]:
-        """The size that a picture is shown at."""
+        """Return the size at which the model sees an image."""
         return fit_area(width, height, self.max_area)
 
     def prepare(self, samples: Sequence[tuple[Sequence[Image.Image], Image.Image]]) -> "BatchFeature":
-        """Controls and target of each sample, all samples' of the same sizes, as the model takes them.
+        """Return the model's inputs for the controls and target of samples, whose sizes must be equal.
 
         Raises:
-            UserError: the processor does not take such pictures.
+            UserError: the processor does not take images of this size.
         """
         conversations = [self._conversation(*sample) for sample in samples]
         try:
@@ -174,30 +174,30 @@ class Captioner:
                 add_generation_prompt=True,
                 return_dict=True,
                 return_tensors="pt",
-                # Samples of one size are of one length, whose answers no padding can change.
+                # Samples of one size have one length: there is no padding that could change answers.
                 processor_kwargs={"padding": True, "padding_side": "left"},
             )
         except ValueError as error:
             sizes = [f"{one.width}x{one.height}" for one in (*samples[0][0], samples[0][1])]
-            raise UserError(f"{self.name} takes no pictures of {listing(sizes)}: {reason(error)}") from error
+            raise UserError(f"{self.name} takes no images of {listing(sizes)}: {reason(error)}") from error
 
     def _conversation(self, controls: Sequence[Image.Image], target: Image.Image) -> list[dict[str, Any]]:
         template = self.pair if controls else self.single
-        pictures = {"controls": controls, "target": [target]}
+        images = {"controls": controls, "target": [target]}
         content: list[dict[str, Any]] = []
-        for number, part in enumerate(PLACE.split(template["user"])):
-            if number % 2:
-                content += [{"type": "image", "image": picture} for picture in pictures[part]]
+        for index, part in enumerate(PLACE.split(template["user"])):
+            if index % 2:
+                content += [{"type": "image", "image": image} for image in images[part]]
             elif part.strip():
                 content.append({"type": "text", "text": part})
         user = {"role": "user", "content": content}
-        if not template["system"]:  # some models know no such role
+        if not template["system"]:  # some models have no such role
             return [user]
         return [{"role": "system", "content": [{"type": "text", "text": template["system"]}]}, user]
 
     @torch.inference_mode()
     def __call__(self, inputs: "BatchFeature") -> list[Answer]:
-        """The answers to what was prepared, cleaned."""
+        """Return the answers to prepared inputs, cleaned."""
         inputs = inputs.to(self.model.device, self.dtype)
         try:
             tokens = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens)

@@ -13,7 +13,7 @@ MISMATCHES = {
         "flux_kontext",
         "cached",
         "flux_dev",
-        "To train on pictures and captions",
+        "To train on images and captions",
     ),
     "captions for an edit model": ("qwen_image_edit", "captions", "flux_dev", "edits images, but 0, 1, 2 and 3 more"),
     "pairs for text to image": ("flux_dev", "cached", "flux_kontext", "makes images from text only, but 0, 1, 2"),

@@ -8,14 +8,15 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from datamodules.errors import UserError, without_credentials
-from datamodules.files import Packed, reason
+from datamodules.files import reason
+from datamodules.images.samples import Slice
 from datamodules.images.tables import Table
 
 if TYPE_CHECKING:
@@ -32,51 +33,6 @@ END = b"\xff\xff\xff\xff\0\0\0\0"
 _NAME = re.compile(
     r"hf://(datasets/)?(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^/#]+(/pr/\d+)?))?(/(?P<config>[^#@]+))?(#(?P<split>\w+))?"
 )
-
-
-@dataclass(frozen=True)
-class Cell(Packed):
-    """An image in a cell of an Arrow file.
-
-    Attributes:
-        place: the data set in messages; it does not identify the image, since a root can be spelled in several ways.
-        file: the Arrow file.
-        first: index of the file's first row in the data set.
-        row: row in the file.
-        column: column.
-        position: position in a list of images; None for a cell with a single one.
-    """
-
-    place: str = field(compare=False)
-    file: str
-    first: int = field(compare=False)
-    row: int
-    column: str
-    position: int | None = None
-
-    def read(self) -> bytes:
-        value = mapped(self.file)[self.column][self.row]
-        if self.position is not None:
-            value = value.values[self.position]
-        value = value.as_py()
-        return value["bytes"] if isinstance(value, dict) else value
-
-    def signature(self) -> tuple[str, int, int, int]:
-        stat = os.stat(self.file)
-        name = f"{self.file}#{self.row}.{self.column}.{self.position}"
-        return name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-    @property
-    def stem(self) -> str:
-        return _row_key(self.first + self.row)
-
-    def __str__(self) -> str:
-        position = "" if self.position is None else f"[{self.position}]"
-        return f"{self.place} row {self.first + self.row} {self.column}{position}"
-
-
-def _row_key(row: int) -> str:
-    return f"{row:06d}"
 
 
 def mark_of_data_set(folder: Path) -> Path | None:
@@ -150,7 +106,7 @@ def _files(place: str, found: Any, split: str | None) -> list[str]:
     elif split is not None:
         raise UserError(f"{place}: it has no splits, so no {split}: leave #{split} out")
     files = [os.path.realpath(file["filename"]) for file in found.cache_files]
-    if (rows := sum(mapped(file).num_rows for file in files)) != len(found):
+    if (rows := sum(_mapped(file)[0].num_rows for file in files)) != len(found):
         raise UserError(f"{place}: its Arrow files have {rows} rows, not {len(found)}: save it again")
     return files
 
@@ -162,17 +118,14 @@ def _table(place: str, files: list[str], folder: Path | None) -> Table:
         folder: folder of the files that texts name.
     """
     with _one_line(place, "repair it, or copy it again"):
-        counts = [mapped(file).num_rows for file in files]
+        counts = [_mapped(file)[0].num_rows for file in files]
         if not sum(counts):
             raise ValueError("it has no rows")
-        schema = mapped(files[0]).schema
-    starts = list(accumulate(counts, initial=0))[:-1]
-    shown = place.removeprefix("data.root=")
+        schema = _mapped(files[0])[0].schema
 
     def values(name: str) -> list[Any]:
-        return [
-            one for file, start in zip(files, starts, strict=True) for one in _cells(file, start, name, shown, folder)
-        ]
+        with _one_line(place, "repair it, or copy it again"):
+            return _cells(place.removeprefix("data.root="), files, name, folder)
 
     images = [column.name for column in schema if _holds_images(column.type)]
     return Table(
@@ -183,7 +136,7 @@ def _table(place: str, files: list[str], folder: Path | None) -> Table:
         images=images,
         texts=[column.name for column in schema if "string" in str(column.type) and column.name not in images],
         folder=folder,
-        keys=[_row_key(row) for row in range(sum(counts))],
+        keys=[f"{row:06d}" for row in range(sum(counts))],
     )
 
 
@@ -210,31 +163,31 @@ def _one_line(place: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{place}: {without_credentials(reason(cause)).rstrip('.')}; {remedy}") from error
 
 
-def mapped(file: str) -> "pa.Table":
-    """Return the table of an Arrow file; each process opens it once, and again after a change.
+def _mapped(file: str) -> tuple["pa.Table", int]:
+    """Return the table of an Arrow file, mapped into memory, and the address of the file's first byte.
 
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    stat = os.stat(file)
-    return _mapped(file, stat.st_size, stat.st_mtime_ns)
+    return _mapped_at(file, os.stat(file).st_mtime_ns)
 
 
 @lru_cache(maxsize=256)
-def _mapped(file: str, size: int, modified: int) -> "pa.Table":
+def _mapped_at(file: str, modified: int) -> tuple["pa.Table", int]:
     import pyarrow as pa
 
     options = pa.ipc.IpcReadOptions(use_threads=False)  # data workers are forks
     source = pa.memory_map(file)
+    whole = source.read_buffer()
+    source.seek(0)
     try:
         table = pa.ipc.open_stream(source, options=options).read_all()
     except pa.ArrowInvalid:
         source.seek(0)
-        return pa.ipc.open_file(source, options=options).read_all()
-    source.seek(max(0, size - len(END)))
-    if source.read() != END:  # a file cut between two batches would be a shorter table
+        return pa.ipc.open_file(source, options=options).read_all(), whole.address
+    if whole.slice(max(0, whole.size - len(END))).to_pybytes() != END:  # a file cut between two batches
         raise ValueError("it ends early")
-    return table
+    return table, whole.address
 
 
 def _is_list(kind: "pa.DataType") -> bool:
@@ -253,45 +206,63 @@ def _holds_images(kind: "pa.DataType") -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _cells(file: str, first: int, column: str, place: str, folder: Path | None) -> list[Any]:
-    """Return the values of a column by row, without reading images.
-
-    An image is a `Cell`, or the path of a file if the cell has only that; None is an empty cell.
+def _cells(place: str, files: list[str], column: str, folder: Path | None) -> list[Any]:
+    """Return the values of a column by row, without reading images; None is an empty cell.
 
     Args:
-        first, place: see `Cell`.
-        folder: folder that relative paths start from.
+        place: the data set, for messages.
+        folder: folder that the paths of images start from.
+
+    Raises:
+        ValueError: a file is compressed.
     """
-    import pyarrow.compute as pc
+    found: list[Any] = []
+    for file in files:
+        table, address = _mapped(file)
+        for chunk in table[column].chunks:
+            first = len(found)
+            if not _holds_images(chunk.type):
+                found += chunk.to_pylist()
+            elif _is_list(chunk.type):
+                counts = chunk.value_lengths().to_pylist()
+                names = [
+                    f"{place} row {first + row} {column}[{i}]" for row, n in enumerate(counts) for i in range(n or 0)
+                ]
+                images = iter(_images(file, address, chunk.flatten(), names, folder))
+                found += [None if count is None else [next(images) for _ in range(count)] for count in counts]
+            else:
+                names = [f"{place} row {first + row} {column}" for row in range(len(chunk))]
+                found += _images(file, address, chunk, names, folder)
+    return found
 
-    values = mapped(file)[column]
-    if not _holds_images(values.type):
-        return values.to_pylist()
-    if not _is_list(values.type):
-        cells = [Cell(place, file, first, row, column) for row in range(len(values))]
-        return _filled(cells, values, folder)
-    counts = pc.list_value_length(values).to_pylist()
-    cells = [
-        Cell(place, file, first, row, column, position)
-        for row, count in enumerate(counts)
-        for position in range(count or 0)
-    ]
-    found = iter(_filled(cells, pc.list_flatten(values), folder))
-    return [None if count is None else [next(found) for _ in range(count)] for count in counts]
 
+def _images(file: str, address: int, array: Any, names: list[str], folder: Path | None) -> list[Slice | str | None]:
+    """Return each image of an array of `_holds_images` as a part of its file; without bytes its path, or None.
 
-def _filled(cells: list[Cell], values: Any, folder: Path | None) -> list[Cell | str | None]:
-    """Return each cell that holds bytes; of others the path, or None."""
+    Args:
+        address: address of the file's first byte.
+    """
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    paths: list[str | None] = [None] * len(cells)
-    if pa.types.is_struct(values.type):
-        if "path" in {member.name for member in values.type}:
-            paths = pc.struct_field(values, "path").to_pylist()
-        values = pc.struct_field(values, "bytes")
-    lengths = pc.binary_length(values).to_pylist()
+    paths: list[str | None] = [None] * len(array)
+    valid = array.is_valid().to_pylist()
+    if pa.types.is_struct(array.type):
+        if "path" in {member.name for member in array.type}:
+            paths = array.field("path").to_pylist()
+        array = array.field("bytes")
+    _, offsets, content = array.buffers()
+    if content is None:
+        return [_below(folder, path) for path in paths]
+    width = np.int64 if pa.types.is_large_binary(array.type) else np.int32
+    ends = np.frombuffer(offsets, width)[array.offset : array.offset + len(array) + 1].tolist()
+    start = content.address - address
+    if ends[-1] > ends[0] and not 0 <= start <= os.path.getsize(file) - ends[-1]:
+        raise ValueError("it is compressed: save it without compression")
     return [
-        cell if length else path if path is None or folder is None else str(folder / path)
-        for cell, length, path in zip(cells, lengths, paths, strict=True)
+        Slice(name, file, start + begin, end - begin) if there and end > begin else _below(folder, path)
+        for name, begin, end, there, path in zip(names, ends, ends[1:], valid, paths, strict=False)
     ]
+
+
+def _below(folder: Path | None, path: str | None) -> str | None:
+    return path if path is None or folder is None else str(folder / path)

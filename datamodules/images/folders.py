@@ -1,5 +1,6 @@
 """Folders of images: which files belong together by their names, and the samples that they form."""
 
+import json
 import os
 import re
 from collections import Counter
@@ -7,13 +8,16 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import read_text
-from datamodules.images.samples import CAPTION_SUFFIXES, Found, Root, Sample, nfc, read_captions
+from datamodules.images.samples import CAPTION_SUFFIXES, Found, Root, Sample, nfc
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
+# Keys of a JSON object that hold captions.
+CAPTION_KEYS = ("captions", "caption", "prompt")
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
 REJECTED_FOLDERS = ("rejected_images",)
@@ -286,3 +290,91 @@ def note_unread(found: Found, folder: Path) -> Found:
     named = listing([f"{kind} ({count})" for kind, count in kinds.items()])
     note = f"{folder}: not read, though named like images that are: {named}"
     return Found(found.samples, found.incomplete, found.passed_over, found.forms, (*found.notes, note))
+
+
+# Captions of an image: one or several, in files next to it or in the columns of a table.
+
+
+def read_captions(texts: Mapping[str, str], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
+    """Return the captions of an image and the name of the file that holds them; () and None if no file does.
+
+    Args:
+        texts: contents of X.txt, X.caption and X.json by file name; any may be missing.
+        per_line: treat each line of a text as a caption.
+
+    Raises:
+        UserError: a JSON file is malformed, or two files differ.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for suffix in CAPTION_SUFFIXES:
+        for name, text in texts.items():
+            if name.lower().endswith(suffix):
+                prompts = text_prompts(text, per_line)
+                if suffix == ".json":
+                    prompts = _json_prompts(text, name, alone=not found)
+                found |= {name: prompts} if prompts else {}
+    if len({tuple(" ".join(prompts).split()) for prompts in found.values()}) > 1:
+        raise UserError(f"{' and '.join(found)} hold different captions of one image. Keep one")
+    return next(((prompts, name) for name, prompts in found.items()), ((), None))
+
+
+def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
+    """Return each non-empty line, or the whole text if it is JSON; ("",) if there is none.
+
+    Lines end as on Unix, Windows and old Macs, not at other separators of Unicode.
+    """
+    lines = re.split("\r\n?|\n", text)
+    return _stripped(lines if per_line and not is_json(text) else ["\n".join(lines)])
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is a JSON object or array."""
+    try:
+        return isinstance(json.loads(text), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _json_prompts(text: str, name: str, alone: bool) -> tuple[str, ...]:
+    """Return the captions of a JSON file; () if it is an object about something else.
+
+    Args:
+        alone: no other file holds captions; an object of several words is then itself a caption.
+
+    Raises:
+        UserError: the file is not JSON, or holds no captions.
+    """
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
+    if isinstance(value, dict):
+        key = next((key for key in CAPTION_KEYS if key in value), None)
+        if key is None:
+            return (text.strip(),) if alone and _count_words(value) > 1 else ()
+        if (value := value[key]) is None:
+            return ()
+    prompts = captions_of(value)
+    if prompts is None and alone:
+        keys = ", ".join(CAPTION_KEYS)
+        raise UserError(f"{name}: captions must be a text, a list of texts, or an object with one of {keys}")
+    return prompts or ()
+
+
+def _count_words(value: Any) -> int:
+    """Return the number of words in the texts of a JSON value, not counting keys."""
+    if isinstance(value, dict | list):
+        return sum(map(_count_words, value.values() if isinstance(value, dict) else value))
+    return len(value.split()) if isinstance(value, str) else 0
+
+
+def captions_of(value: Any) -> tuple[str, ...] | None:
+    """Return the captions in a value: a text, an object (one caption in JSON), or a list of them; None if neither."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str | dict) for one in values):
+        return None
+    return _stripped([one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values])
+
+
+def _stripped(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(text.strip() for text in texts if text.strip()) or ("",)

@@ -1,7 +1,7 @@
 """Samples: their images and captions, and the settings of the root that holds them."""
 
-import json
 import math
+import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -17,8 +17,6 @@ from datamodules.files import Packed, file_signature
 SIDE_MULTIPLE = 16
 # Matched in any case. The first is the one captions are written to; when several exist, they are read in this order.
 CAPTION_SUFFIXES = (".txt", ".caption", ".json")
-# Keys of a JSON object that hold captions.
-CAPTION_KEYS = ("captions", "caption", "prompt")
 # Placeholder for the trigger word in a caption.
 TRIGGER = "[trigger]"
 # Above this side a training step would need hundreds of gigabytes.
@@ -51,12 +49,39 @@ class Alpha(Packed):
         name, size, modified, changed = file_signature(self.picture)
         return f"{name}#alpha", size, modified, changed
 
-    @property
-    def stem(self) -> str:
-        return self.picture.stem
-
     def __str__(self) -> str:
         return str(self.picture)
+
+
+@dataclass(frozen=True)
+class Slice(Packed):
+    """An image in a larger file: a member of an uncompressed tar, or a cell of an Arrow file.
+
+    Attributes:
+        name: its name in messages; not its identity, since a root can be spelled in several ways.
+        file: path of the file, without links.
+        offset, size: in bytes.
+    """
+
+    name: str = field(compare=False)
+    file: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        with open(self.file, "rb") as file:
+            file.seek(self.offset)
+            content = file.read(self.size)
+        if len(content) < self.size:
+            raise EOFError(f"{self.file} ends early")
+        return content
+
+    def signature(self) -> tuple[str, int, int, int]:
+        stat = os.stat(self.file)
+        return f"{self.file}#{self.offset}.{self.size}", stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -187,94 +212,6 @@ def refuse_unused(roots: Sequence[Root], forms: Sequence[str]) -> None:
             if all(form != setting for _, form in those):
                 paths = listing([str(root.path) for root, _ in those])
                 raise UserError(f"data.{setting} is for {what}, and {paths} has none: leave it out")
-
-
-# Captions of an image: one or several, in files next to it or in the columns of a table.
-
-
-def read_captions(texts: Mapping[str, str], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
-    """Return the captions of an image and the name of the file that holds them; () and None if no file does.
-
-    Args:
-        texts: contents of X.txt, X.caption and X.json by file name; any may be missing.
-        per_line: treat each line of a text as a caption.
-
-    Raises:
-        UserError: a JSON file is malformed, or two files differ.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    for suffix in CAPTION_SUFFIXES:
-        for name, text in texts.items():
-            if name.lower().endswith(suffix):
-                prompts = text_prompts(text, per_line)
-                if suffix == ".json":
-                    prompts = _json_prompts(text, name, alone=not found)
-                found |= {name: prompts} if prompts else {}
-    if len({tuple(" ".join(prompts).split()) for prompts in found.values()}) > 1:
-        raise UserError(f"{' and '.join(found)} hold different captions of one image. Keep one")
-    return next(((prompts, name) for name, prompts in found.items()), ((), None))
-
-
-def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
-    """Return each non-empty line, or the whole text if it is JSON; ("",) if there is none.
-
-    Lines end as on Unix, Windows and old Macs, not at other separators of Unicode.
-    """
-    lines = re.split("\r\n?|\n", text)
-    return _stripped(lines if per_line and not is_json(text) else ["\n".join(lines)])
-
-
-def is_json(text: str) -> bool:
-    """Return whether a text is a JSON object or array."""
-    try:
-        return isinstance(json.loads(text), dict | list)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _json_prompts(text: str, name: str, alone: bool) -> tuple[str, ...]:
-    """Return the captions of a JSON file; () if it is an object about something else.
-
-    Args:
-        alone: no other file holds captions; an object of several words is then itself a caption.
-
-    Raises:
-        UserError: the file is not JSON, or holds no captions.
-    """
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
-    if isinstance(value, dict):
-        key = next((key for key in CAPTION_KEYS if key in value), None)
-        if key is None:
-            return (text.strip(),) if alone and _count_words(value) > 1 else ()
-        if (value := value[key]) is None:
-            return ()
-    prompts = captions_of(value)
-    if prompts is None and alone:
-        keys = ", ".join(CAPTION_KEYS)
-        raise UserError(f"{name}: captions must be a text, a list of texts, or an object with one of {keys}")
-    return prompts or ()
-
-
-def _count_words(value: Any) -> int:
-    """Return the number of words in the texts of a JSON value, not counting keys."""
-    if isinstance(value, dict | list):
-        return sum(map(_count_words, value.values() if isinstance(value, dict) else value))
-    return len(value.split()) if isinstance(value, str) else 0
-
-
-def captions_of(value: Any) -> tuple[str, ...] | None:
-    """Return the captions in a value: a text, an object (one caption in JSON), or a list of them; None if neither."""
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, str | dict) for one in values):
-        return None
-    return _stripped([one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values])
-
-
-def _stripped(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(text.strip() for text in texts if text.strip()) or ("",)
 
 
 # Settings of roots.

@@ -14,8 +14,8 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, read_text, reason, require_file
-from datamodules.images.folders import IMAGE_SUFFIXES, find_file, is_image
-from datamodules.images.samples import CAPTION_SUFFIXES, Found, Picture, Root, Sample, captions_of
+from datamodules.images.folders import IMAGE_SUFFIXES, captions_of, find_file, is_image
+from datamodules.images.samples import CAPTION_SUFFIXES, Found, Picture, Root, Sample
 
 # Names of a folder's table.
 TABLES = ("metadata.jsonl", "metadata.csv")

@@ -6,14 +6,13 @@ import re
 import tarfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing
-from datamodules.files import Packed, reason, require_file
-from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
-from datamodules.images.samples import CAPTION_KEYS, CAPTION_SUFFIXES, captions_of, nfc, read_captions
+from datamodules.files import reason, require_file
+from datamodules.images.folders import CAPTION_KEYS, FORMATS, IMAGE_SUFFIXES, captions_of, is_clutter, read_captions
+from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
 
 SUFFIX = ".tar"
@@ -22,43 +21,6 @@ COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.z
 _MEMBER = re.compile(r"((?:.*/)?[^/.]+)[.]([^/]+)")
 # Columns of X.jpg, of the captions of X, and of an object in X.json that is itself a caption.
 PICTURE, CAPTIONS, STRUCTURED = "image", "txt", "json"
-
-
-@dataclass(frozen=True)
-class Member(Packed):
-    """An image in an uncompressed tar.
-
-    Attributes:
-        place: the tar, for messages.
-        tar: path of the tar without links.
-        name: name of the member.
-        offset, size: in bytes.
-    """
-
-    place: str = field(compare=False)
-    tar: str
-    name: str
-    offset: int
-    size: int
-
-    def read(self) -> bytes:
-        with open(self.tar, "rb") as file:
-            file.seek(self.offset)
-            content = file.read(self.size)
-        if len(content) < self.size:
-            raise EOFError(f"{self.place} ends early")
-        return content
-
-    def signature(self) -> tuple[str, int, int, int]:
-        stat = os.stat(self.tar)
-        return f"{self.tar}#{self.offset}.{self.name}", stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-    @property
-    def stem(self) -> str:
-        return Path(self.name).name.partition(".")[0]
-
-    def __str__(self) -> str:
-        return f"{self.place}:{self.name}"
 
 
 def is_tar(name: str) -> bool:
@@ -161,7 +123,7 @@ class _Scan:
     def __init__(self, path: Path, per_line: bool) -> None:
         self.path, self.per_line = path, per_line
         self.place, self.tar = str(path.absolute()), os.path.realpath(path)
-        self.samples: dict[str, dict[str, Any]] = defaultdict(dict)
+        self.samples: dict[str, dict[str, Slice]] = defaultdict(dict)
         self.texts: dict[str, dict[str, str]] = defaultdict(dict)
         self.images: dict[str, None] = {}
         self.unread: dict[str, list[str]] = defaultdict(list)
@@ -195,7 +157,7 @@ class _Scan:
                 found[key] = values
         return found
 
-    def _columns(self, texts: dict[str, str], images: dict[str, Any]) -> dict[str, Any]:
+    def _columns(self, texts: dict[str, str], images: dict[str, Slice]) -> dict[str, Any]:
         """Return the columns of a sample's texts."""
         found: dict[str, Any] = {}
         columns = {name: Path(name).name.partition(".")[2] for name in texts}
@@ -259,8 +221,8 @@ class _Scan:
         elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
             column = column or PICTURE
             if before := self.samples[key].get(column):
-                self._doubt(key, f"{name} and {before.name} are both its {column}: keep one")
-            self.samples[key][column] = Member(self.place, self.tar, name, info.offset_data, info.size)
+                self._doubt(key, f"{name} and {before} are both its {column}: keep one")
+            self.samples[key][column] = Slice(f"{self.place}:{name}", self.tar, info.offset_data, info.size)
             self.images[column] = None
         elif f".{suffix.lower()}" in CAPTION_SUFFIXES:
             member = tar.extractfile(info)

@@ -14,8 +14,7 @@ from PIL import Image
 from torchmetrics.image import PeakSignalNoiseRatio
 
 from callbacks.validation import Validation
-from datamodules.images.data_sets import Cell
-from datamodules.images.samples import Sample
+from datamodules.images.samples import Sample, Slice
 from report.commands import example
 from report.image_metrics import EditMetrics, FeatureSimilarity, MaskIoU
 from report.images import read_strip
@@ -130,7 +129,7 @@ def test_the_end_names_the_best_weights_and_a_command_that_works(gallery, pairs)
 
 def test_a_picture_inside_of_a_table_is_named_by_the_runs_copy_of_it(tmp_path):
     run = RunFolder(tmp_path)
-    target, control = (Cell("a", "a.arrow", 0, 0, column) for column in ("target", "control"))
+    target, control = (Slice(name, "a.arrow", 0, size) for size, name in enumerate(("target", "control"), 1))
     packed = Sample("a", target, (control,), ("make it snow",))
     data = SimpleNamespace(validation=None, samples=[packed])
     assert example(run, data) == ("PHOTO.png", "make it snow")

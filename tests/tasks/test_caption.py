@@ -84,13 +84,12 @@ def test_every_missing_caption_is_written_whatever_the_batch_size(run, arguments
     assert len(set(written)) > 3, "it looks at the pictures"
     assert all(text == f"{clean(text)}\n" and len(text) > 1 for text in written)
     assert "6 of 7 samples lack a caption" in outcome.text
-    assert "done: 6 captions written beside their targets" in outcome.text
-    assert f"python train.py model=flux_kontext 'data.root=\"{bare}\"'" in outcome.text
+    assert "done: 6 captions written next to their targets" in outcome.text
     run("predict", *arguments(copy, "captioner.batch_size=3", f"output_dir={tmp_path / 'three'}", name=name))
     assert captions(copy) == one
     outcome = run("predict", *arguments(copy, f"output_dir={tmp_path / 'none'}", name=name))
     assert "all 7 samples of" in outcome.text
-    assert "have a caption: overwrite=true writes them anew" in outcome.text
+    assert "have a caption: overwrite=true rewrites them" in outcome.text
     assert not (tmp_path / "none").exists()
 
 
@@ -172,7 +171,7 @@ def test_a_signal_ends_it_behind_the_batch_and_keeps_what_is_done(start, argumen
     assert process.returncode == status, text
     done = len(captions(root))
     assert 2 <= done < 40
-    assert f"stopped by {number.name}; {done} captions are written; the same command goes on" in text
+    assert f"stopped by {number.name}; {done} captions are written; the same command continues" in text
     assert len(proposals(tmp_path / "out")) == done
     assert f"{done} captions" in (tmp_path / "out" / "captions.html").read_text()
 
@@ -203,7 +202,6 @@ def test_of_a_table_a_new_one_is_written_to_train_on(run, arguments, bare, tmp_p
     assert made[1]["prompt"] == "mine, as it was"
     assert made[0]["prompt"] != made[2]["prompt"]
     assert f"done: 2 captions written to {new}" in outcome.text
-    assert f"python train.py model=flux_kontext data.root={new}" in outcome.text
     run("predict", "task=preview", f"data.root={new}", f"output_dir={tmp_path / 'preview'}")
     # What is in output_dir is not asked for again.
     new.unlink()
@@ -219,20 +217,19 @@ def test_pictures_alone_get_captions(run, arguments, tmp_path):
         photograph(name.split("/")[-1], 64, 48).save(root / f"{name}.png")
     (root / "coffee.txt").write_text("a cup")
     extra = ["data=captions", "data.source.instance_prompt=a photo"]
-    outcome = run("predict", *arguments(root, *extra))
+    run("predict", *arguments(root, *extra))
     made = captions(root)
     assert set(made) == {"astronaut", "coffee", "rocket"}
     assert made["coffee"] == "a cup"
     assert "a photo" not in "".join(made.values())
     assert (root / "below" / "rocket.txt").is_file()
-    assert re.search("python train.py model=flux_dev .*data=captions", outcome.text)
 
 
 def test_an_empty_answer_is_counted_and_leaves_nothing(run, arguments, bare, tmp_path, monkeypatch):
     decode = Qwen3VLProcessor.batch_decode
     monkeypatch.setattr(Qwen3VLProcessor, "batch_decode", lambda *a, **k: [' "" ', *decode(*a, **k)[1:]])
     outcome = run("predict", *arguments(bare, "captioner.batch_size=8"))
-    assert "note: the model said nothing of 4, and nothing is written: 00, 03, 04 and 1 more" in outcome.text
+    assert "note: the model gave no answer for 4, without a caption: 00, 03, 04 and 1 more" in outcome.text
     assert "done: 2 captions" in outcome.text
     assert set(captions(bare)) == {"01", "02", "05"}
     assert len(proposals(tmp_path / "out")) == 2
@@ -272,7 +269,7 @@ def test_the_page_shows_pictures_and_text_as_text(run, arguments, bare, tmp_path
     assert "<script" not in page
     assert "<b>" not in page
     assert "&lt;b&gt;bare &amp; co/training_images/00.txt" in page
-    assert len(re.findall(r'src="data:image/(png|webp);base64,[\w+/=]+"', page)) == 6 * 2 + 1
+    assert len(re.findall(r'src="file://[^"<]+\.png"', page)) == 6 * 2 + 1
     assert [page.count(f"<figcaption>{name}<") for name in ("before", "before, 2", "after")] == [6, 1, 6]
 
 
@@ -297,8 +294,8 @@ def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):
         ([], "task=caption needs the model that writes: captioner=qwen3_vl or captioner=qwen2_5_vl"),
         (["captioner.pretrained_model_name_or_path=nobody/nothing"], "huggingface.co cannot be reached"),
         ([f"captioner.pretrained_model_name_or_path={ROOT / 'assets/shapes/text_encoder'}"], "holds a model of type"),
-        (["captioner.pair.user=Describe {target}, please"], "must name the place of {controls} and {target}"),
-        (["captioner.single.user=Describe {picture}"], "must name the place of {target}"),
+        (["captioner.pair.user=Describe {target}, please"], "must have {controls} and {target} once"),
+        (["captioner.single.user=Describe {picture}"], "must have {target} once"),
         (["captioner.pair=null"], "captioner.pair=None: must be two texts, as {system: TEXT, user: TEXT}"),
         (["captioner.single.user=null"], "captioner.single={'system': "),
         (["captioner.dtype=half"], "captioner.dtype=half: choose"),

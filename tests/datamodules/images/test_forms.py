@@ -10,9 +10,8 @@ import pytest
 from datamodules.errors import UserError
 from datamodules.files import Packed
 from datamodules.hashes import FileHashes, hash_file
-from datamodules.images.data_sets import Cell
 from datamodules.images.decoding import image_size, verify_image
-from datamodules.images.samples import Root
+from datamodules.images.samples import Root, Slice
 from datamodules.images.sources import find_samples
 from datamodules.images.windows import Window, load_image
 from tests.support.commands import ROOT
@@ -85,11 +84,11 @@ def test_one_data_set_of_two_spellings_has_the_same_pictures(tmp_path, monkeypat
     assert str(samples[2].target) == f"{spelled[2].removesuffix('/.')} row 1 edited_image"
 
 
-def test_a_cell_is_known_by_its_place_in_a_file_and_not_by_the_words_for_it():
-    one = Cell("hf://owner/name", "/cache/x.arrow", 0, 3, "image")
-    assert len({one, Cell("hf://owner/name#train", "/cache/x.arrow", 9, 3, "image")}) == 1
-    others = [("/cache/y.arrow", 3, "image"), ("/cache/x.arrow", 4, "image"), ("/cache/x.arrow", 3, "mask")]
-    assert len({one, *(Cell("hf://owner/name", file, 0, row, column) for file, row, column in others)}) == 4
+def test_a_slice_is_known_by_its_place_in_a_file_and_not_by_its_name():
+    one = Slice("hf://owner/name row 3 image", "/cache/x.arrow", 512, 64)
+    assert len({one, Slice("hf://owner/name#train row 3 image", "/cache/x.arrow", 512, 64)}) == 1
+    others = [("/cache/y.arrow", 512, 64), ("/cache/x.arrow", 513, 64), ("/cache/x.arrow", 512, 63)]
+    assert len({one, *(Slice(one.name, *other) for other in others)}) == 4
 
 
 def test_roots_of_several_forms_are_mixed(tmp_path):
