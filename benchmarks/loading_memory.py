@@ -26,7 +26,7 @@ from torch import nn
 
 from benchmarks.made_up_weights import write_encoder, write_transformer
 from benchmarks.memory import compose, empty_batch, write_shallow
-from lightning_modules.estimation.weights import loading_bound
+from tasks.footprint import loading_bound
 from tasks.placement import frozen_model
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +51,7 @@ def load(way: str, folder: str) -> int:
     from lightning_modules.pretrained.weights import save_quantized
     from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
-    from tasks.compare_precision import compare_velocities
+    from tasks.precision import compare_velocities
 
     host, name = torch.device("cpu"), way.split()[0]
     if name == "encoder":

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
-from lightning_modules.estimation.activations import FakeStep, empty_latents
+from lightning_modules.estimation.flops import empty_latents
+from lightning_modules.estimation.memory import FakeStep
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from tasks import models
 

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from datamodules.base import TrainingData
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
-from lightning_modules.estimation.calibration import USABLE, Calibration, DeviceMemory, estimate
+from lightning_modules.estimation.memory import USABLE, Calibration, DeviceMemory, calibrate
 from lightning_modules.timing import NOT_TRAINING
 from runs.run_folder import best_effort
 
@@ -39,11 +39,12 @@ class RaiseCheckpointing(L.Callback):
         self._first_step = trainer.global_step
         self._memory = execution.memory()
         assert pl_module.objective is not None
-        base, made = pl_module.base, execution.adapted_meta_transformer
+        base = pl_module.base
         with base.timer.stage(NOT_TRAINING), best_effort("estimate for gradient_checkpointing=auto, which stays full"):
             passes = pl_module.objective.passes(0)
-            self._calibration = estimate(
-                pl_module, base, execution.adapter, execution.compile_blocks, made, data, passes
+            transformer = execution.adapted_meta_transformer()
+            self._calibration = calibrate(
+                pl_module, base, execution.adapter, execution.compile_blocks, transformer, data, passes
             )
         lacks = torch.tensor(float(self._calibration is None), device=pl_module.device)
         if trainer.strategy.reduce(lacks, reduce_op="max"):  # in any process

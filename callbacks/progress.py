@@ -26,7 +26,7 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import layer_of
 from lightning_modules.adapters.targets import ending
 from lightning_modules.edit_module import EditModule
-from lightning_modules.estimation.duration import duration, sample_flops
+from lightning_modules.estimation.flops import duration, sample_flops
 from lightning_modules.quantization.quantization import nbytes
 from report.sweep_summary import sweep_job
 from runs.run_folder import RunFolder

@@ -16,7 +16,7 @@ from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gate import Gate
 from lightning_modules.adapters.peft_layers import cast_inputs
 from lightning_modules.adapters.rank_mask import RankGate
-from lightning_modules.estimation.calibration import DeviceMemory
+from lightning_modules.estimation.memory import DeviceMemory
 from lightning_modules.execution.blocks import (
     cast_inputs_once,
     check_attention_backend,

@@ -1,4 +1,4 @@
-"""What a task computes on: the device, and the model of a task that trains nothing."""
+"""The device and processes of a task, and the model of a task that trains nothing."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def join_processes(cfg: DictConfig) -> None:
-    """Let the trainer count the processes that torchrun or srun has started, each of which would else train alone.
+    """Set the trainer's devices and nodes to the processes of torchrun or srun; each would otherwise train alone.
 
     Raises:
-        UserError: the settings name other numbers, or a Slurm job of several tasks starts only one of them.
+        UserError: the settings contradict them, or a Slurm job of several tasks started only one command.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher, count = "torchrun", int(os.environ["WORLD_SIZE"])
@@ -38,7 +38,7 @@ def join_processes(cfg: DictConfig) -> None:
 
 
 def place_trainer(cfg: DictConfig) -> None:
-    """Make the trainer compute in all processes, and where model.devices.transformer says, if it is set."""
+    """Make the trainer use all processes, and the device of model.devices.transformer if it is set."""
     from lightning_modules.pretrained.repository import resolve_device
 
     join_processes(cfg)
@@ -53,7 +53,7 @@ def place_trainer(cfg: DictConfig) -> None:
 
 
 def compute_device(cfg: DictConfig) -> "torch.device":
-    """Where the trainer would compute, for a task that runs without one."""
+    """Return the trainer's device, for a task that runs without one."""
     from hydra.utils import instantiate
 
     place_trainer(cfg)
@@ -61,10 +61,10 @@ def compute_device(cfg: DictConfig) -> "torch.device":
 
 
 def frozen_model(cfg: DictConfig, **more: Any) -> Any:
-    """The model without what trains; nothing is loaded.
+    """Build the model without adapter and optimizer; nothing is loaded.
 
     Args:
-        more: of Hydra's instantiate.
+        more: arguments of Hydra's instantiate.
     """
     from hydra.utils import instantiate
 

@@ -19,7 +19,7 @@ from callbacks import progress
 from callbacks.metrics import Metrics
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
-from lightning_modules.estimation.duration import duration
+from lightning_modules.estimation.flops import duration
 from report.images import LONGEST, file_names, in_a_row, save_png, to_image
 from report.quoting import override, portable_path
 from report.tables import POINTS, curves

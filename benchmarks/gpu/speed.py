@@ -16,8 +16,8 @@ ROUNDS = 3
 def measured(bench: Bench, facts: Facts, row: Row) -> list[str]:
     """A row of the table; running out of memory is a result."""
     from benchmarks.full_size import measure
-    from lightning_modules.estimation.activations import bytes_per_parameter
-    from lightning_modules.estimation.weights import weight_bytes
+    from lightning_modules.estimation.memory import bytes_per_parameter
+    from tasks.footprint import weight_bytes
 
     facts |= row._asdict()
     try:
@@ -61,7 +61,7 @@ def _module(bench: Bench, row: Row) -> Any:
 def _raised(bench: Bench, module: Any, batch: LatentBatch, estimate: Callable[[str], int]) -> str:
     """The policy that the first steps of a run find."""
     from benchmarks.memory import loss
-    from lightning_modules.estimation.calibration import Calibration, DeviceMemory
+    from lightning_modules.estimation.memory import Calibration, DeviceMemory
     from lightning_modules.execution.checkpointing import POLICIES
 
     if not bench.cuda:

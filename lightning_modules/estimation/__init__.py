@@ -1,1 +1,1 @@
-"""Memory and work of a step, before it is taken."""
+"""Estimates of a training step: its work and its memory."""

@@ -8,8 +8,8 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_modules.estimation import calibration
-from lightning_modules.estimation.calibration import USABLE, Calibration
+from lightning_modules.estimation import memory
+from lightning_modules.estimation.memory import USABLE, Calibration
 from lightning_modules.execution import checkpointing
 from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.prepare import Execution
@@ -71,9 +71,9 @@ class Double:
 def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, monkeypatch):
     """Cases: no memory left, just enough for each policy, steps that take more, another process with less."""
     peaks, weights, chosen = {}, {}, []
-    peak, of_blocks = calibration.FakeStep.peak, checkpointing.set_checkpointing
+    peak, of_blocks = memory.FakeStep.peak, checkpointing.set_checkpointing
     reduce = SingleDeviceStrategy.reduce
-    monkeypatch.setattr(calibration.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
+    monkeypatch.setattr(memory.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
     monkeypatch.setattr(Execution, "searches_checkpointing", True)
     monkeypatch.setattr(
         "lightning_modules.prepare.set_checkpointing", lambda *args: chosen.append(args[1]) or of_blocks(*args)
@@ -127,7 +127,7 @@ def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pai
         raise NotImplementedError("no fake of this operator")
 
     monkeypatch.setattr(Execution, "searches_checkpointing", True)
-    monkeypatch.setattr(calibration.FakeStep, "peak", fail)
+    monkeypatch.setattr(memory.FakeStep, "peak", fail)
     text = run("train", *short(tiny, pairs, tmp_path / "run", 2), "model.gradient_checkpointing=auto").text
     assert "no estimate for gradient_checkpointing=auto, which stays full: no fake of this operator" in text
 

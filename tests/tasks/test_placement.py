@@ -1,4 +1,4 @@
-"""How many processes there are is known from what started them."""
+"""Devices and nodes follow the processes that torchrun or srun started."""
 
 import pytest
 
@@ -8,11 +8,12 @@ from tests.support.commands import compose
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 SRUN = {"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}
+FOUR_BY_TWO = ["trainer.devices=4", "trainer.num_nodes=2"]
 
 
 @pytest.fixture
 def joined(monkeypatch):
-    def joined(environment, *overrides):
+    def joined(environment, overrides=()):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         cfg = compose("train", "data.root=x", *overrides)
@@ -22,24 +23,27 @@ def joined(monkeypatch):
     return joined
 
 
-@pytest.mark.parametrize(("environment", "expected"), [(TORCHRUN, (8, 2)), (SRUN, (4, 2)), ({}, (1, 1))])
-def test_devices_and_nodes_are_those_that_were_started(joined, environment, expected):
-    assert joined(environment) == expected
+@pytest.mark.parametrize(
+    ("environment", "overrides", "expected"),
+    [
+        (TORCHRUN, [], (8, 2)),
+        (TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, [], (1, 1)),
+        (SRUN, [], (4, 2)),
+        (SRUN, FOUR_BY_TWO, (4, 2)),
+        ({}, [], (1, 1)),
+    ],
+)
+def test_devices_and_nodes_are_those_that_were_started(joined, environment, overrides, expected):
+    assert joined(environment, overrides) == expected
 
 
-def test_one_process_of_torchrun_is_one(joined):
-    assert joined({**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}) == (1, 1)
-
-
-def test_the_same_numbers_may_be_given(joined):
-    assert joined(SRUN, "trainer.devices=4", "trainer.num_nodes=2") == (4, 2)
-
-
-def test_other_numbers_are_refused(joined):
-    with pytest.raises(UserError, match=r"torchrun has started 8 processes on each of 2 nodes; leave both settings"):
-        joined(TORCHRUN, "trainer.devices=4", "trainer.num_nodes=2")
-
-
-def test_one_command_for_several_tasks_is_refused(joined):
-    with pytest.raises(UserError, match=r"has 8 tasks, and one command was started: srun python train\.py"):
-        joined({"SLURM_NTASKS": "8", "SLURM_NNODES": "2"})
+@pytest.mark.parametrize(
+    ("environment", "overrides", "message"),
+    [
+        (TORCHRUN, FOUR_BY_TWO, r"torchrun has started 8 processes on each of 2 nodes; leave both settings"),
+        ({"SLURM_NTASKS": "8"}, [], r"has 8 tasks, and one command was started: srun python train\.py"),
+    ],
+)
+def test_contradictions_are_refused(joined, environment, overrides, message):
+    with pytest.raises(UserError, match=message):
+        joined(environment, overrides)

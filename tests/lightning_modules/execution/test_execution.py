@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.estimation.fake_tensors import OnCuda
+from lightning_modules.estimation.memory import OnCuda
 from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import POLICIES, read_policy, set_checkpointing
 from lightning_modules.family import Family

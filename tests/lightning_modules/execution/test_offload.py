@@ -7,13 +7,13 @@ from torch.nn import Linear
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.estimation.weights import waiting_bytes
 from lightning_modules.execution import host_memory
 from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.host_memory import all_weights, pin
 from lightning_modules.execution.offload import BlockStream, streamed_blocks, streamed_linears
 from lightning_modules.pretrained.components import Components
 from lightning_modules.timing import StageTimer
+from tasks.footprint import offloaded_bytes
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.tiny_adapters import batch, learn
@@ -80,7 +80,7 @@ def test_what_waits_is_what_the_dry_run_says(tiny):
     for base in BASES.values():
         plain = blocks(build(tiny, *base).transformer).values()
         sizes = [sum(layer.weight.nbytes for layer in streamed_linears(block)) for block in plain]
-        assert waiting_bytes(build(tiny, "model.offload.blocks=4", *base).base.source) == sum(sizes) - 2 * max(sizes)
+        assert offloaded_bytes(build(tiny, "model.offload.blocks=4", *base).base.source) == sum(sizes) - 2 * max(sizes)
 
 
 def test_nothing_is_left_in_a_block_that_has_computed(tiny):

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import loading_memory
-from lightning_modules.estimation.fake_tensors import PeakMemory
+from lightning_modules.estimation.memory import PeakMemory
 from lightning_modules.pretrained.weights import ReadAhead, Weights, assemble
 from tests.support.quantized import quantization
 

@@ -1,11 +1,14 @@
-"""task=compare_precision: what quantizing costs, as the velocity in each format against the unquantized one's."""
+"""task=quantize and compare_precision: a quantized transformer on disk, and the error of each format."""
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -14,11 +17,14 @@ from rich.table import Table
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
-from datamodules.files import replacing
+from datamodules.errors import UserError
+from datamodules.files import replacing, replacing_folder
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
+from lightning_modules.pretrained.weights import save_quantized
 from lightning_modules.quantization.quantization import FORMATS, Quantization, nbytes
 from tasks.encode import build_cache, cached_data
+from tasks.folders import require_empty
 from tasks.placement import compute_device, frozen_model
 from tasks.resolvers import CONF
 from tasks.terminal import log, silence_libraries
@@ -26,15 +32,39 @@ from tasks.terminal import log, silence_libraries
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Equal parts of t.
+# Timestep bands of equal width.
 BANDS = 10
-# Samples that are compared.
+# Samples to compare on.
 EXAMPLES = 4
 
 
+def quantize(cfg: DictConfig, output_dir: Path) -> None:
+    """Quantize the transformer and write it to output_dir, which must be empty."""
+    silence_libraries()
+    device = compute_device(cfg)
+    module = frozen_model(cfg)
+    quantization = module.base.source.quantization
+    if quantization is None:
+        raise UserError(
+            "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model/quantization=fp4, ..."
+        )
+    quantization.require_layout("task=quantize")
+    require_empty(output_dir)
+    module.check()
+    module.base.source.require_unquantized("task=quantize")
+    transformer = module.to(device).base.load_transformer()
+    with replacing_folder(output_dir) as unfinished:
+        save_quantized(transformer, quantization, unfinished)
+    files = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
+    log.info(f"{output_dir} holds {quantization.format}, {decimal(files)}")
+    overrides = HydraConfig.get().overrides.task
+    same = [shlex.quote(override) for override in overrides if re.match(r"model[./=](?!transformer_name)", override)]
+    log.info(f"train on it: {' '.join(['python train.py', *same, f'model.transformer_name_or_path={output_dir}'])}")
+
+
 def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
-    """Compare all formats on the first samples of data.root; writes precision.png."""
-    silence_libraries()  # before a trainer is made
+    """Compare all formats on the first samples of data.root; write precision.png."""
+    silence_libraries()  # before a trainer is created
     device = compute_device(cfg)
     module = frozen_model(cfg)
     module.check()
@@ -43,8 +73,8 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     data.configure_for(module)
     data.open(data.cache(module))
     settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
-    alone = {"backend": None, "components_to_quantize": ["transformer"]}
-    quantizations = [instantiate(settings, format=format, **alone) for format in FORMATS]
+    defaults = {"backend": None, "components_to_quantize": ["transformer"]}
+    quantizations = [instantiate(settings, format=format, **defaults) for format in FORMATS]
     examples = [example.batch for example in data.examples(slice(EXAMPLES), negative_prompt=None)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
     compare_velocities(module.to(device), quantizations, batches, output_dir / "precision.png")
@@ -54,10 +84,10 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
 def compare_velocities(
     module: EditModule, quantizations: Sequence[Quantization], batches: Sequence[LatentBatch], path: Path
 ) -> None:
-    """Print the relative error of the velocity by timestep band for each way to quantize, and draw it.
+    """Print and draw the relative error of the velocity, by timestep band, for each quantization.
 
     Args:
-        module: unquantized on disk; it has none of the transformers loaded in the end.
+        module: unquantized on disk; it keeps none of the transformers.
         batches: of one sample each.
     """
     module.base.source.quantization = None
@@ -77,7 +107,7 @@ def compare_velocities(
 
 @torch.no_grad()
 def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[list[Tensor], int]:
-    """All samples' velocities in the middle of each timestep band, flat; and what the transformer's weights take."""
+    """Return all samples' velocities at the middle of each timestep band, flat, and the bytes of the weights."""
     transformer = module.base.load_transformer()
     size = nbytes(transformer)
     module.execution.stream_blocks(transformer)
@@ -85,12 +115,12 @@ def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[lis
     device, mixed = module.base.device, module.base.dtype != torch.float32
     bands: list[list[Tensor]] = [[] for _ in range(BANDS)]
     with torch.autocast(device.type, module.base.dtype) if mixed else nullcontext():
-        for number, one in enumerate(batches):
+        for index, one in enumerate(batches):
             batch = one.to(device)
             assert batch.target_mean is not None
             x0 = module.normalize(batch.target_mean.float())
             controls = [module.normalize(control.float()) for control in batch.controls]
-            eps = flow.sample_noise(matching.seed, [number], x0.shape[1:], matching.timesteps, 1.0).eps.to(device)
+            eps = flow.sample_noise(matching.seed, [index], x0.shape[1:], matching.timesteps, 1.0).eps.to(device)
             for band, velocities in enumerate(bands):
                 t = torch.full((1,), (band + 0.5) / BANDS, device=device)
                 predicted = module.velocity(transformer, flow.interpolate(x0, eps, t), t, controls, batch.prompt)
@@ -101,17 +131,14 @@ def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[lis
     return [torch.cat(band) for band in bands], size
 
 
-def _band(number: int) -> str:
-    return f"{number / BANDS:.1f} to {(number + 1) / BANDS:.1f}"
-
-
 def _table(errors: Mapping[str, list[float]], sizes: Mapping[str, int], precision: str) -> Table:
     table = Table(title=f"relative error of the velocity against {precision}", title_justify="left")
     table.add_column("t")
     for name in errors:
         table.add_column(name, justify="right")
-    for number in range(BANDS):
-        table.add_row(_band(number), *(f"{100 * values[number]:.2f} %" for values in errors.values()))
+    for band in range(BANDS):
+        row = (f"{100 * values[band]:.2f} %" for values in errors.values())
+        table.add_row(f"{band / BANDS:.1f} to {(band + 1) / BANDS:.1f}", *row)
     table.add_section()
     table.add_row("mean", *(f"{100 * sum(values) / BANDS:.2f} %" for values in errors.values()))
     table.add_row("weights", *(decimal(sizes[name]) for name in errors))
@@ -124,7 +151,7 @@ def _draw(errors: Mapping[str, list[float]], precision: str) -> "Figure":
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
-    middles = [(number + 0.5) / BANDS for number in range(BANDS)]
+    middles = [(band + 0.5) / BANDS for band in range(BANDS)]
     for name, values in errors.items():
         axes.plot(middles, [100 * value for value in values], marker="o", label=name)
     axes.set(xlabel="t (1 is noise)", ylabel="relative error, %", xlim=(0, 1), ylim=(0, None))

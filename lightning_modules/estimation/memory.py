@@ -1,0 +1,330 @@
+"""The memory of a training step: estimated by a step on fake tensors, and corrected by real steps."""
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.filesize import decimal
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from datamodules.batch import LatentBatch
+from datamodules.images.framing import Size
+from datamodules.pairs import PairsDataModule
+from datamodules.sampler import samples_per_batch
+from lightning_modules import flow
+from lightning_modules.adapters.adapter import Adapter
+from lightning_modules.estimation.flops import ONE, Passes, empty_latents
+from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.family import Family
+from lightning_modules.pretrained.frozen_base import FrozenBase
+
+log = logging.getLogger("retouch")
+
+NORMS = (F.layer_norm, F.rms_norm, F.group_norm)
+# Share of the free memory that a step may use: the rest is for kernels' own memory, and for fragmentation.
+USABLE = 0.9
+
+
+class Heaviest(NamedTuple):
+    """The batch with the most tokens.
+
+    Attributes:
+        samples: their number.
+        size: of each sample.
+        tokens: of all samples.
+        caption: the longest one, including preserve prompts.
+        tokens_of: tokens of a sample, by size.
+        limits: samples per batch, by size.
+    """
+
+    samples: int
+    size: Size
+    tokens: int
+    caption: str
+    tokens_of: dict[Size, int]
+    limits: dict[Size, int]
+
+
+def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> Heaviest:
+    """Find the heaviest batch of data that has been scanned."""
+    captions = (prompt for sample in data.samples for prompt in sample.prompts)
+    caption = max((*captions, *data.preserve_prompts), key=len, default="")
+    tokens = {
+        size: family.geometry.token_count(empty_latents(family, base, size, 1, caption)) for size in set(data.sizes)
+    }
+    limits = {size: samples_per_batch(data.batch_size, data.max_tokens_per_batch, n) for size, n in tokens.items()}
+    size = max(tokens, key=lambda size: limits[size] * tokens[size])
+    return Heaviest(limits[size], size, limits[size] * tokens[size], caption, tokens, limits)
+
+
+def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
+    """Return the bytes of an optimizer's state per parameter, by a step on a small matrix."""
+    parameter = nn.Parameter(torch.ones(256, 256, device="cpu"))
+    made: Any = optimizer([parameter])
+    if hasattr(made, "train"):  # schedule-free
+        made.train()
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
+    state = [tensor for tensor in tree_iter(made.state) if isinstance(tensor, Tensor)]
+    return sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / parameter.numel()
+
+
+class PeakMemory(TorchDispatchMode):
+    """A mode that counts the bytes of all tensors created in it that are still alive.
+
+    Args:
+        device_type: count tensors on such a device only.
+
+    Attributes:
+        now: bytes that are alive.
+        peak: the most since `restart`, beyond the bytes alive then.
+    """
+
+    def __init__(self, device_type: str | None = None) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self._alive: dict[int, int] = {}
+        self.now = self._start = self._most = 0
+
+    @property
+    def peak(self) -> int:
+        return self._most - self._start
+
+    def restart(self) -> None:
+        """Count the peak from here."""
+        self._start = self._most = self.now
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and self.device_type in (None, tensor.device.type):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._alive:
+                    self._alive[key] = storage.nbytes()
+                    self.now += self._alive[key]
+                    self._most = max(self._most, self.now)
+                    weakref.finalize(storage, self._free, key)
+        return out
+
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+
+class OnCuda(TorchFunctionMode):
+    """A mode in which fake CPU tensors take the memory of a GPU's: norms in float32, fused attention.
+
+    Args:
+        dtype: of the base.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in NORMS:
+            args = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
+            kwargs = {name: arg.float() if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
+        elif function is F.scaled_dot_product_attention:  # the CPU's keeps the same tensors as FlashAttention
+            names = ("query", "key", "value")
+            inputs = dict(zip(names, args, strict=False)) | dict(kwargs)
+            args, kwargs = tuple(inputs[name].to(self.dtype) for name in names), {}
+        return function(*args, **kwargs)
+
+
+def fake_like(tensor: Tensor) -> Tensor:
+    """Return a fake tensor; call it within a FakeTensorMode."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def fake_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Replace a model's meta tensors by fake ones, frozen weights in `dtype`."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                kind = parameter.dtype if parameter.requires_grad else dtype
+                fake = torch.empty(parameter.shape, dtype=kind)
+                module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
+        attributes: tuple[dict[str, Any], ...] = (module._buffers, vars(module))
+        for place in attributes:
+            place.update({name: fake_like(value) for name, value in place.items() if isinstance(value, Tensor)})
+    return model
+
+
+class FakeStep:
+    """The forward and backward passes of a batch on tensors without content.
+
+    Args:
+        dtype: of the base.
+        compiled: whether the blocks are.
+        transformer: on the meta device, with its adapter; its tensors are replaced.
+        batch: without content.
+        passes: of each sample.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        adapter: Adapter,
+        dtype: torch.dtype,
+        compiled: bool,
+        transformer: nn.Module,
+        batch: LatentBatch,
+        passes: Passes = ONE,
+    ) -> None:
+        self.family = family
+        self.passes = passes
+        self.adapter = adapter
+        self.dtype = dtype
+        self.compiled = compiled
+        self._mode, self._memory = FakeTensorMode(), PeakMemory()
+        with self._mode, self._memory:
+            self.transformer = fake_model(transformer, dtype).train()
+            assert batch.target_mean is not None
+            self._x_t, self._eps, *self._controls = (
+                fake_like(latent).float() for latent in (batch.target_mean, batch.target_mean, *batch.controls)
+            )
+            self._prompt = {name: fake_like(tensor) for name, tensor in batch.prompt.items()}
+            self._mask = None if batch.mask is None else fake_like(batch.mask).float()
+            self._t = torch.empty(len(self._x_t))
+
+    def _bind(self, block: nn.Module) -> Callable[..., Any]:
+        """Bind the rank mask, and compute as on CUDA: PyTorch leaves the mode in a backward pass."""
+        again = self.adapter.bind_rank_mask(block)
+
+        def run(*args: Any) -> Any:
+            with OnCuda(self.dtype):
+                return again(*args)
+
+        return run
+
+    def _loss(self) -> Tensor:
+        velocity = self.family.velocity(self.transformer, self._x_t, self._t, self._controls, self._prompt)
+        return flow.flow_loss(velocity, self._eps, self._mask).mean()
+
+    def peak(self, policy: str) -> int:
+        """Return the most bytes, besides weights, that it holds with this `gradient_checkpointing`."""
+        dtype = self.dtype
+        # Compiled blocks keep what `selective` does.
+        kept = "selective" if policy == "none" and self.compiled else policy
+        set_checkpointing(self.transformer, kept, self._bind)
+        with self._mode, self._memory, OnCuda(dtype):
+            for gate in self.adapter.rank_gates():
+                gate.factors = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
+            self._memory.restart()
+            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+                loss = self._loss()
+                with torch.no_grad():
+                    for _ in range(self.passes.forward):
+                        self._loss()
+                for _ in range(self.passes.training - 1):
+                    loss = loss + self._loss()
+                loss.backward()
+            del loss
+            self.transformer.zero_grad(set_to_none=True)
+        return self._memory.peak
+
+
+class DeviceMemory:
+    """Counts of PyTorch's allocator on a CUDA device; reading them does not wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def restart(self) -> None:
+        """Count the peak from now on."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def taken(self) -> int:
+        """Return the peak since `restart` beyond the bytes in use now."""
+        return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def free(self) -> int:
+        """Return the bytes that tensors can still take."""
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + cached
+
+
+class Calibration:
+    """The search for the checkpointing policy with the least recomputation that fits.
+
+    It begins with `full` and moves one policy up after each step, as long as the next one is expected to fit. Each
+    step's memory corrects the estimate, upwards only.
+
+    Args:
+        needs: the estimated bytes of the heaviest batch's step, by policy.
+        tokens: of that batch.
+
+    Attributes:
+        policy: of the next step.
+        is_done: whether it is final.
+    """
+
+    def __init__(self, needs: Mapping[str, int], tokens: int) -> None:
+        self.needs = needs
+        self.tokens = tokens
+        self.policy = POLICIES[-1]
+        self.is_done = False
+        self._factor = 1.0
+
+    def expected(self, policy: str) -> int:
+        """Return the bytes of the heaviest batch's step, corrected."""
+        return round(self._factor * self.needs[policy])
+
+    def excess(self, taken: int, tokens: int) -> float:
+        """Return the bytes that a step of so many tokens took, relative to the estimate."""
+        return taken * self.tokens / (self.needs[self.policy] * tokens)
+
+    def after_step(self, excess: float, free: float) -> None:
+        """Choose the next policy.
+
+        Args:
+            excess: of the step.
+            free: bytes besides the weights and the optimizer's state.
+        """
+        self._factor = max(self._factor, excess)
+        index = POLICIES.index(self.policy)
+        following = POLICIES[index - 1] if index else None
+        if following is None or self.expected(following) > USABLE * free:
+            self.is_done = True
+        else:
+            self.policy = following
+
+
+def calibrate(
+    family: Family,
+    base: FrozenBase,
+    adapter: Adapter,
+    compiled: bool,
+    transformer: nn.Module,
+    data: PairsDataModule,
+    passes: Passes,
+) -> Calibration:
+    """Start a calibration for this data, by simulating a step of its heaviest batch with each policy.
+
+    Args:
+        compiled, transformer: of `FakeStep`.
+        passes: of each sample, in a step that has the most.
+    """
+    log.info("estimating the memory of a step, which may take a minute")
+    heaviest = heaviest_batch(family, base, data)
+    batch = empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption)
+    step = FakeStep(family, adapter, base.dtype, compiled, transformer, batch, passes)
+    needs = {policy: step.peak(policy) for policy in POLICIES}
+    listed = ", ".join(f"{policy} {decimal(size)}" for policy, size in needs.items())
+    log.info(f"model.gradient_checkpointing=auto begins with {POLICIES[-1]}; estimated memory of a step: {listed}")
+    return Calibration(needs, heaviest.tokens)
