@@ -28,12 +28,9 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize(("model", "data", "samples_of", "words"), MISMATCHES.values(), ids=MISMATCHES)
-def test_data_of_another_kind_is_one_line(run, repositories, datasets, tmp_path, model, data, samples_of, words):
-    overrides = short(repositories[model], datasets[samples_of], tmp_path / "run", 1, data)
-    outcome = run("train", f"model={model}", "model.dtype=float32", *overrides, *MODELS[model].settings, ok=False)
-    assert words in outcome.error
-    assert "loading" not in outcome.text
-    assert not (tmp_path / "run").exists()
+def test_data_of_another_kind_is_one_line(refuses, repositories, datasets, model, data, samples_of, words):
+    given = [f"model={model}", f"data={data}", f"model.pretrained_model_name_or_path={repositories[model]}"]
+    refuses(*given, *MODELS[model].settings, root=datasets[samples_of], words=words)
 
 
 def test_more_images_than_plus_takes(run, arguments, datasets, tmp_path):

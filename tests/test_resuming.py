@@ -379,9 +379,8 @@ def test_the_same_command_starts_a_run_resumes_it_and_says_that_it_is_finished(r
 
 
 @pytest.mark.parametrize("setting", ["ckpt_path=last", "resume=always"])
-def test_resume_that_cannot_be_is_refused(fails, setting):
-    line = fails("resume=auto", setting)
-    assert ("leave ckpt_path=last out" if setting == "ckpt_path=last" else "choose auto") in line
+def test_resume_that_cannot_be_is_refused(refuses, setting):
+    refuses("resume=auto", setting, words="leave ckpt_path=last out" if setting == "ckpt_path=last" else "choose auto")
 
 
 def test_resume_needs_the_name_of_the_folder(run, tiny, pairs, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from datamodules.errors import UserError
 from lightning_modules.family import Sampling
 from report.images import read_strip
 from tasks.edit import requests
+from tests.support.combinations import first
 from tests.support.commands import compose, rows, short
 from tests.support.pictures import photograph, pixels, records
 from tests.support.stock_pictures import same_request, stock_picture
@@ -41,12 +42,8 @@ CHANGED = {
 # What the change of one needs to be followed at all.
 NEEDS = {"negative_prompt": ["model.sampling.true_cfg_scale=2"], "shift_terminal": ["model.sampling.shift=3"]}
 FIELDS = [field.name for field in dataclasses.fields(Sampling)]
-QUICK = {("flux_kontext", "shift"), ("qwen_image_edit_plus", "negative_prompt")}
-CASES = [
-    pytest.param(model, field, marks=[pytest.mark.slow] * ((model, field) not in QUICK))
-    for model in ("flux_kontext", "qwen_image_edit_plus")
-    for field in FIELDS
-]
+CASES = [("flux_kontext", "shift"), ("qwen_image_edit_plus", "negative_prompt")]
+CASES += [("flux_kontext", field.name) for field in dataclasses.fields(Sampling) if field.name != "shift"]
 
 
 def other_transformer(repository, folder):
@@ -62,7 +59,7 @@ def results(folder, step):
     return {p.stem: np.asarray(read_strip(p).result) for p in (folder / f"samples/step-{step:06d}").glob("*.png")}
 
 
-@pytest.mark.parametrize(("model", "field"), CASES)
+@pytest.mark.parametrize(("model", "field"), first(1, CASES))
 def test_samples_of_training_equal_predicts_to_the_bit_with_every_setting(
     run, arguments, repositories, datasets, tmp_path, model, field
 ):
@@ -126,7 +123,7 @@ def test_shift_gives_the_stock_pipelines_picture_with_such_a_scheduler(
 
 def sampler_of(repository, model, *more):
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repository}", "model.dtype=float32"]
-    return instantiate(compose("predict", *settings, *more).model, adapter=None, optimizer=None, scheduler=None).sampler
+    return instantiate(compose("predict", *settings, *more).model, adapter=None, optimization=None).sampler
 
 
 def edit_json(path, **values):
@@ -189,7 +186,7 @@ def own_images(datasets, tmp_path):
     return root
 
 
-@pytest.mark.parametrize("how", ["cached", "streamed", pytest.param("pairs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", first(1, ["cached", "streamed", "pairs"]))
 def test_images_without_targets_are_sampled_as_predict_edits_them(run, arguments, own_images, datasets, tmp_path, how):
     model, negative = "qwen_image_edit_plus", ["model.sampling.negative_prompt=blurry"]
     common = ["model.sampling.num_inference_steps=2", f"data.cache_dir={tmp_path / 'cache'}", "optimizer.lr=3e-2"]
@@ -297,9 +294,9 @@ def test_a_max_area_that_shrinks_nothing_is_noted(run, tmp_path):
     assert "note: max_area" not in run("predict", *request, f"output_dir={tmp_path / 'usual'}").text
 
 
-def test_images_of_ones_own_without_sample_images_are_refused(fails, own_images):
-    line = fails(f"sample_root={own_images}", "callbacks.sample_images=null")
-    assert line.endswith("callbacks.sample_images=null samples no images. Leave one out.")
+def test_images_of_ones_own_without_sample_images_are_refused(refuses, own_images):
+    words = "callbacks.sample_images=null samples no images. Leave one out."
+    refuses(f"sample_root={own_images}", "callbacks.sample_images=null", words=words)
 
 
 class Watching(CSVLogger):
