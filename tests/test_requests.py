@@ -49,7 +49,6 @@ def test_components_may_be_placed_one_by_one(run, trained, photo, tmp_path):
         (["prompt=x", "seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295 or a list of them"),
         (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a whole number from 256 on"),
         (["prompt=[]"], "prompt=[]: the list is empty"),
-        (["prompt=x", "batch_size=0"], "batch_size=0: must be a whole number from 1 on"),
         (["lora=[]"], "lora=[]: the list is empty"),
         (["prompt=x", "image=[a.png,b.png]"], "image=[...]: a.png is not an image file. A list names the references"),
         (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
