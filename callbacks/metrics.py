@@ -1,12 +1,11 @@
-"""What a run reports: metrics.csv after every step, the loggers, and the numbers that the progress bar shows."""
+"""Metrics of a run: metrics.csv with a row for each step, the loggers, and the numbers of the progress bar."""
 
 import csv
 import math
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import psutil
@@ -15,26 +14,19 @@ import torch
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.flops import matrix_peak
 from lightning_modules.timing import NOT_TRAINING
+from report.tables import read_metrics
 from runs.run_folder import RunFolder
 
 COLUMNS = (
-    "step",
-    "loss",
-    "loss_avg",
-    "grad_norm",
-    "lr",
-    "samples_per_second",
-    "tokens_per_second",
-    "data_wait",
-    "tflops",
-    "peak_memory_gb",
-    "seconds",
+    *("step", "loss", "loss_avg", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "data_wait"),
+    *("tflops", "peak_memory_gb", "seconds"),
 )
+# Steps of the running mean of the loss.
+WINDOW = 50
 
 
-@dataclass
-class _Step:
-    """Of one optimizer step; `figures` are on the device: gradient norm, loss, and where there is one the rank."""
+class _Step(NamedTuple):
+    """An optimizer step; `figures` are on the device: gradient norm, loss and, of a T-LoRA, rank."""
 
     number: int
     lr: float
@@ -45,53 +37,61 @@ class _Step:
     figures: torch.Tensor
 
 
-@dataclass
-class _Interval:
-    """The clock and the running totals at its start, in seconds: spent beside training, waited for data."""
+class _Clock(NamedTuple):
+    """Seconds until now: in total, outside of training, and waiting for data."""
 
-    seconds: float
+    total: float
     aside: float
     waited: float
 
+    @classmethod
+    def now(cls, trainer: L.Trainer, module: EditModule) -> "_Clock":
+        loader: Any = trainer.train_dataloader
+        aside = module.base.timer.seconds.get(NOT_TRAINING, 0.0)
+        return cls(time.perf_counter(), aside, loader.waited if loader is not None else 0.0)
+
 
 class Metrics(L.Callback):
-    """Measures each optimizer step over its whole accumulation window and over all processes.
+    """Measure each optimizer step over its whole accumulation window and over all processes.
 
-    loss is the mean of the window, loss_avg the running mean of the last `window` steps; active_rank is a T-LoRA's, the
-    mean over the samples; peak memory is that of steps, without sample pictures and savings, on the device, or where
-    there is none of the process at their ends. Steps leave their figures on the device, to be read back a logging
-    interval at a time: rates (of all processes together), waiting and work are an interval's. data_wait is the share of
-    the time that steps waited for data; tflops the useful work of the transformer, 10^12 operations a second and
-    device; peak_share its share of what a matrix product reaches there.
+    - loss: mean of the window; loss_avg: running mean of the last `WINDOW` steps;
+    - active_rank: rank of a T-LoRA, the mean over the samples;
+    - peak_memory_gb: of steps, without sample images and checkpoints: memory of the GPU, without one of the process;
+    - data_wait: share of the time in which steps waited for data;
+    - tflops: useful work of the transformer, 10^12 operations per second and device; peak_share: relative to matrix
+      products there.
+
+    Steps leave their figures on the device, and are read back a logging interval at a time. Rates, which are totals of
+    all processes, waiting and work are those of an interval.
 
     Args:
         output_dir: the run's folder.
-        window: steps of the running mean.
     """
 
-    def __init__(self, output_dir: str, window: int) -> None:
+    def __init__(self, output_dir: str) -> None:
         self.path = RunFolder(output_dir).metrics
-        self.running: deque[float] = deque(maxlen=window)
         self.latest: dict[str, float] = {}
+        self.peak: float | None = None  # FLOP/s of matrix products
         self.peak_memory = 0
+        self._running: deque[float] = deque(maxlen=WINDOW)
         self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
         self._ranks: list[torch.Tensor] = []
         self._samples = self._tokens = self._flops = 0
         self._steps: list[_Step] = []
-        self._step = self._first_step = 0
-        self._interval = _Interval(0.0, 0.0, 0.0)
+        self._step = 0
         self._lr = 0.0
-        self._seconds_before = 0.0  # in earlier starts of the run
-        self.peak: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        self._step = self._first_step = trainer.global_step
+        self._step = trainer.global_step
         if pl_module.device.type == "cuda":
             self.peak = matrix_peak(pl_module.device, dtype=pl_module.base.dtype)
+        self._interval = _Clock.now(trainer, pl_module)
+        self._start = self._interval.total
         if trainer.is_global_zero:
-            earlier = self._rows_until(trainer.global_step)
+            # A resumed run repeats the steps after its checkpoint.
+            earlier = [row for row in read_metrics(self.path) if int(row["step"]) <= self._step] if self._step else []
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", newline="", buffering=1)
             optional = {"active_rank": bool(pl_module.rank_gates), "peak_share": self.peak is not None}
@@ -101,26 +101,12 @@ class Metrics(L.Callback):
             self._writer.writerows(earlier)
             for row in earlier:
                 self._remember(float(row["loss"]))
-                self._seconds_before = float(row["seconds"])
-        self._interval = self._now(trainer, pl_module)
-        self._run_start = self._interval.seconds - self._seconds_before
-
-    def _now(self, trainer: L.Trainer, module: EditModule) -> "_Interval":
-        aside = module.base.timer.seconds.get(NOT_TRAINING, 0.0)
-        loader: Any = trainer.train_dataloader
-        return _Interval(time.perf_counter(), aside, loader.waited if loader is not None else 0.0)
+            self._start -= float(earlier[-1]["seconds"]) if earlier else 0.0
 
     def _remember(self, loss: float) -> None:
-        """Count a loss in the running mean, unless its step was not applied."""
+        """Include a loss in the running mean, unless its step was skipped."""
         if math.isfinite(loss):
-            self.running.append(loss)
-
-    def _rows_until(self, step: int) -> list[dict[str, str]]:
-        """The rows of a resumed run up to its checkpoint; the steps after it are about to be repeated."""
-        if step == 0 or not self.path.is_file():
-            return []
-        with self.path.open(newline="") as file:
-            return [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+            self._running.append(loss)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         if pl_module.device.type == "cuda":  # memory that was used between steps does not count
@@ -129,13 +115,17 @@ class Metrics(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # of this step; at its end the scheduler has moved on
+        self._lr = optimizer.param_groups[0]["lr"]  # at the end of the step the scheduler has moved on
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, EditModule)
-        self.peak_memory = max(self.peak_memory, self._memory(pl_module.device))
+        if pl_module.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(pl_module.device)
+        else:
+            memory = self._process.memory_info().rss
+        self.peak_memory = max(self.peak_memory, memory)
         self._losses.append(outputs["losses"].mean())  # Lightning divides "loss" by the accumulation
         if "active_ranks" in outputs:
             self._ranks.append(outputs["active_ranks"].float().mean())
@@ -148,22 +138,21 @@ class Metrics(L.Callback):
         self._step = trainer.global_step
         means = [torch.stack(values).float().mean() for values in (self._losses, self._ranks) if values]
         figures = torch.stack([pl_module.optimization.grad_norm.float(), *means])
-        seconds = time.perf_counter() - self._run_start
+        seconds = time.perf_counter() - self._start
         self._steps.append(_Step(self._step, self._lr, self._samples, self._tokens, self._flops, seconds, figures))
         self._losses, self._ranks, self._samples, self._tokens, self._flops = [], [], 0, 0, 0
         if pl_module.optimization.is_reported(trainer):
-            self.read_back(trainer, pl_module)
+            self._read_back(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        assert isinstance(pl_module, EditModule)
-        self.read_back(trainer, pl_module)
+        self._read_back(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
-        self.read_back(trainer, pl_module)
+        self._read_back(trainer, pl_module)
 
-    def read_back(self, trainer: L.Trainer, module: EditModule) -> None:
-        """Write the rows of the steps since the last time; waits for the device."""
+    def _read_back(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Write the rows of the steps since the last call; waits for the device."""
+        assert isinstance(module, EditModule)
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -173,23 +162,22 @@ class Metrics(L.Callback):
             figures = trainer.strategy.reduce(figures, reduce_op="mean")
             counts = trainer.strategy.reduce(counts.to(module.device), reduce_op="mean").cpu()
         samples, tokens, flops = counts.sum(dim=0).tolist()
-        rows = figures.tolist()
-        now = self._now(trainer, module)
-        seconds = now.seconds - self._interval.seconds - (now.aside - self._interval.aside)
-        waited, self._interval = now.waited - self._interval.waited, now
+        figures_of_steps = figures.tolist()
+        start, self._interval = self._interval, _Clock.now(trainer, module)
+        seconds = self._interval.total - start.total - (self._interval.aside - start.aside)
         rates = {
             "samples_per_second": samples * trainer.world_size / seconds,
             "tokens_per_second": tokens * trainer.world_size / seconds,
-            "data_wait": waited / seconds,
+            "data_wait": (self._interval.waited - start.waited) / seconds,
             "tflops": flops / seconds / 1e12,
             **({} if self.peak is None else {"peak_share": flops / seconds / self.peak}),
             "peak_memory_gb": self.peak_memory / 1e9,
         }
-        for step, (grad_norm, loss, *rank) in zip(steps, rows, strict=True):
+        for step, (grad_norm, loss, *rank) in zip(steps, figures_of_steps, strict=True):
             self._remember(loss)
             self.latest = {
                 "loss": loss,
-                "loss_avg": statistics.fmean(self.running or [loss]),
+                "loss_avg": statistics.fmean(self._running or [loss]),
                 "grad_norm": grad_norm,
                 "lr": step.lr,
                 **rates,
@@ -201,12 +189,6 @@ class Metrics(L.Callback):
             if trainer.is_global_zero and step.number % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
                 for logger in trainer.loggers:
                     logger.log_metrics(self.latest, step.number)
-
-    def _memory(self, device: torch.device) -> int:
-        """Bytes allocated on the device at most in this batch, or resident in the process now."""
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        return self._process.memory_info().rss
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if hasattr(self, "_file"):

@@ -1,4 +1,4 @@
-"""Fixed-seed pictures of a few samples, to see the edit being learned."""
+"""Sample images with fixed seeds during training."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from runs.shares import of_all, of_first, share
 
 
 class Shown(NamedTuple):
-    """A sample to be sampled at `size` (width, height); an image of sample_root has no target."""
+    """Conditions of a sample image of `size` (width, height); an image of sample_root has no target."""
 
     controls: list[Tensor]
     target: Tensor | None
@@ -30,7 +30,7 @@ class Shown(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The contents of a strip, on the CPU; an image of sample_root has no target."""
+    """Content of a strip, on the CPU; an image of sample_root has no target."""
 
     key: str
     prompt: str
@@ -40,23 +40,23 @@ class Made(NamedTuple):
 
 
 class SampleImages(L.Callback):
-    """Before training, every `sample_every` steps and at the end: samples/step-N/KEY.png, control | result | target.
+    """Sample before training, every `sample_every` steps and at the end: samples/step-N/KEY.png, control|result|target.
 
-    The same computation as predict.py's, with the same settings: model.sampling. It draws from a generator of its own,
-    so training is the same with and without it. Processes share the samples; the first one writes.
+    The computation and the settings, model.sampling, are those of predict.py. Training does not depend on it: it has a
+    random generator of its own. Processes divide the samples; the first one writes.
 
     Args:
         output_dir: the run's folder.
-        sample_every: optimizer steps between two sets; 0 makes them at the end only.
-        count: how many of the first samples that are held out, or where none are, of all.
+        sample_every: optimizer steps between two sets; 0: before the first step and at the end only.
+        count: number of samples, the first held-out ones, or of the training data without these.
         seed: as in prediction.
-        root: images without targets, of `own_edits`; None for none.
+        root: images without targets, see `own_edits`; None for none.
         max_area: of these images, as in prediction.
 
     Attributes:
-        validation: the data module of the held-out samples, where there are some.
+        validation: data module of the held-out samples, None without these.
         results: of the last sampling, in every process.
-        sampled_step: when that was.
+        sampled_step: step of the last sampling.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class SampleImages(L.Callback):
         self._step = trainer.global_step
 
     def _is_complete(self) -> bool:
-        """Whether all pictures of this step are there: a resumed run may have been killed before it made them."""
+        """Return whether this step has all its images; a resumed run may have been killed before."""
         made, first = (len(list(self.run.samples_of(step).glob("*.png"))) for step in (self._step, 0))
         return made >= first
 
     def sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, missing: bool) -> None:
-        """Make the pictures of this step, if it is one that has some and they are `missing`."""
+        """Sample the images of this step if it has some and they are `missing`."""
         step = trainer.global_step
         due = step in (0, trainer.max_steps) or (self.sample_every > 0 and step % self.sample_every == 0)
         if due and missing:
@@ -131,27 +131,22 @@ class SampleImages(L.Callback):
                 result = module.sampler.sample(latents, self.sampling, size, [self.seed])
                 made.append(Made(latents.keys[0], " ".join(latents.prompts), controls, target, result.cpu()))
         self.results = of_all(trainer, made)
+        if not (trainer.is_global_zero and self.results):
+            return
         names = file_names([one.key for one in self.results])
-        if trainer.is_global_zero and self.results:
-            self._write_control(min(self.results, key=lambda made: names[made.key]))
-        for one in self.results if trainer.is_global_zero else ():
-            with best_effort(f"sample picture of {one.key}"):
-                self._write(trainer, names[one.key], one)
-
-    def _write_control(self, made: Made) -> None:
-        """Write the first control of the sample that commands name; its own file may be inside of a table or a tar."""
-        if made.controls and not self.run.control.is_file():
+        first = min(self.results, key=lambda made: names[made.key])
+        if first.controls and not self.run.control.is_file():  # its own file may be inside a table or a tar
             with best_effort(str(self.run.control)):
-                save_png(to_image(made.controls[0]), self.run.control)
-
-    def _write(self, trainer: L.Trainer, name: str, made: Made) -> None:
-        target = None if made.target is None else to_image(made.target)
-        strip = Strip(list(map(to_image, made.controls)), to_image(made.result), target, made.prompt)
-        image = strip.write(self.run.samples_of(trainer.global_step) / f"{name}.png")
-        log_image(trainer, f"samples/{name}", image)
+                save_png(to_image(first.controls[0]), self.run.control)
+        for one in self.results:
+            with best_effort(f"sample image of {one.key}"):
+                target = None if one.target is None else to_image(one.target)
+                strip = Strip(list(map(to_image, one.controls)), to_image(one.result), target, one.prompt)
+                image = strip.write(self.run.samples_of(trainer.global_step) / f"{names[one.key]}.png")
+                log_image(trainer, f"samples/{names[one.key]}", image)
 
     def _prepare(self, trainer: L.Trainer, module: EditModule) -> list[Shown]:
-        """Encode this process's share of the samples, and of sample_root."""
+        """Encode this process's share of the samples and of sample_root."""
         training, negative = TrainingData.of(trainer), self.negative_prompt
         data = training.validation or training
         count = min(self.count, data.sample_count)

@@ -1,4 +1,4 @@
-"""How good the edit is on samples that training does not see: validation.csv and the loggers."""
+"""Validation on held-out samples: validation.csv and the loggers."""
 
 import csv
 import hashlib
@@ -31,14 +31,14 @@ from runs.shares import of_all, of_first, share
 
 log = logging.getLogger("retouch")
 
-# Equal parts of t, from little noise to much.
+# Number of equal bands of t, from little noise to much.
 BANDS = 4
-# Measurements after step 0 from which on the report says whether to train longer.
+# Measurements after step 0 from which the report says whether to train longer.
 FEWEST_TO_JUDGE = 3
 
 
 class Validation(L.Callback):
-    """Measure the loss at fixed noise, and metrics of the sample images, whenever there are new ones.
+    """Measure the loss at fixed noise, and metrics of the sample images, after each set of sample images.
 
     `val_loss_t0` ... `val_loss_t3` are the losses in four bands of t, means over the held-out samples; `val_loss` is
     their mean, weighted as sampling visits the bands. A sample's noise and timesteps are always the same, spread evenly
@@ -46,16 +46,16 @@ class Validation(L.Callback):
     the source as NAME_source, and NAME_nothing is the figure of doing nothing: an edit that copies its input is close
     to the source. `EditMetrics` compares all three at once.
 
-    Nothing happens where no samples are held out (data.val_root, data.val_count). Metrics are of the first of them, as
-    many as `SampleImages` samples; losses are of all.
+    Nothing happens without held-out samples (data.val_root, data.val_count). Metrics are of the samples that
+    `SampleImages` samples; losses are of all held-out samples.
 
     Args:
         output_dir: the run's folder.
-        metrics: of torchmetrics, updated with (result, target), each (1, 3, H, W) in [0, 1]; or their factories.
+        metrics: of torchmetrics or their factories, updated with (result, target), each (1, 3, H, W) in [0, 1].
         monitor: the figure that determines which weights are kept as `best`, next to `last`; None for the default.
-        default_monitor: the model's; val_loss is used where it is not measured.
+        default_monitor: the model's; val_loss replaces it if it is not measured.
         early_stopping: whether training ends when the figure no longer improves.
-        patience: the measurements in a row without a better figure after which it ends.
+        patience: number of measurements in a row without a better figure after which it ends.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Validation(L.Callback):
 
     @property
     def latest(self) -> dict[str, float]:
-        """What was measured last."""
+        """The last measurement."""
         return self.rows[-1] if self.rows else {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Raise a UserError where what is monitored will not be measured, before weights are loaded."""
+        """Raise a UserError if the monitored figure will not be measured, before weights are loaded."""
         data = TrainingData.of(trainer)
         sampler = find_callback(trainer, SampleImages)
         if not self.is_specified and (sampler is None or sampler.count == 0):
@@ -103,14 +103,14 @@ class Validation(L.Callback):
         sampler = find_callback(trainer, SampleImages)
         if sampler is None or sampler.validation is None:
             return
-        earlier = read_rows(self.path) if trainer.global_step else []  # else they are of a run that saved nothing
+        earlier = read_rows(self.path) if trainer.global_step else []  # else the rows of a run that saved nothing
         self.rows = of_first(trainer, [row for row in earlier if row["step"] <= trainer.global_step])
         for name, metric in self._makers.items() if trainer.is_global_zero else ():
             try:
                 self.metrics[name] = metric if isinstance(metric, Metric) else metric()
             except OSError as error:
                 raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
-            # The first process has all pictures, and measures alone.
+            # Only the first process measures: it has all images.
             self.metrics[name].distributed_available_fn = lambda: False
         if sampler.sampled_step != trainer.global_step:  # a resumed run may have been killed before it measured
             sampler.sample_if_due(trainer, pl_module, self.latest.get("step") != trainer.global_step)
@@ -121,78 +121,59 @@ class Validation(L.Callback):
 
     def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        sampler = find_callback(trainer, SampleImages)
-        if sampler is None or sampler.validation is None or sampler.sampled_step != trainer.global_step:
+        sampler, step = find_callback(trainer, SampleImages), trainer.global_step
+        if sampler is None or sampler.validation is None or sampler.sampled_step != step:
             return
-        if self.latest.get("step") == trainer.global_step:
+        if self.latest.get("step") == step:
             return
         with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
                 losses = self._losses(trainer, pl_module, sampler.validation)
-            row = {"step": trainer.global_step, **losses, **self._measure(sampler, pl_module)}
+            row = {"step": step, **losses, **self._measure(sampler, pl_module)}
             self._record(trainer, pl_module, of_first(trainer, row))
 
     def _losses(self, trainer: L.Trainer, module: EditModule, data: TrainingData) -> dict[str, float]:
-        """The loss of each band, and of all."""
+        """Return the loss of each band, and their weighted mean."""
         mine = share(trainer, data.sample_count)
-        made: list[Tensor] = []
+        indices = range(data.sample_count)[mine]
+        measured: list[Tensor] = []
         with inference_weights(module), torch.no_grad():
-            for number, one in zip(
-                range(data.sample_count)[mine], data.one_by_one(mine, empty_prompt=False), strict=True
-            ):
-                module.base.timer.note_progress(f"validating {len(made) + 1}/{len(range(data.sample_count)[mine])}")
-                batch = module.encoder.latents(one, empty_prompt=False)
-                batch = batch.to(module.base.device)
-                seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
-                assert batch.target_mean is not None
-                noise = torch.randn(batch.target_mean.shape, generator=torch.Generator().manual_seed(seed))
-                place = (number + 0.5) / data.sample_count
-                losses = []
-                for band in range(BANDS):
-                    t = torch.tensor([(band + place) / BANDS])
-                    drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
-                    noised = module.flow.noised_by(batch, drawn, module.normalize)
-                    velocity = module.denoise(noised.x_t, noised.t, noised.controls, noised.prompt)
-                    loss = flow.flow_loss(velocity, noised.velocity, batch.mask)
-                    losses.append(loss if batch.weights is None else loss * batch.weights)
-                bands = torch.cat(losses).cpu()
-                made.append(torch.cat([bands, (bands * _visits(module, batch)).sum()[None]]))
-        *means, weighted = torch.stack(of_all(trainer, made), dim=1).mean(1).tolist()
+            for index, one in zip(indices, data.one_by_one(mine, empty_prompt=False), strict=True):
+                module.base.timer.note_progress(f"validating {len(measured) + 1}/{len(indices)}")
+                batch = module.encoder.latents(one, empty_prompt=False).to(module.base.device)
+                bands = _band_losses(module, batch, (index + 0.5) / data.sample_count)
+                measured.append(torch.cat([bands, (bands * _visits(module, batch)).sum()[None]]))
+        *means, weighted = torch.stack(of_all(trainer, measured), dim=1).mean(1).tolist()
         return {"val_loss": weighted, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
 
     def _measure(self, sampler: SampleImages, module: EditModule) -> dict[str, float]:
-        """Each metric over all pictures: against the target, the source, and of doing nothing."""
-        scores: dict[str, float] = {}
-        compared = [_in_unit_range(one) for one in sampler.results if one.target is not None]
+        """Return each metric over all images: against the target, the source, and of doing nothing."""
+        figures: dict[str, float] = {}
+        samples = [_in_unit_range(one) for one in sampler.results if one.target is not None]
+        finite = all(bool(result.isfinite().all()) for _, result, _ in samples)
         for name, metric in self.metrics.items():
+            metric.reset()
             if isinstance(metric, EditMetrics):
-                scores |= self._compare(metric, compared, module)
+                for source, result, target in samples:
+                    if source is not None and result.isfinite().all():
+                        module.base.timer.note_progress("measuring shift and drift")
+                        metric.update(result, target, source)
+                measured = metric.compute() if metric.update_count else {}
+                figures |= {one: float(value) for one, value in measured.items() if value.isfinite()}
                 continue
             for end, (one, other) in {"": (1, 2), **ENDS}.items():
-                known = [pictures for pictures in compared if pictures[one] is not None and pictures[other] is not None]
-                if not known:
-                    continue
+                pairs = [(images[one], images[other]) for images in samples if images[one] is not None]
+                pairs = [pair for pair in pairs if pair[1] is not None]
                 metric.reset()
-                if all(bool(pictures[1].isfinite().all()) for pictures in known):
-                    for number, pictures in enumerate(known, start=1):
-                        module.base.timer.note_progress(f"measuring {name} {number}/{len(known)}")
-                        metric.update(pictures[one], pictures[other])
-                scores[name + end] = float(metric.compute()) if metric.update_count else math.nan
-        return scores
-
-    @staticmethod
-    def _compare(metric: EditMetrics, compared: list[Any], module: EditModule) -> dict[str, float]:
-        """Return the figures of results, targets and sources; none where there are no sources."""
-        metric.reset()
-        for number, (source, result, target) in enumerate(compared, start=1):
-            module.base.timer.note_progress(f"measuring shift and drift {number}/{len(compared)}")
-            if source is not None and result.isfinite().all():
-                metric.update(result, target, source)
-        measured = metric.compute() if metric.update_count else {}
-        return {name: float(value) for name, value in measured.items() if value.isfinite()}
+                for index, pair in enumerate(pairs if finite else (), start=1):
+                    module.base.timer.note_progress(f"measuring {name} {index}/{len(pairs)}")
+                    metric.update(*pair)
+                if pairs:
+                    figures[name + end] = float(metric.compute()) if metric.update_count else math.nan
+        return figures
 
     def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
-        """Called in every process: to export the weights of a base that is split takes all of them."""
+        """Add a row, keep the best weights and stop early; in every process, as exporting split weights takes all."""
         best = self.best()
         self.rows.append(row)
         if trainer.is_global_zero:
@@ -213,13 +194,12 @@ class Validation(L.Callback):
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows({name: f"{value:.6g}" for name, value in row.items()} for row in self.rows)
+        figures = {name: value for name, value in self.latest.items() if name != "step"}
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {name: value for name, value in self.latest.items() if name != "step"}, trainer.global_step
-            )
+            logger.log_metrics(figures, trainer.global_step)
 
     def summary(self) -> str:
-        """Before and after, in one line."""
+        """Return the figures before and after training in one line."""
         first, last = self.rows[0], self.rows[-1]
         parts = [f"validation loss {first['val_loss']:.4f} -> {last['val_loss']:.4f}"]
         for name in [name for name in self.metrics if name in first and name in last]:
@@ -240,46 +220,43 @@ class Validation(L.Callback):
         return {name: value for row in self.rows for name, value in row.items() if math.isfinite(value)}
 
     def best_lines(self, folder: str) -> list[str]:
-        """Return a line that names the best weights, and one that names metrics that are best at another step.
+        """Return lines on the best weights, on the length of the run, and on metrics that are best at other steps.
 
         Args:
-            folder: that contains `best` and `last`.
+            folder: contains `best` and `last`.
         """
-        best, last = self.best(), self.latest
+        best, last, judged = self.best(), self.latest, self._judged()
         if best is None:
             return []
 
         def at(row: Mapping[str, float], name: str) -> str:
             return f"{name} {row.get(name, math.nan):.4g} at step {row['step']:.0f}"
 
-        measured, judged = [row for row in self.rows if row["step"]], self._judged()
         lines = [f"best: {folder}/best, {at(best, self.monitor)}; {folder}/last: {at(last, self.monitor)}"]
         if len(judged) >= FEWEST_TO_JUDGE:
             more = f"train longer, trainer.max_steps={2 * last['step']:.0f}"
             longer = f"{self.monitor} still improves at step {last['step']:.0f}: {more}"
             lines.append(longer if best is judged[-1] else self._has_stopped_improving(best))
-        names = [
-            name
-            for name, direction in self.directions.items()
-            if direction is not None and not name.startswith("val_loss_") and not name.endswith(tuple(ENDS))
-        ]
-        peaks = {name: max(measured, key=partial(self._score, figure=name)) for name in names}
-        peaks = {name: row for name, row in peaks.items() if math.isfinite(self._score(row, name))}
-        others = [at(row, name) for name, row in peaks.items() if row["step"] != best["step"]]
+        others = []
+        for name, direction in self.directions.items():
+            if direction is not None and not name.startswith("val_loss_") and not name.endswith(tuple(ENDS)):
+                peak = max((row for row in self.rows if row["step"]), key=partial(self._score, figure=name))
+                if math.isfinite(self._score(peak, name)) and peak["step"] != best["step"]:
+                    others.append(at(peak, name))
         return [*lines, *([f"best at another step: {', '.join(others)}"] if others else [])]
 
     def _has_stopped_improving(self, best: Mapping[str, float]) -> str:
         return f"{self.monitor} has not improved since step {best['step']:.0f}: use `best`, which is from there"
 
     def _score(self, row: Mapping[str, float], figure: str | None = None) -> float:
-        """Return the monitored figure or another such that more is better; -inf for one that is not finite."""
+        """Return the monitored figure or another one, negated if less is better; -inf if it is not finite."""
         figure = figure or self.monitor
         value = row.get(figure, math.nan)
         return -math.inf if not math.isfinite(value) else value if self.directions[figure] else -value
 
 
 def _directions(metrics: Mapping[str, Any]) -> dict[str, bool | None]:
-    """Return for each figure whether more of it is better; None where neither is."""
+    """Return for each figure whether more is better; None if neither more nor less is."""
     found: dict[str, bool | None] = {"val_loss": False, **{f"val_loss_t{band}": False for band in range(BANDS)}}
     for name, metric in metrics.items():
         kind = getattr(metric, "func", metric)
@@ -288,6 +265,22 @@ def _directions(metrics: Mapping[str, Any]) -> dict[str, bool | None]:
         else:
             found |= dict.fromkeys([name + end for end in ("", *ENDS)], bool(kind.higher_is_better))
     return found
+
+
+def _band_losses(module: EditModule, batch: LatentBatch, place: float) -> Tensor:
+    """Return the loss (BANDS,) of one sample in each band, at this share of the band's width, with noise by its key."""
+    seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
+    assert batch.target_mean is not None
+    noise = torch.randn(batch.target_mean.shape, generator=torch.Generator().manual_seed(seed))
+    losses = []
+    for band in range(BANDS):
+        t = torch.tensor([(band + place) / BANDS])
+        drawn = flow.Noise(t, noise, torch.zeros_like(noise), torch.ones(1))
+        noised = module.flow.noised_by(batch, drawn, module.normalize)
+        velocity = module.denoise(noised.x_t, noised.t, noised.controls, noised.prompt)
+        loss = flow.flow_loss(velocity, noised.velocity, batch.mask)
+        losses.append(loss if batch.weights is None else loss * batch.weights)
+    return torch.cat(losses).cpu()
 
 
 def _visits(module: EditModule, batch: LatentBatch) -> Tensor:
@@ -299,12 +292,12 @@ def _visits(module: EditModule, batch: LatentBatch) -> Tensor:
 
 
 def _in_unit_range(made: Made) -> tuple[Any, Tensor, Tensor]:
-    """Source (None where there is none), result and target, each (1, 3, H, W) in [0, 1]."""
+    """Return source or None, result and target, each (1, 3, H, W) in [0, 1]."""
     assert made.target is not None
     source, sides = None, made.target.shape[-2:]
     if made.controls:
         control = made.controls[0].float()
         source = torch.nn.functional.interpolate(control, sides, mode="bilinear", antialias=True)
-    pictures = source, made.result.float(), made.target.float()
-    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in pictures]
+    images = source, made.result.float(), made.target.float()
+    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in images]
     return tuple(in_range)  # type: ignore[return-value]

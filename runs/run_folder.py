@@ -12,14 +12,14 @@ log = logging.getLogger("retouch")
 
 
 def shorten(folder: str | Path) -> Path:
-    """A path relative to the working directory where it is below it, as messages show it."""
+    """Return a path below the working directory relative to it, other paths unchanged."""
     path = Path(folder)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 @contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Turn any error inside into a note that `what` is missing; HYDRA_FULL_ERROR=1 adds the traceback."""
+    """Temporarily turn any error into a note that `what` is missing; HYDRA_FULL_ERROR=1 adds the traceback."""
     try:
         yield
     except Exception as error:
@@ -28,21 +28,21 @@ def best_effort(what: str) -> Iterator[None]:
 
 
 class RunFolder:
-    """The paths of a run.
+    """Paths of a run.
 
     Args:
         path: its output_dir.
 
     Attributes:
         config: its settings; this file marks a folder as a run's.
-        checkpoint: what a run is resumed from.
-        finished: how the run ended: its last step, and what a sweep compares.
-        samples: a folder for each step at which sample pictures were made.
-        control: the first condition image of the first of them, which commands name.
-        metrics: a row for each optimizer step.
-        validation: a row for each set of sample pictures.
+        checkpoint: the last checkpoint.
+        finished: the end of the run: its last step, and the value that a sweep compares.
+        samples: folder of the sample images, with a folder for each step.
+        control: the first condition image of the first sample, which commands name.
+        metrics: table with a row for each optimizer step.
+        validation: table with a row for each set of sample images.
         grid: control, before, after and target.
-        active_ranks: a T-LoRA's ranks.
+        active_ranks: histogram of the ranks of a T-LoRA.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,67 +57,60 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.grid = self.path / "grid.png"
         self.active_ranks = self.path / "active_ranks.png"
+        # A mark for a first save that has failed; a killed one leaves its temporary file.
+        self.unfinished_checkpoint = self.checkpoint.with_name(f".{self.checkpoint.name}.failed.tmp")
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> "RunFolder":
-        """The run that wrote this file."""
+        """Return the run that wrote this file."""
         return cls(checkpoint.parent.parent)
 
     def __str__(self) -> str:
         return str(self.path)
 
-    def relative(self, path: Path) -> str:
-        """The name of a file within the run."""
-        return str(path.relative_to(self.path))
-
     def checkpoint_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is kept once there is a newer one."""
+        """Return the path of the checkpoint of a step once there is a newer one."""
         return self.checkpoint.with_name(f"step-{step:06d}.ckpt")
 
     def kept_checkpoints(self) -> dict[int, Path]:
-        """Those of `checkpoint_of`, by step."""
+        """Return the checkpoints before the last one by step."""
         return _by_step(self.checkpoint.parent.glob("step-*.ckpt"))
 
     def checkpoints(self) -> list[Path]:
-        """All that there are, the newest first."""
+        """Return all checkpoints, the newest first."""
         last = [self.checkpoint] if self.checkpoint.is_file() else []
         return [*last, *reversed(self.kept_checkpoints().values())]
 
     def unfinished_checkpoints(self) -> list[Path]:
-        """What a run leaves that is killed while it saves."""
+        """Return the temporary files of interrupted saves."""
         return list(self.checkpoint.parent.glob(f".{self.checkpoint.name}.*.tmp"))
 
-    @property
-    def unfinished_checkpoint(self) -> Path:
-        """One of them, for a saving that was not killed but has failed."""
-        return self.checkpoint.with_name(f".{self.checkpoint.name}.failed.tmp")
-
     def remove_unfinished(self) -> None:
-        """Remove the temporary files and folders that a killed run leaves; not those of this process."""
+        """Remove the temporary files and folders of a killed run, but not those of this process."""
         left = [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]
         remove_temporary(left, is_writing=os.getpid().__eq__)
 
     def weights(self, kind: str, name: str) -> Path:
-        """A folder of weights: step-000100, last or best, below the adapter's `folder`."""
+        """Return a folder of weights: step-000100, last or best, below the adapter's folder."""
         return self.path / kind / name
 
     def saved_weights(self) -> Path | None:
-        """`last`, or without it the newest folder of weights that has files in it."""
-        named = [folder for name in ("last", "best", "step-*") for folder in self.path.glob(f"*/{name}")]
-        named = [folder for folder in named if folder.name in ("last", "best") or _step(folder) is not None]
-        folders = [folder for folder in named if folder.parent != self.samples and any(folder.glob("[!.]*"))]
+        """Return the folder `last`, or without it the newest folder with weights."""
+        named = [folder for name in ("last", "best") for folder in self.path.glob(f"*/{name}")]
+        named += _by_step(path for path in self.path.glob("*/step-*") if path.parent != self.samples).values()
+        folders = [folder for folder in named if any(folder.glob("[!.]*"))]
         return max(folders, key=lambda folder: (folder.name == "last", folder.stat().st_mtime), default=None)
 
     def saved_steps(self, kind: str) -> dict[int, Path]:
-        """The folders of weights that are named by their step, without the others of an EMA (step-000100-raw)."""
+        """Return the folders of weights by step, without the second ones of an EMA (step-000100-raw)."""
         return _by_step(self.path.glob(f"{kind}/step-*"))
 
     def samples_of(self, step: int) -> Path:
-        """The sample pictures of one step."""
+        """Return the folder of the sample images of one step."""
         return self.samples / f"step-{step:06d}"
 
     def sampled_steps(self) -> dict[int, Path]:
-        """The folders of `samples_of`, by step."""
+        """Return the folders of sample images by step."""
         return _by_step(self.samples.glob("step-*"))
 
     def files(self) -> dict[str, list[int]]:
@@ -132,18 +125,13 @@ class RunFolder:
         return found
 
     def leftovers(self) -> list[Path]:
-        """What a run may leave that saved nothing: all but weights and checkpoints. config.yaml comes last."""
+        """Return the possible output of a run that saved nothing: all but weights and checkpoints, config.yaml last."""
         logs = [self.path / name for name in ("tensorboard", "csv", "wandb", "fit-profile.txt")]
         tables = [self.metrics, self.validation, self.finished]
-        pictures = [self.samples, self.active_ranks, self.grid, self.report]
-        return [*logs, *tables, *pictures, self.config]
+        return [*logs, *tables, self.samples, self.active_ranks, self.grid, self.report, self.config]
 
 
 def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
-    """Those that are named by a step and nothing else, in their order."""
-    return dict(sorted((step, path) for path in paths if (step := _step(path)) is not None))
-
-
-def _step(path: Path) -> int | None:
-    step = path.stem.removeprefix("step-")
-    return int(step) if step.isdecimal() else None
+    """Return the paths that are named by a step, in the order of the steps."""
+    steps = {path.stem.removeprefix("step-"): path for path in paths}
+    return dict(sorted((int(step), path) for step, path in steps.items() if step.isdecimal()))

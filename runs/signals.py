@@ -1,4 +1,4 @@
-"""How SIGINT (Ctrl-C), SIGTERM and what Slurm sends before a job's time is over end every command."""
+"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM, and those of Slurm before the time of a job is over."""
 
 import contextlib
 import logging
@@ -13,24 +13,24 @@ from types import FrameType
 
 log = logging.getLogger("retouch")
 
-# Sent before the end by `sbatch --signal=USR1@180`, and USR2 by submitit: the job is queued again (`tasks.slurm`).
+# Sent before the end by `sbatch --signal=USR1@180`, and USR2 by submitit: the job is requeued (`tasks.slurm`).
 BEFORE_THE_END = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *BEFORE_THE_END)
-# Seconds within which a further signal counts as the same one: a launcher passes on what the terminal or the cluster
-# has already sent to every process.
+# Seconds in which a further signal counts as a duplicate: a launcher passes on what the terminal or the cluster has
+# already sent to every process.
 DEBOUNCE = 1.0
-# Seconds that the main thread has to run the handler. Python runs it between two of its own instructions only, so a
-# main thread that waits inside a library may never do so.
+# Seconds in which the main thread must run the handler. Python runs it only between two of its own instructions, so
+# never while the main thread waits inside a library.
 HANDLER_TIMEOUT = 5.0
 
 
 class Stopped(BaseException):
-    """A signal ended the command. It is not an Exception, so that only the command itself catches it.
+    """End of the command by a signal. It is no Exception, so that only the command itself catches it.
 
     Args:
         number: the signal.
-        where: what the message adds to its name.
-        immediate: raised by the handler itself, without finishing the current piece of work.
+        where: added to the message.
+        immediate: whether the handler itself raised it, without finishing the current piece of work.
     """
 
     def __init__(self, number: signal.Signals, where: str = "", immediate: bool = False) -> None:
@@ -40,21 +40,21 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Handles the signals of one process.
+    """Signal handling of one process.
 
-    A piece of work that must be finished is announced by `busy_with`. The first signal during it is only noted in
-    `signal`; whoever does the work looks at `signal`, or calls `check`, when the piece is done. Any other signal raises
-    `Stopped` in the main thread, and the next one after that ends the process.
+    `busy_with` announces a piece of work that must be finished. The first signal during it is only recorded in
+    `signal`; the work checks `signal`, or calls `check`, at its end. Any other signal raises `Stopped` in the main
+    thread, and the next one after that ends the process.
 
     Attributes:
-        signal: the first signal that came; None before.
-        busy_with: the piece of work to finish first, as the message names it: "this batch".
-        on_signal: called with each signal that is not a duplicate, before anything else.
+        signal: the first signal that arrived; None before.
+        busy_with: name of the piece of work in the message, such as "this batch".
+        on_signal: called first with each signal that is no duplicate.
     """
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, signal.Handlers | int | Callable[..., object] | None] = {}
-        self._handled = 0  # how often the handler has run
+        self._handled = 0  # number of calls of the handler
         self._reset()
 
     def _reset(self) -> None:
@@ -67,7 +67,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals during a whole command; afterwards the previous handlers are back."""
+        """Temporarily handle the signals, and then restore the previous handlers."""
         self._reset()
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
         self.install_handlers()
@@ -86,12 +86,12 @@ class Stop:
             os.close(writer)
 
     def install_handlers(self) -> None:
-        """Handle the signals (again, after a library has installed its own handlers); only inside `listening`."""
+        """Install the handlers, again if a library has installed its own; only inside `listening`."""
         for number in self._previous:
             signal.signal(number, self._handle)
 
     def check(self, where: str = "") -> None:
-        """Raise `Stopped` if a signal has come."""
+        """Raise `Stopped` if a signal has arrived."""
         if self.signal is not None:
             raise Stopped(self.signal, where)
 
@@ -107,22 +107,22 @@ class Stop:
         self.signal = self.signal or signal.Signals(number)
         self.on_signal(number)
         if first and self.busy_with is not None:
-            with contextlib.suppress(RuntimeError):  # the signal came while another line was being written
+            with contextlib.suppress(RuntimeError):  # the signal arrived while another line was being written
                 log.info(f"{self.signal.name}: stopping after {self.busy_with} (once more: at once)")
-        elif self._raised:  # Stopped is on its way, but what it interrupted does not end
+        elif self._raised:  # the work that Stopped interrupted does not end
             os._exit(128 + number)
         else:
             self._raised = True
             raise Stopped(self.signal, immediate=True)
 
     def _watch(self, reader: int, handled: int) -> None:
-        """A thread of its own: end the process where the main thread does not get to run the handler.
+        """End the process if the main thread cannot run the handler; runs in a thread of its own.
 
-        A process that is busy with a piece of work is left alone: it may be in a long computation.
+        A process that is busy with a piece of work is not ended: it may be in a long computation.
 
         Args:
-            reader: a pipe that gets a byte for each signal at the moment it comes (`signal.set_wakeup_fd`).
-            handled: how often the handler had run before.
+            reader: a pipe that receives a byte for each signal at once (`signal.set_wakeup_fd`).
+            handled: number of calls of the handler before.
         """
         while select.select([reader], [], []) and (numbers := os.read(reader, 4096)):
             if arrived := self._previous.keys() & set(numbers):
@@ -134,12 +134,12 @@ class Stop:
                     os._exit(128 + number)
             handled = self._handled
             with contextlib.suppress(BlockingIOError):
-                os.read(reader, 4096)  # the bytes of signals that have been handled meanwhile
+                os.read(reader, 4096)  # the bytes of signals that have been handled since
         os.close(reader)
 
 
 # A forked data worker must not write into the main process's pipe.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
-# Signals belong to the process, and so does this.
+# One per process, like the signals.
 stop = Stop()

@@ -98,8 +98,7 @@ _SETTINGS: dict[Number, str] = {
     COUNT: """
         trainer.num_nodes trainer.max_steps trainer.accumulate_grad_batches trainer.log_every_n_steps
         model.optimization.max_nonfinite_steps model.sampling.num_inference_steps
-        data.batch_size data.preview_count data.source.count
-        keep_checkpoints callbacks.validation.patience callbacks.metrics.window
+        data.batch_size data.preview_count data.source.count keep_checkpoints callbacks.validation.patience
         callbacks.lora_checkpoint.keep_checkpoints callbacks.report.preview_count
         adapter.rank objective.preserve.every scheduler.num_training_steps
         num_images_per_prompt num_inference_steps batch_size captioner.max_new_tokens captioner.batch_size

@@ -14,7 +14,7 @@ from tests.support.commands import compose, metrics, short
 
 def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
     arguments = short(tiny, pairs, tmp_path / "sweep", 3)
-    swept = ["optimizer.lr=1e-4,1e-3", "scheduler=linear", "callbacks.metrics.window=2"]
+    swept = ["optimizer.lr=1e-4,1e-3", "scheduler=linear"]
     text = run("train", "-m", *arguments, *swept).text
     rates = ("0.0001", "0.001")
     for number, rate in enumerate(rates, start=1):

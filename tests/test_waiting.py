@@ -117,7 +117,7 @@ def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
     outputs = {"losses": torch.ones(1), "tokens": 1, "flops": 1}
     trainer = mock.Mock(global_step=0, world_size=1, is_global_zero=True, log_every_n_steps=1, loggers=[])
     trainer.train_dataloader.waited = 0.0
-    callback, peaks = metrics.Metrics(str(tmp_path), 50), []
+    callback, peaks = metrics.Metrics(str(tmp_path)), []
     callback.on_train_start(trainer, module)
     for size in (1e9, 3e9, 2e9):
         allocator.take(7e10)
