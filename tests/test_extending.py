@@ -15,7 +15,7 @@ FAMILY = '''
 
     from datamodules.images.windows import ConditionImages
     from lightning_modules.edit_module import EditModule
-    from lightning_modules.families.flux import denoise
+    from lightning_modules.families.flux.denoise import flux_velocity
 
 
     class Toy(EditModule):
@@ -49,7 +49,7 @@ FAMILY = '''
             return latents / 2
 
         def velocity(self, transformer, x_t, t, controls, prompt):
-            return denoise.velocity(transformer, x_t, t, controls, prompt, 0.5)
+            return flux_velocity(transformer, x_t, t, controls, prompt, 0.5)
 
         def decode(self, vae, latents):
             return vae.decode(2 * latents.to(vae.dtype)).sample

@@ -1,4 +1,4 @@
-"""What families share whose autoencoder is diffusers' AutoencoderKL."""
+"""Base class of families whose autoencoder is diffusers' AutoencoderKL."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from lightning_modules.edit_module import EditModule
 
 
 class KLAutoencoder(EditModule):
-    """Latents are shifted and scaled by two numbers of the autoencoder's config."""
+    """Shifts and scales latents by two values of the autoencoder's config."""
 
     def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         latent = vae.encode(pixels).latent_dist

@@ -15,7 +15,7 @@ from lightning_modules.flow import Noised, area_weights, mean_over_positions, ve
 from lightning_modules.objectives.objective import Objective
 
 
-def _require_rejected(keys: Sequence[str]) -> None:
+def _require_rejected(keys: list[str]) -> None:
     if keys:
         raise UserError(
             f"objective=dpo learns from pairs of a target and a rejected image, which {listing(keys)} lack. Add "

@@ -39,7 +39,7 @@ ON_HOST = {
         "drop_captions",
     ): "which captions are dropped is known on the host, and masks of prompts are there",
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
-    ("denoise.py", "velocity"): "masks of prompts stay on the host, and are asked whether they mask",
+    ("denoise.py", "qwen_velocity"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
     ("offload.py", "_send"): "activations that wait there",
     ("transformer_qwenimage.py", "forward"): "diffusers makes a list of 2511's tokens, and waits for its copy",

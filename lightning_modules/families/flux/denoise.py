@@ -1,4 +1,4 @@
-"""FLUX's velocity: its tokens, their positions, and its last block, as pure functions."""
+"""FLUX's velocity as pure functions: its tokens, their positions, and its last block."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,19 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.execution.blocks import LastBlock, compute_dtype
-from lightning_modules.patches import predict_target
+from lightning_modules.execution.blocks import compute_dtype
+from lightning_modules.families.patches import predict_target, token_grid
 
 
 def position_ids(latents: Tensor, image: int) -> Tensor:
-    """(B, C, 2H, 2W) -> (H*W, 3): the number of the image (0 the target, 1, 2, ... its controls), row, column."""
-    height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
-    sides = (torch.arange(side, device=latents.device, dtype=torch.float32) for side in (height, width))
-    rows, columns = torch.meshgrid(*sides, indexing="ij")
+    """(B, C, 2H, 2W) -> (H*W, 3): index of the image (0 the target, 1, 2, ... its controls), row, column."""
+    rows, columns = token_grid(latents, torch.float32)
     return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).reshape(-1, 3)
 
 
-def velocity(
+def flux_velocity(
     transformer: Any,
     x_t: Tensor,
     t: Tensor,
@@ -26,10 +24,10 @@ def velocity(
     prompt: Mapping[str, Tensor],
     guidance_scale: float,
 ) -> Tensor:
-    """The transformer's prediction (B, C, h, w) of (B, C, h, w) at t (B,).
+    """Predict the velocity (B, C, h, w) of (B, C, h, w) at t (B,).
 
     Args:
-        guidance_scale: embedded where the transformer is distilled from guidance.
+        guidance_scale: embedded if the transformer is guidance-distilled.
     """
     images = [x_t, *controls]
     embeds = prompt["prompt_embeds"]
@@ -46,13 +44,7 @@ def velocity(
     )
 
 
-def trim_last_block(transformer: Any) -> None:
-    """Let the last block compute the target's tokens alone, where `velocity` asks for these."""
-    block = transformer.single_transformer_blocks[-1]
-    block.forward = LastBlock(block, last_block)
-
-
-def last_block(
+def flux_last_block(
     block: Any,
     target: Tensor,
     control: Tensor,
@@ -61,7 +53,10 @@ def last_block(
     image_rotary_emb: tuple[Tensor, Tensor],
     joint_attention_kwargs: None = None,
 ) -> tuple[Tensor, Tensor]:
-    """diffusers' FluxSingleTransformerBlock: (B, T, D), (B, C, D), (B, L, D) -> the text as it is, target (B, T, D)."""
+    """Compute diffusers' FluxSingleTransformerBlock for the target's tokens only.
+
+    (B, T, D), (B, C, D), (B, L, D) -> the unchanged text, target (B, T, D).
+    """
     from diffusers.models.attention_dispatch import dispatch_attention_fn
     from diffusers.models.embeddings import apply_rotary_emb
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from datamodules.images.windows import ConditionImages
-from lightning_modules.families.flux import denoise
+from lightning_modules.execution.blocks import LastBlock
+from lightning_modules.families.flux.denoise import flux_last_block, flux_velocity
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.kl_autoencoder import KLAutoencoder
 from lightning_modules.family import Geometry, Parts
@@ -21,11 +22,11 @@ PREFERRED_SIZES = (*HIGH, (1024, 1024), *((high, wide) for wide, high in reverse
 
 
 class FluxKontext(KLAutoencoder):
-    """FLUX.1 Kontext [dev]: any number of condition images, each at its own size; prediction works without any too.
+    """FLUX.1 Kontext [dev]: any number of condition images, each of its own size; none in prediction works as well.
 
     Args:
-        max_sequence_length: T5 tokens; its padding is not masked, so use the same in training and prediction.
-        training_guidance_scale: the guidance embedding in training; the distilled model wants 1.
+        max_sequence_length: T5 tokens; padding is not masked, so use the same in training and prediction.
+        training_guidance_scale: the guidance embedding in training; 1 for the distilled model.
         settings: of `EditModule`.
     """
 
@@ -47,26 +48,15 @@ class FluxKontext(KLAutoencoder):
         return {"max_sequence_length": self._max_sequence_length}
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
-        """prompt_embeds (L, D) and pooled_prompt_embeds (P,)."""
+        """Return prompt_embeds (L, D) and pooled_prompt_embeds (P,)."""
         return {name: tensor[0] for name, tensor in self.encode_prompts(parts, [prompt]).items()}
 
     def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
-        return {
-            "prompt_embeds": self._t5_prompt_embeds(parts, prompts),
-            "pooled_prompt_embeds": self._clip_prompt_embeds(parts, prompts),
-        }
-
-    def _clip_prompt_embeds(self, parts: Parts, prompts: list[str]) -> Tensor:
-        """CLIP's pooled output, (B, D)."""
-        tokenizer, encoder = parts["tokenizer"], parts["text_encoder"]
-        ids = _tokenize(tokenizer, prompts, tokenizer.model_max_length)
-        return encoder(ids.to(parts.device("text_encoder"))).pooler_output.to(parts.dtype)
-
-    def _t5_prompt_embeds(self, parts: Parts, prompts: list[str]) -> Tensor:
-        """T5's last hidden states, (B, max_sequence_length, D); padding is encoded like text."""
-        tokenizer, encoder = parts["tokenizer_2"], parts["text_encoder_2"]
-        ids = _tokenize(tokenizer, prompts, self._max_sequence_length)
-        return encoder(ids.to(parts.device("text_encoder_2"))).last_hidden_state.to(parts.dtype)
+        """Return T5's last hidden states, of padding too, and CLIP's pooled output."""
+        length = parts["tokenizer"].model_max_length
+        t5 = _encode(parts, "_2", prompts, self._max_sequence_length).last_hidden_state
+        clip = _encode(parts, "", prompts, length).pooler_output
+        return {"prompt_embeds": t5.to(parts.dtype), "pooled_prompt_embeds": clip.to(parts.dtype)}
 
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
@@ -77,7 +67,7 @@ class FluxKontext(KLAutoencoder):
         }
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
-        """T5's; CLIP gives one vector, of the first 77."""
+        """Count T5's tokens; CLIP's vector is of the first 77."""
         return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self._max_sequence_length
 
     # The transformer
@@ -85,10 +75,11 @@ class FluxKontext(KLAutoencoder):
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
-        return denoise.velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
+        return flux_velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
 
     def trim_last_block(self, transformer: Any) -> None:
-        denoise.trim_last_block(transformer)
+        block = transformer.single_transformer_blocks[-1]
+        block.forward = LastBlock(block, flux_last_block)
 
     # Prediction
 
@@ -112,5 +103,9 @@ class FluxDev(FluxKontext):
     geometry = Geometry()
 
 
-def _tokenize(tokenizer: Any, prompts: list[str], length: int) -> Tensor:
-    return tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+def _encode(parts: Parts, suffix: str, prompts: list[str], length: int) -> Any:
+    """Return the output of the text encoder of this suffix."""
+    tokens = parts[f"tokenizer{suffix}"](
+        prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
+    return parts[f"text_encoder{suffix}"](tokens.input_ids.to(parts.device(f"text_encoder{suffix}")))

@@ -1,4 +1,4 @@
-"""FLUX.2's velocity: its tokens, their positions, and its last block, as pure functions."""
+"""FLUX.2's velocity as pure functions: its tokens, their positions, and its last block."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,35 +6,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.execution.blocks import LastBlock, compute_dtype
-from lightning_modules.patches import predict_target
+from lightning_modules.execution.blocks import compute_dtype
+from lightning_modules.families.patches import predict_target, token_grid
 
-# On the axis of images, from the target to the first reference and from each to the next.
+# Distance on the axis of images, from the target to the first reference and from each to the next.
 BETWEEN_IMAGES = 10
 
 
-def text_ids(tokens: int, device: torch.device) -> Tensor:
-    """(L, 4): three zeros and the number of the token."""
+def flux2_text_ids(tokens: int, device: torch.device) -> Tensor:
+    """Return (L, 4): three zeros and the index of the token."""
     return torch.nn.functional.pad(torch.arange(tokens, device=device)[:, None], (3, 0))
 
 
-def image_ids(images: Sequence[Tensor], first: int = 0) -> Tensor:
-    """Latents, each (B, C, 2H, 2W) -> (sum of H*W, 4): which image, row, column, zero.
+def flux2_image_ids(images: Sequence[Tensor], first: int = 0) -> Tensor:
+    """Latents, each (B, C, 2H, 2W) -> (sum of H*W, 4): index of the image, row, column, zero.
 
     Args:
-        first: the number of the first image: 0 the target, 1, 2, ... its references.
+        first: index of the first image: 0 the target, 1, 2, ... its references.
     """
     ids = []
-    for number, image in enumerate(images, first):
-        sides = (torch.arange(side // 2, device=image.device) for side in image.shape[-2:])
-        rows, columns = torch.meshgrid(*sides, indexing="ij")
-        axes = torch.full_like(rows, BETWEEN_IMAGES * number), rows, columns, torch.zeros_like(rows)
+    for index, image in enumerate(images, first):
+        rows, columns = token_grid(image)
+        axes = torch.full_like(rows, BETWEEN_IMAGES * index), rows, columns, torch.zeros_like(rows)
         ids.append(torch.stack(axes, dim=-1).reshape(-1, 4))
     return torch.cat(ids)
 
 
 def empirical_mu(config: Mapping[str, Any], tokens: int, num_inference_steps: int) -> float:
-    """The pipelines' `compute_empirical_mu`; arguments as of `SamplingRules.mu`."""
+    """Return the pipelines' `compute_empirical_mu`; arguments as for `SamplingRules.mu`."""
     at_200_steps = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return at_200_steps
@@ -43,7 +42,7 @@ def empirical_mu(config: Mapping[str, Any], tokens: int, num_inference_steps: in
     return slope * num_inference_steps + at_200_steps - 200.0 * slope
 
 
-def velocity(
+def flux2_velocity(
     transformer: Any,
     x_t: Tensor,
     t: Tensor,
@@ -51,10 +50,10 @@ def velocity(
     prompt: Mapping[str, Tensor],
     guidance_scale: float | None,
 ) -> Tensor:
-    """The transformer's prediction (B, C, h, w) of (B, C, h, w) at t (B,).
+    """Predict the velocity (B, C, h, w) of (B, C, h, w) at t (B,).
 
     Args:
-        guidance_scale: embedded where the transformer is distilled from guidance; None where it is not.
+        guidance_scale: embedded if the transformer is guidance-distilled; else None.
     """
     images, embeds = [x_t, *controls], prompt["prompt_embeds"]
     return predict_target(
@@ -65,18 +64,12 @@ def velocity(
         timestep=t,
         guidance=None if guidance_scale is None else torch.full_like(t, guidance_scale),
         encoder_hidden_states=embeds,
-        txt_ids=text_ids(embeds.shape[1], embeds.device),
-        img_ids=image_ids(images),
+        txt_ids=flux2_text_ids(embeds.shape[1], embeds.device),
+        img_ids=flux2_image_ids(images),
     )
 
 
-def trim_last_block(transformer: Any) -> None:
-    """Let the last block compute the target's tokens alone, where `velocity` asks for these."""
-    block = transformer.single_transformer_blocks[-1]
-    block.forward = LastBlock(block, last_block)
-
-
-def last_block(
+def flux2_last_block(
     block: Any,
     target: Tensor,
     control: Tensor,
@@ -85,9 +78,10 @@ def last_block(
     image_rotary_emb: tuple[Tensor, Tensor],
     joint_attention_kwargs: None = None,
 ) -> Tensor:
-    """diffusers' Flux2SingleTransformerBlock: (B, T, D), (B, C, D), (B, L, D) -> text as it is and target (B, L+T, D).
+    """Compute diffusers' Flux2SingleTransformerBlock for the target's tokens only.
 
-    One layer gives queries, keys, values and the MLP's input, of all tokens: only what follows it is for the target.
+    (B, T, D), (B, C, D), (B, L, D) -> the unchanged text and target (B, L+T, D). One layer computes queries, keys,
+    values and the MLP's input of all tokens: only the rest is for the target alone.
     """
     from diffusers.models.attention_dispatch import dispatch_attention_fn
     from diffusers.models.embeddings import apply_rotary_emb

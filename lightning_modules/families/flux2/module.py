@@ -9,7 +9,8 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
-from lightning_modules.families.flux2 import denoise
+from lightning_modules.execution.blocks import LastBlock
+from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
 from lightning_modules.families.flux2.native_names import NATIVE_NAMES
 from lightning_modules.family import Parts, SamplingRules
 from lightning_modules.layers import Layers
@@ -22,11 +23,11 @@ TARGETS = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "to_out")
 
 
 class Flux2Klein(EditModule):
-    """FLUX.2 [klein]: any number of condition images, each at its own size; prediction works without any too.
+    """FLUX.2 [klein]: any number of condition images, each of its own size; none in prediction works as well.
 
     Args:
-        max_sequence_length: tokens of the text encoder; the transformer sees its padding, so use the same in training
-            and prediction.
+        max_sequence_length: tokens of the text encoder; padding is not masked, so use the same in training and
+            prediction.
         settings: of `EditModule`.
     """
 
@@ -35,10 +36,10 @@ class Flux2Klein(EditModule):
     text_components = ("tokenizer", "text_encoder")
     condition_images = ConditionImages(most_area=1024 * 1024, crops=True)
     layers = Layers(NATIVE_NAMES, TARGETS)
-    sampling_rules = SamplingRules("guidance_scale", any_negative=False, mu=denoise.empirical_mu)
-    _prompt_function = "_get_qwen3_prompt_embeds"  # the pipeline's, with its template and the layers that it reads
+    sampling_rules = SamplingRules("guidance_scale", any_negative=False, mu=empirical_mu)
+    _prompt_function = "_get_qwen3_prompt_embeds"  # of the pipeline
     _guidance_scale: float | None = None  # embedded in training
-    _reads_text = "Qwen3ForCausalLM"
+    _language_model = "Qwen3ForCausalLM"
 
     def __init__(self, max_sequence_length: int, **settings: Any) -> None:
         super().__init__(**settings)
@@ -48,11 +49,10 @@ class Flux2Klein(EditModule):
     def check(self) -> None:
         super().check()
         found = self.base.index["text_encoder"][-1]
-        if found != self._reads_text:
-            model = type(self).__name__
+        if found != self._language_model:
             raise UserError(
-                f"{self.base.name} reads text by a {found}, {model} by a {self._reads_text}: choose the model= that "
-                "goes with it"
+                f"{self.base.name} reads text by a {found}, {type(self).__name__} by a {self._language_model}. Choose "
+                "the model= for it."
             )
 
     # Text
@@ -61,17 +61,17 @@ class Flux2Klein(EditModule):
         return {"max_sequence_length": self._max_sequence_length}
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
-        """prompt_embeds (max_sequence_length, 3D): of three layers, one behind the other; padding counts."""
+        """Return prompt_embeds (max_sequence_length, 3D), the outputs of three layers; padding counts."""
         embed = getattr(self.pipeline_class(), self._prompt_function)
-        # The language model without its head, whose logits nobody needs.
+        # The language model without its head, whose logits are not needed.
         used = parts["text_encoder"].model, parts["tokenizer"], prompt, parts.dtype, parts.device("text_encoder")
         return {"prompt_embeds": embed(*used, self._max_sequence_length)[0]}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
-        """With those of the template."""
+        """Count tokens, including those of the template."""
         template = parts["tokenizer"].apply_chat_template
-        told = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=False) for one in told]
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=False) for one in chats]
         return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self._max_sequence_length
 
     def prompt_shapes(
@@ -86,7 +86,7 @@ class Flux2Klein(EditModule):
         return latent.mode(), latent.std
 
     def _statistics_on(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the autoencoder's batch norm, beside these latents, as of `_mean_and_std`."""
+        """Return `_mean_and_std` of the autoencoder's batch norm, on the latents' device."""
         key = latents.device, latents.dtype
         if key not in self._statistics:
             mean, variance = (self.base.vae_tensor(f"bn.running_{name}") for name in ("mean", "var"))
@@ -107,10 +107,11 @@ class Flux2Klein(EditModule):
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
-        return denoise.velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
+        return flux2_velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
 
     def trim_last_block(self, transformer: Any) -> None:
-        denoise.trim_last_block(transformer)
+        block = transformer.single_transformer_blocks[-1]
+        block.forward = LastBlock(block, flux2_last_block)
 
     # Prediction
 
@@ -127,13 +128,13 @@ class Flux2Dev(Flux2Klein):
     """FLUX.2 [dev]: Mistral reads the prompt, and guidance is embedded.
 
     Args:
-        training_guidance_scale: the guidance embedding in training; the distilled model wants 1.
+        training_guidance_scale: the guidance embedding in training; 1 for the distilled model.
         settings: of `Flux2Klein`.
     """
 
     pipeline_name = "Flux2Pipeline"
-    sampling_rules = SamplingRules(None, mu=denoise.empirical_mu)
-    _reads_text = "Mistral3ForConditionalGeneration"
+    sampling_rules = SamplingRules(None, mu=empirical_mu)
+    _language_model = "Mistral3ForConditionalGeneration"
     _prompt_function = "_get_mistral_3_small_prompt_embeds"
 
     def __init__(self, training_guidance_scale: float, **settings: Any) -> None:
@@ -144,8 +145,8 @@ class Flux2Dev(Flux2Klein):
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
         template = parts["tokenizer"].apply_chat_template
-        made = [template(format_input([prompt]), tokenize=True, return_dict=True) for prompt in prompts]
-        return [len(one["input_ids"][0]) for one in made], self._max_sequence_length
+        tokens = [template(format_input([prompt]), tokenize=True, return_dict=True) for prompt in prompts]
+        return [len(one["input_ids"][0]) for one in tokens], self._max_sequence_length
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
         from lightning_modules.families.flux2.pipeline import LatentFlux2Pipeline
@@ -159,6 +160,6 @@ def _patches(latents: Tensor) -> Tensor:
 
 
 def _mean_and_std(mean: Tensor, variance: Tensor, eps: float, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel's four numbers in a token, each (C, 1, 2, 1, 2); rounded as the latents are, before the root."""
+    """Return mean and std of each channel's four values in a token, each (C, 1, 2, 1, 2), in the latents' dtype."""
     mean, variance = (one.to(latents).view(-1, 1, 2, 1, 2) for one in (mean, variance))
     return mean, torch.sqrt(variance + eps)

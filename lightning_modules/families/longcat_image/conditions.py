@@ -1,4 +1,4 @@
-"""LongCat's condition image: a size for the autoencoder, and half of its sides for the text encoder."""
+"""LongCat's condition image: its size for the autoencoder, and half of it for the text encoder."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from datamodules.images.windows import ConditionImages, Window, resize
 
 @dataclass(frozen=True)
 class HalvedForText(ConditionImages):
-    """The text encoder sees what the autoencoder sees, with half as many pixels each way."""
+    """The text encoder sees the autoencoder's image at half its width and height."""
 
     @property
     def text_sees_them(self) -> bool:
@@ -39,5 +39,5 @@ class HalvedForText(ConditionImages):
 
 
 def halved(width: int, height: int) -> tuple[int, int]:
-    """At the autoencoder's size -> at the text encoder's."""
+    """Return the size for the text encoder."""
     return width // 2, height // 2

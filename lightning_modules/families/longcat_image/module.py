@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from lightning_modules.families.flux.denoise import trim_last_block
+from lightning_modules.execution.blocks import LastBlock
+from lightning_modules.families.flux.denoise import flux_last_block
 from lightning_modules.families.kl_autoencoder import KLAutoencoder
-from lightning_modules.families.longcat_image import denoise
 from lightning_modules.families.longcat_image.conditions import HalvedForText, halved
+from lightning_modules.families.longcat_image.denoise import longcat_velocity
 from lightning_modules.families.longcat_image.native_names import NATIVE_NAMES
-from lightning_modules.families.longcat_image.prompt import MAX_TOKENS, embed, tokenize
 from lightning_modules.family import Parts, SamplingRules
 from lightning_modules.layers import ATTENTION, MLPS, TEXT_ATTENTION, Layers
 
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
+MAX_TOKENS = 512  # the pipeline's, which fails for longer prompts instead of truncating them
+
+
 class LongCatImageEdit(KLAutoencoder):
-    """LongCat-Image-Edit: one condition image, which the text encoder sees too.
+    """LongCat-Image-Edit: one condition image, which the text encoder sees as well.
 
     Args:
-        vae_image_size: pixels that the condition image is resized to for the autoencoder, in its own proportions; the
-            text encoder sees that at half its sides.
+        vae_image_size: pixels that the condition image is resized to for the autoencoder, keeping its proportions; the
+            text encoder sees that image at half its width and height.
         settings: of `EditModule`.
     """
 
@@ -38,34 +42,34 @@ class LongCatImageEdit(KLAutoencoder):
     def __init__(self, vae_image_size: int, **settings: Any) -> None:
         super().__init__(**settings)
         if vae_image_size is None:
-            raise UserError("model.vae_image_size=null: LongCat resizes every condition image, to a number of pixels")
+            raise UserError("model.vae_image_size=null: LongCat resizes each condition image. Set a number of pixels.")
         self.condition_images = HalvedForText(most=1, least=1, vae_image_size=vae_image_size)
 
     def encoding_settings(self) -> dict[str, Any]:
         return {"vae_image_size": self.condition_images.vae_image_size}
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.longcat_image.pipeline import LatentEditPipeline
+        from lightning_modules.families.longcat_image.pipeline import LatentLongCatPipeline
 
-        return LatentEditPipeline
+        return LatentLongCatPipeline
 
     # Text
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
-        """prompt_embeds (L, D): of the image, and of 512 tokens of text, whose padding is not masked."""
-        # The language model without its head, whose logits nobody needs.
+        """Return prompt_embeds (L, D) of the image and of 512 text tokens, whose padding is not masked."""
+        # The language model without its head, whose logits are not needed.
         used = {name: parts[name] for name in self.text_components} | {"text_encoder": parts["text_encoder"].model}
         pipeline = self.pipeline_class()(**used, **dict.fromkeys(("scheduler", "vae", "transformer")))
-        tokens = tokenize(parts["tokenizer"], prompt)
-        return {"prompt_embeds": embed(pipeline, tokens, images, parts.device("text_encoder")).to(parts.dtype)}
+        tokens = _tokenize(parts["tokenizer"], prompt)
+        return {"prompt_embeds": _embed(pipeline, tokens, images, parts.device("text_encoder")).to(parts.dtype)}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
-        return [len(tokenize(parts["tokenizer"], prompt)) for prompt in prompts], MAX_TOKENS
+        return [len(_tokenize(parts["tokenizer"], prompt)) for prompt in prompts], MAX_TOKENS
 
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        """The text, and of the image one token for 28x28 pixels between two others."""
+        """Return the shape: the text, and for the image one token for 28x28 pixels, between two others."""
         width, height = halved(*images[0])
         length = 2 + round(width / 28) * round(height / 28) + MAX_TOKENS
         return {"prompt_embeds": (length, config["joint_attention_dim"])}
@@ -75,12 +79,51 @@ class LongCatImageEdit(KLAutoencoder):
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
-        return denoise.velocity(transformer, x_t, t, controls, prompt)
+        return longcat_velocity(transformer, x_t, t, controls, prompt)
 
     def trim_last_block(self, transformer: Any) -> None:
-        trim_last_block(transformer)  # its single blocks are FLUX.1's, but for their names
+        block = transformer.single_transformer_blocks[-1]  # as FLUX.1's, except for its name
+        block.forward = LastBlock(block, flux_last_block)
 
     # Prediction
 
     def call_arguments(self, width: int, height: int) -> dict[str, Any]:
-        return {}  # the stock pipeline makes a picture of about a megapixel, in the proportions of the image
+        return {}  # the stock pipeline chooses about a megapixel, in the proportions of the image
+
+
+def _tokenize(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the prompt's tokens; quoted text, to be written in the image, is split into letters."""
+    from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import split_quotation
+
+    pieces = [piece for text, quoted in split_quotation(prompt) for piece in (text if quoted else [text])]
+    return [token for piece in pieces for token in tokenizer(piece, add_special_tokens=False).input_ids]
+
+
+@torch.no_grad()
+def _embed(pipeline: Any, tokens: list[int], images: list[Tensor], device: torch.device) -> Tensor:
+    """Return the last hidden states (L, D) of the images and of MAX_TOKENS of text, including padding.
+
+    Args:
+        pipeline: with tokenizer, processor and a text encoder without its head.
+        images: each (3, h, w) in 8 bits.
+    """
+    tokenizer = pipeline.tokenizer
+    seen = pipeline.image_processor_vl(images=images, return_tensors="pt").to(device)
+    padded = tokenizer.pad(
+        {"input_ids": [tokens[:MAX_TOKENS]]}, max_length=MAX_TOKENS, padding="max_length", return_tensors="pt"
+    )
+    count = int(seen.image_grid_thw.prod()) // pipeline.image_processor_vl.merge_size**2
+    template = pipeline.prompt_template_encode_prefix.replace(pipeline.image_token, pipeline.image_token * count)
+    before, after = (
+        tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        for text in (template, pipeline.prompt_template_encode_suffix)
+    )
+    parts = before, padded, after
+    states = pipeline.text_encoder(
+        input_ids=torch.cat([part.input_ids for part in parts], dim=1).to(device),
+        attention_mask=torch.cat([part.attention_mask for part in parts], dim=1).to(device),
+        output_hidden_states=True,
+        **seen,
+    ).hidden_states[-1][0]
+    start = before.input_ids[0].tolist().index(tokenizer.convert_tokens_to_ids("<|vision_start|>"))
+    return states[start : -after.input_ids.shape[1]]

@@ -9,18 +9,18 @@ from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import retrie
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from lightning_modules.families.longcat_image.denoise import velocity
+from lightning_modules.families.longcat_image.denoise import longcat_velocity
 from lightning_modules.family import dynamic_mu
 
 
 class NoProcessor:
-    """In its place where no prompts are encoded: the stock pipeline takes a part of it at once."""
+    """Stands in for the processor if no prompts are encoded: the stock constructor reads its attribute."""
 
     image_processor = None
 
 
-class LatentEditPipeline(LongCatImageEditPipeline):
-    """The stock pipeline for latents. Its own call takes one picture and makes another of about its size."""
+class LatentLongCatPipeline(LongCatImageEditPipeline):
+    """LongCatImageEditPipeline for latents. Its own call makes images of about the size of its single input."""
 
     def __init__(
         self, scheduler: Any, vae: Any, text_encoder: Any, tokenizer: Any, text_processor: Any, transformer: Any
@@ -39,7 +39,7 @@ class LatentEditPipeline(LongCatImageEditPipeline):
         guidance_scale: float = 1.0,
         negative_prompt_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Pictures of `size` (width, height), as latents (B, C, h, w); controls are (B, C, ...)."""
+        """Sample images of `size` (width, height), as latents (B, C, h, w); controls are latents (B, C, ...)."""
         width, height = (side // self.vae_scale_factor for side in size)
         transformer, device = self.transformer, self.transformer.device
         shape = (len(generator), transformer.config.in_channels // 4, height, width)
@@ -48,15 +48,15 @@ class LatentEditPipeline(LongCatImageEditPipeline):
         for now in self._timesteps(num_inference_steps, height * width // 4):
             self._current_timestep = now
             t = now.expand(len(latents)).to(latents.dtype) / 1000
-            predicted = velocity(transformer, latents, t, controls, {"prompt_embeds": prompt_embeds})
+            predicted = longcat_velocity(transformer, latents, t, controls, {"prompt_embeds": prompt_embeds})
             if negative_prompt_embeds is not None:
-                away = velocity(transformer, latents, t, controls, {"prompt_embeds": negative_prompt_embeds})
+                away = longcat_velocity(transformer, latents, t, controls, {"prompt_embeds": negative_prompt_embeds})
                 predicted = away + guidance_scale * (predicted - away)
             latents = self.scheduler.step(predicted, now, latents, return_dict=False)[0]
         self._current_timestep = None
         return latents
 
     def _timesteps(self, steps: int, tokens: int) -> Tensor:
-        """The scheduler's (N,), shifted as the stock pipeline does for a picture of so many tokens."""
+        """Return the scheduler's timesteps (N,), shifted as in the stock pipeline for this many tokens."""
         sigmas, mu = np.linspace(1.0, 1.0 / steps, steps), dynamic_mu(self.scheduler.config, tokens, steps)
         return retrieve_timesteps(self.scheduler, steps, self.transformer.device, sigmas=sigmas, mu=mu)[0]

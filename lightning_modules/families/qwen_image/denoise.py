@@ -1,4 +1,4 @@
-"""Qwen-Image's velocity: its tokens and its last block, as pure functions."""
+"""Qwen-Image's velocity as pure functions: its tokens and its last block."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,19 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.batch import copy_to
-from lightning_modules.execution.blocks import LastBlock, compute_dtype
-from lightning_modules.patches import predict_target
+from lightning_modules.execution.blocks import compute_dtype
+from lightning_modules.families.patches import predict_target
 
 
 def image_shapes(latents: Sequence[Sequence[int]], samples: int) -> list[list[tuple[int, int, int]]]:
-    """The sides 2H, 2W of each image's latent -> for every sample the (frames, H, W) that the transformer wants."""
+    """Height 2H and width 2W of each image's latent -> (frames, H, W) of each image, for every sample."""
     return [[(1, height // 2, width // 2) for height, width in latents]] * samples
 
 
-def velocity(transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
-    """The transformer's prediction (B, C, h, w) of (B, C, h, w) at t (B,)."""
+def qwen_velocity(
+    transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
+) -> Tensor:
+    """Predict the velocity (B, C, h, w) of (B, C, h, w) at t (B,)."""
     images = [x_t, *controls]
-    # A sample alone has no padding; kernels without a mask are the faster ones.
+    # A single sample has no padding; attention without a mask is faster.
     mask = prompt.get("prompt_embeds_mask")
     if len(x_t) == 1 or (mask is not None and mask.all()):
         mask = None
@@ -34,17 +36,11 @@ def velocity(transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], p
     )
 
 
-def trim_last_block(transformer: Any) -> None:
-    """Let the last block compute the target's tokens alone, where `velocity` asks for these."""
-    block = transformer.transformer_blocks[-1]
-    block.forward = LastBlock(block, last_block, UNREAD)
-
-
-# The layers that compute what text leaves the block with.
+# The layers of the last block that compute the text's output, which nothing reads.
 UNREAD = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
 
 
-def last_block(
+def qwen_last_block(
     block: Any,
     target: Tensor,
     control: Tensor,
@@ -55,7 +51,10 @@ def last_block(
     joint_attention_kwargs: None = None,
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """diffusers' QwenImageTransformerBlock: (B, T, D), (B, C, D), (B, L, D) -> the text as it is, target (B, T, D)."""
+    """Compute diffusers' QwenImageTransformerBlock for the target's tokens only.
+
+    (B, T, D), (B, C, D), (B, L, D) -> the unchanged text, target (B, T, D).
+    """
     from diffusers.models.attention_dispatch import dispatch_attention_fn
     from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 

@@ -10,7 +10,8 @@ from datamodules.errors import UserError
 from datamodules.images.decoding import size_of_area
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
-from lightning_modules.families.qwen_image import denoise, text
+from lightning_modules.execution.blocks import LastBlock
+from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
 from lightning_modules.family import Geometry, Parts
 from lightning_modules.layers import ATTENTION, TEXT_ATTENTION, Layers
 
@@ -22,8 +23,7 @@ class QwenImage(EditModule):
     """Qwen-Image and Qwen-Image-2512: text to image.
 
     Attributes:
-        most_text_tokens: how many a prompt has at most, its template's end among them; None for any number, as where
-            the tokens of images are among them.
+        most_text_tokens: of a prompt, with the end of its template; None: any number, as tokens of images are included.
     """
 
     pipeline_name = "QwenImagePipeline"
@@ -50,35 +50,47 @@ class QwenImage(EditModule):
         return {}
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.qwen_image.pipeline import LatentPipeline
+        from lightning_modules.families.qwen_image.pipeline import LatentQwenPipeline
 
-        return LatentPipeline
+        return LatentQwenPipeline
+
+    def _text_pipeline(self, **parts: Any) -> Any:
+        """Return the stock pipeline with its own templates, which only encodes text."""
+        return self.pipeline_class()(**(dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | parts))
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
-        """prompt_embeds (L, D) and prompt_embeds_mask (L,), by the pipeline's own template."""
-        embeds, mask = text.embeddings(self.pipeline_class(), parts, self.text_components, prompt, images)
+        """Return prompt_embeds (L, D) and prompt_embeds_mask (L,), by the pipeline's own template."""
+        # The language model without its head, whose logits are not needed.
+        used = {name: parts[name] for name in self.text_components} | {"text_encoder": parts["text_encoder"].model}
+        seen = {"image": images} if images else {}
+        where = {"device": parts.device("text_encoder"), "dtype": parts.dtype}
+        [embeds], [mask] = self._text_pipeline(**used)._get_qwen_prompt_embeds(prompt, **seen, **where)
         most = self.most_text_tokens
         return {"prompt_embeds": embeds[:most], "prompt_embeds_mask": mask[:most]}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
         if self.most_text_tokens is None:
             return None
-        return text.token_counts(self.pipeline_class(), parts["tokenizer"], prompts), self.most_text_tokens
+        tokenizer = parts["tokenizer"]
+        pipeline = self._text_pipeline(tokenizer=tokenizer)
+        chats = [pipeline.prompt_template_encode.format(prompt) for prompt in prompts]
+        counts = [len(ids) - pipeline.prompt_template_encode_start_idx for ids in tokenizer(chats).input_ids]
+        return counts, self.most_text_tokens
 
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        """Text at four characters a token."""
+        """Return the shape, at four characters a token."""
         return {"prompt_embeds": (8 + len(prompt) // 4, config["joint_attention_dim"])}
 
-    # Images: the autoencoder is one for videos, (B, C, 1, H, W)
+    # Images: the autoencoder is made for videos, (B, C, 1, H, W)
 
     def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         latent = vae.encode(pixels.unsqueeze(2)).latent_dist
         return latent.mode().squeeze(2), latent.std.squeeze(2)
 
     def _statistic(self, name: str, latents: Tensor) -> Tensor:
-        """A number for each channel of the latents."""
+        """Return one value for each channel of the latents."""
         if (name, latents.device) not in self._statistics:
             statistic = torch.tensor(self.base.vae_config[name]).view(1, -1, 1, 1)
             self._statistics[name, latents.device] = statistic.to(latents.device)
@@ -98,19 +110,20 @@ class QwenImage(EditModule):
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
-        return denoise.velocity(transformer, x_t, t, controls, prompt)
+        return qwen_velocity(transformer, x_t, t, controls, prompt)
 
     def trim_last_block(self, transformer: Any) -> None:
-        denoise.trim_last_block(transformer)
+        block = transformer.transformer_blocks[-1]
+        block.forward = LastBlock(block, qwen_last_block, UNREAD)
 
 
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit: one condition image, which the text encoder sees too.
+    """Qwen-Image-Edit: one condition image, which the text encoder sees as well.
 
     Args:
-        vae_image_size: pixels that condition images are resized to for the autoencoder, in their own proportions;
+        vae_image_size: pixels that condition images are resized to for the autoencoder, keeping their proportions;
             None for their own size.
-        condition_image_size: the same for the text encoder.
+        condition_image_size: pixels for the text encoder.
         settings: of `EditModule`.
     """
 
@@ -123,7 +136,9 @@ class QwenImageEdit(QwenImage):
     def __init__(self, vae_image_size: int | None, condition_image_size: int | None, **settings: Any) -> None:
         super().__init__(**settings)
         if condition_image_size is None:
-            raise UserError("model.condition_image_size=null: the text encoder sees every image, at a number of pixels")
+            raise UserError(
+                "model.condition_image_size=null: the text encoder sees each image. Set a number of pixels."
+            )
         self.condition_images = ConditionImages(self.most_condition_images, 1, vae_image_size, condition_image_size)
 
     def encoding_settings(self) -> dict[str, Any]:
@@ -131,14 +146,14 @@ class QwenImageEdit(QwenImage):
         return {"vae_image_size": sizes.vae_image_size, "condition_image_size": sizes.condition_image_size}
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.qwen_image.pipeline import LatentEditPipeline
+        from lightning_modules.families.qwen_image.pipeline import LatentQwenEditPipeline
 
-        return LatentEditPipeline
+        return LatentQwenEditPipeline
 
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        """The same, and of images one token for 28x28 pixels, and a few words between."""
+        """Return the shape: the text, and for images one token for 28x28 pixels, with a few words between them."""
         area = self.condition_images.condition_image_size
         assert area is not None
         seen = [size_of_area(*image, area) for image in images]
@@ -154,6 +169,6 @@ class QwenImageEditPlus(QwenImageEdit):
     most_condition_images = 3
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.qwen_image.pipeline import LatentEditPlusPipeline
+        from lightning_modules.families.qwen_image.pipeline import LatentQwenEditPlusPipeline
 
-        return LatentEditPlusPipeline
+        return LatentQwenEditPlusPipeline

@@ -1,4 +1,4 @@
-"""Z-Image's velocity, as pure functions."""
+"""Z-Image's velocity as pure functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,21 +10,21 @@ from lightning_modules.execution.blocks import compute_dtype
 
 
 def real_tokens(embeds: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """(B, L, D) and ones for tokens that count, (B, L), which are the first -> of each sample (its own L, D).
+    """(B, L, D) and a mask (B, L), ones for each sample's first tokens -> each sample's own (L, D).
 
-    Without a mask all tokens count. A mask is read: it should be on the host.
+    None: all tokens count. Reading the mask would wait for the GPU: it should be on the CPU.
     """
     if mask is None:
         return list(embeds)
     return [one[:length] for one, length in zip(embeds, mask.sum(dim=1).tolist(), strict=True)]
 
 
-def velocity(transformer: Any, x_t: Tensor, t: Tensor, prompt: Mapping[str, Tensor]) -> Tensor:
-    """The transformer's prediction (B, C, h, w) of (B, C, h, w) at t (B,).
+def z_image_velocity(transformer: Any, x_t: Tensor, t: Tensor, prompt: Mapping[str, Tensor]) -> Tensor:
+    """Predict the velocity (B, C, h, w) of (B, C, h, w) at t (B,); the transformer's own time and velocity are negated.
 
-    The transformer counts time from noise to the picture, and predicts the velocity that way.
+    Its time runs from noise to the image.
     """
-    x_t = x_t.to(compute_dtype(x_t))  # as the pipeline: what modulates the layers takes its dtype
+    x_t = x_t.to(compute_dtype(x_t))  # as the pipeline: modulations have its dtype
     predicted = transformer(
         list(x_t.unsqueeze(2)),
         1 - t,

@@ -1,4 +1,4 @@
-"""Z-Image: one stream of tokens of text and picture (arXiv 2511.22699)."""
+"""Z-Image: one stream of text and image tokens (arXiv 2511.22699)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from datamodules.batch import stack_padded
 from datamodules.images.windows import ConditionImages
 from lightning_modules.families.kl_autoencoder import KLAutoencoder
-from lightning_modules.families.z_image import denoise
+from lightning_modules.families.z_image.denoise import z_image_velocity
 from lightning_modules.families.z_image.native_names import NATIVE_NAMES
 from lightning_modules.family import Geometry, Parts, SamplingRules
 from lightning_modules.layers import Layers
@@ -22,7 +22,7 @@ class ZImage(KLAutoencoder):
     """Z-Image, text to image.
 
     Args:
-        max_sequence_length: of text tokens; what is beyond is cut.
+        max_sequence_length: text tokens; longer prompts are truncated.
         settings: of `EditModule`.
     """
 
@@ -50,7 +50,7 @@ class ZImage(KLAutoencoder):
         return {"max_sequence_length": self._max_sequence_length}
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
-        """prompt_embeds (L, D), of the chat that the prompt is the beginning of, and prompt_embeds_mask (L,)."""
+        """Return prompt_embeds (L, D) of the chat that begins with the prompt, and prompt_embeds_mask (L,)."""
         return {name: tensor[0] for name, tensor in self.encode_prompts(parts, [prompt]).items()}
 
     def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class ZImage(KLAutoencoder):
         )
         hidden_states = (
             parts["text_encoder"]
-            .base_model(  # without a head, whose logits nobody needs
+            .base_model(  # without its head, whose logits are not needed
                 input_ids=tokens.input_ids.to(device),
                 attention_mask=tokens.attention_mask.to(device).bool(),
                 output_hidden_states=True,
@@ -83,7 +83,7 @@ class ZImage(KLAutoencoder):
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        """Text at four characters a token, and the chat around it."""
+        """Return the shape, at four characters a token, including the chat template."""
         return {"prompt_embeds": (min(8 + len(prompt) // 4, self._max_sequence_length), config["cap_feat_dim"])}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
@@ -93,7 +93,7 @@ class ZImage(KLAutoencoder):
     # Images
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        latents = latents.to(vae.dtype)  # before, as the pipeline rounds in bf16
+        latents = latents.to(vae.dtype)  # before scaling, as the pipeline rounds in bf16
         return vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample
 
     # The transformer
@@ -101,7 +101,7 @@ class ZImage(KLAutoencoder):
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
-        return denoise.velocity(transformer, x_t, t, prompt)
+        return z_image_velocity(transformer, x_t, t, prompt)
 
     # Prediction
 
@@ -115,7 +115,7 @@ class ZImage(KLAutoencoder):
 
 
 def _chats(tokenizer: Any, prompts: list[str]) -> list[str]:
-    """The prompts as the language model has learned to read them, up to where it would answer."""
+    """Return the prompts in the chat template, up to the beginning of the answer."""
     return [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True

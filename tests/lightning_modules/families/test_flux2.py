@@ -11,9 +11,9 @@ from datamodules.images.decoding import to_tensor
 from datamodules.images.windows import ConditionImages, Window
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.execution.blocks import blocks
-from lightning_modules.families.flux2.denoise import empirical_mu, image_ids
+from lightning_modules.families.flux2.denoise import empirical_mu, flux2_image_ids
+from lightning_modules.families.patches import pack, unpack
 from lightning_modules.family import Sampling
-from lightning_modules.patches import pack, unpack
 from tests.support.pictures import photograph
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
 
@@ -76,9 +76,9 @@ def test_tokens_of_references_are_the_pipelines_bit_by_bit(reference, dtype, rep
     with torch.no_grad():
         own = [module.normalize(module.encode_pixels(vae, control)[0]) for control in controls]
     assert torch.equal(torch.cat([pack(latents) for latents in own], 1), tokens)
-    assert torch.equal(image_ids(own, first=1)[None], ids)
+    assert torch.equal(flux2_image_ids(own, first=1)[None], ids)
     target = stock.prepare_latents(1, 4, 64, 48, dtype, "cpu", torch.Generator().manual_seed(0))
-    assert torch.equal(image_ids([unpack(target[0], 8, 6)])[None], target[1])
+    assert torch.equal(flux2_image_ids([unpack(target[0], 8, 6)])[None], target[1])
 
 
 def test_distilled_model_is_not_guided(repositories, monkeypatch, tmp_path):

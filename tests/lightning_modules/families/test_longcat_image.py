@@ -11,7 +11,7 @@ from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.pairs import collate_pixels
 from lightning_modules.families.longcat_image.conditions import HalvedForText
-from lightning_modules.families.longcat_image.denoise import CONTROL, TARGET, image_ids, text_ids
+from lightning_modules.families.longcat_image.denoise import CONTROL, TARGET, longcat_image_ids, longcat_text_ids
 from tests.support.commands import compose
 from tests.support.pictures import photograph
 from tests.support.references import PROMPTS, REFERENCES, VAE
@@ -121,12 +121,12 @@ def test_images_of_several_sizes_are_no_batch(module, tmp_path):
 
 def test_position_ids_are_the_pipelines(module):
     latents = torch.zeros(1, 16, 6, 4)
-    assert torch.equal(text_ids(11, latents.device), prepare_pos_ids(0, "text", (0, 0), 11))
+    assert torch.equal(longcat_text_ids(11, latents.device), prepare_pos_ids(0, "text", (0, 0), 11))
     for modality in (TARGET, CONTROL):
         expected = prepare_pos_ids(modality, "image", (11, 11), height=3, width=2)
-        assert torch.equal(image_ids(latents, modality, 11), expected)
+        assert torch.equal(longcat_image_ids(latents, modality, 11), expected)
 
 
 def test_image_keeps_no_size_of_its_own():
-    with pytest.raises(Exception, match=r"model\.vae_image_size=null: LongCat resizes every condition image"):
+    with pytest.raises(Exception, match=r"model\.vae_image_size=null: LongCat resizes each condition image"):
         instantiate(compose("train", "model=longcat_image_edit", "model.vae_image_size=null").model)
