@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -97,21 +96,15 @@ def _step_of(file: LoRAFile) -> int:
 def _require_one_run(one: LoRAFile, other: LoRAFile) -> None:
     """Raise a UserError unless two files are of one run."""
     both = f"task=average: {one.path} and {other.path} are not of one run"
-    facts, others = (_run_facts(file) for file in (one, other))
+    facts, others = ({"base": (file.header or {}).get("base"), **file.adapter} for file in (one, other))
     for name in facts.keys() | others.keys():
         if facts.get(name) != others.get(name):
-            raise UserError(f"{both}: {name} is {shown(facts.get(name))} and {shown(others.get(name))}")
+            raise UserError(f"{both}: their {name} is {shown(facts.get(name))} and {shown(others.get(name))}")
+    if ("ema" in (one.header or {})) != ("ema" in (other.header or {})):
+        raise UserError(f"{both}: only one of them has an EMA's weights")
     keys = one.shapes.keys() | other.shapes.keys()
     if different := sorted(key for key in keys if one.shapes.get(key) != other.shapes.get(key)):
         raise UserError(f"{both}: they differ in {listing(different)}")
-
-
-def _run_facts(file: LoRAFile) -> dict[str, Any]:
-    """Return the facts that are the same in all files of a run."""
-    header = file.header or {}
-    parts = [("adapter", file.adapter), ("ema", header.get("ema") or {})]
-    facts = {f"{part}.{name}": value for part, values in parts for name, value in values.items()}
-    return {"base": header.get("base"), "model.name": (header.get("model") or {}).get("name"), **facts}
 
 
 def ema_weights(steps: Sequence[int], relative_std: float) -> list[float]:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
@@ -23,11 +22,10 @@ from lightning_modules.lora_files.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAM
 from lightning_modules.lora_files.programs import readers
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, export_dtype, write
-from report.commands import override
 from report.origin import published
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
-from tasks.exported_lora import ExportedLoRA, most_in, percent, sum_of, title, with_constant_rank, with_rank
+from tasks.exported_lora import ExportedLoRA, percent, sum_of, title, with_constant_rank, with_rank
 from tasks.folders import require_empty
 from tasks.models import KnownModel, model_for
 from tasks.placement import compute_device, frozen_model
@@ -36,7 +34,7 @@ from tasks.terminal import log, silence_libraries
 
 # By safetensors' names.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Errors above it cannot be rounding in float32: the file would not be what was read.
+# Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5
 # Share of the update lost by rounding, from which on people would see it.
 VISIBLE_LOSS = 0.2
@@ -119,18 +117,10 @@ def _read(cfg: DictConfig, files: list[LoRAFile], weights: list[float], model: K
 
 
 def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str) -> None:
-    """Print the written file's facts and its readers, as read back from the file.
-
-    Raises:
-        UserError: the file differs from the LoRA by more than rounding.
-    """
+    """Print the facts of the written file, as read back, and its readers."""
     written = LoRAFile(path)
     read = written.read(model.names, model.base)
     stored = next(written.dtypes[key] for key, shape in written.shapes.items() if shape)  # an alpha is a scalar
-    rounded = {name: one.to(DTYPES[stored]) for name, one in lora.deltas.items()}
-    if relative_change(rounded, read) > FLOAT32_ERROR:
-        path.unlink()
-        raise UserError(f"{path}: the file differs from the LoRA, and is deleted. Please report it")
     error = relative_change(lora.deltas, read)
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("format", format)
@@ -164,7 +154,7 @@ def _extract(cfg: DictConfig) -> tuple[ExportedLoRA, KnownModel]:
     tuned = str(run if run.is_dir() else cfg.extract)
     log.info(f"comparing {tuned} with {module.base.transformer_name}, layer by layer")
     found = extract(module.base.source, tuned, cfg.rank, device)
-    log.info(f"rank {cfg.rank} lacks {percent(found.error)} of the difference, {most_in(found.errors)}")
+    log.info(f"rank {cfg.rank} lacks {percent(found.error)} of the difference")
     if found.others:
         log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(found.others)}")
     header = {"model": model_header(name, settings), **module.base.provenance()}
@@ -202,14 +192,4 @@ def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, output_dir: Pa
             log.warning(f"note: {change}: use the LoRA next to the base where you can")
         else:
             log.info(change)
-    image = "" if module.condition_images.most == 0 else " image=PHOTO.png"
-    log.info(f'use it: python predict.py {_same_model(model, output_dir)}{image} prompt="..."')
-
-
-def _same_model(model: KnownModel, transformer: Path) -> str:
-    """Return a model's settings as arguments of a command line, with another transformer."""
-    default = hydra.compose("predict", overrides=[f"model={model.name}"]).model
-    plain = {str(key): value for key, value in model.settings.items() if isinstance(value, str | int | float)}
-    others = {f"model.{key}": value for key, value in plain.items() if key != "seed" and value != default.get(key)}
-    settings = {"model": model.name, **others, "model.transformer_name_or_path": str(transformer)}
-    return " ".join(override(key, value) for key, value in settings.items())
+    log.info(f"use it: model={model.name} model.transformer_name_or_path={output_dir}")

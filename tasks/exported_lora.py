@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from omegaconf import DictConfig
-from torch import Tensor
 
 from datamodules.errors import UserError, printable
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
@@ -125,10 +123,9 @@ def with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
         reduced = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
     except ValueError as error:
         raise UserError(f"rank={rank}: {error}. fuse=true writes a transformer that includes it") from error
-    errors = {name: relative_change({name: one}, {name: reduced[name]}) for name, one in lora.deltas.items()}
     change = percent(relative_change(lora.deltas, reduced))
     before = f"rank {lora.rank} to" if lora.kind == "LoRA" else f"{lora.kind} to rank"
-    log.info(f"{before} {rank}: the update changes by {change}, {most_in(errors)}")
+    log.info(f"{before} {rank}: the update changes by {change}")
     if lora.kind == "LoRA":
         return lora._replace(deltas=dict(reduced))
     adapter = {"target_modules": lora.header.get("adapter", {}).get("target_modules")}
@@ -136,7 +133,7 @@ def with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
 
 
 def with_constant_rank(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel) -> ExportedLoRA:
-    """Keep the first components of a T-LoRA, and log the difference from its schedule."""
+    """Keep the first components of a T-LoRA, and log its ranks."""
     gate = lora.gate
     assert gate is not None
     with without_network(model.settings) as module:
@@ -155,36 +152,12 @@ def with_constant_rank(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel) -
             f"the schedule; its mean over {cfg.num_inference_steps} sampling steps is {mean:.1f}, which is "
             f"rank={max(round(mean), 1)}"
         )
-    deltas = {name: delta for name, delta in lora.deltas.items() if isinstance(delta, LowRank)}
     log.warning(
-        f"note: the rank is {cfg.rank} at every timestep, the T-LoRA's is {low} to {high}, {mean:.1f} on average over "
-        f"{len(active)} sampling steps. The update of the weights differs by "
-        f"{percent(schedule_difference(deltas, cfg.rank, active, gate.width))} of its norm in a step, on average."
+        f"note: the rank is {cfg.rank} at every timestep; the T-LoRA's is {low} to {high}, {mean:.1f} on average over "
+        f"{len(active)} sampling steps"
     )
-    return lora._replace(deltas={name: delta.first(cfg.rank * gate.width) for name, delta in deltas.items()})
-
-
-def schedule_difference(deltas: Mapping[str, LowRank], rank: int, active: Tensor, width: int) -> float:
-    """Return the mean distance of a constant rank from a T-LoRA's ranks, relative to the update of each step.
-
-    By the Frobenius norm over all layers; relative to the constant update in steps without an active component.
-
-    Args:
-        active: (N,) ranks of the sampling steps.
-        width: neighbouring rows of the down projection per component.
-    """
-    gram = torch.stack([delta.gram() for delta in deltas.values()]).sum(dim=0)
-
-    def norm(first: int, last: int) -> float:
-        """Return the norm of the components from `first` up to `last`."""
-        part = slice(first * width, last * width)
-        return float(gram[part, part].sum().clamp_min(0)) ** 0.5
-
-    shares = []
-    for step in active.tolist():
-        different, whole = norm(*sorted((step, rank))), norm(0, step or rank)
-        shares.append(different / whole if whole else 0.0)
-    return sum(shares) / len(shares)
+    count = cfg.rank * gate.width
+    return lora._replace(deltas={n: d.first(count) for n, d in lora.deltas.items() if isinstance(d, LowRank)})
 
 
 def title(path: Path) -> str:
@@ -201,12 +174,6 @@ def title(path: Path) -> str:
     run = folder.parent.parent
     name = f"{run.parent.name}_{run.name}" if run.name.isdigit() else run.name
     return name if folder.name == "last" else f"{name}_{folder.name}"
-
-
-def most_in(errors: Mapping[str, float]) -> str:
-    """Name the three layers with the largest errors."""
-    worst = sorted(errors, key=lambda layer: -errors[layer])[:3]
-    return f"most in {', '.join(f'{layer} ({percent(errors[layer])})' for layer in worst)}"
 
 
 def percent(share: float) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,21 +26,13 @@ from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.names import LayerNames, LayerShape, Meaning, OwnNames, program_of
 from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile
 from tasks.edit import as_list
-from tasks.models import fitting_models, known_models, model_for
+from tasks.models import fitting_models, model_for
 
 WIDEST = 120
 # Lines of a header, and layers that are named.
 ENTRIES, LAYERS = 12, 3
 # Letters of a text from a file, of a path, and of a header that is parsed.
 LETTERS, PATH, LONGEST = 70, 48, 100_000
-# Layer names of models that Retouch does not know.
-OTHERS = {
-    r"(down|up|mid|input|output|middle)_block": "a UNet, of Stable Diffusion",
-    r"joint_blocks": "Stable Diffusion 3",
-    r"blocks[._]\d+[._](self|cross)_attn": "Wan",
-    r"attn1[._]": "a transformer with cross-attention",
-    r"layers[._]\d+[._](self_attn|mlp)": "a language model",
-}
 # Header entries that are shown elsewhere: model.base is the one that counts, and the schedule has a row.
 SHOWN_ELSEWHERE = ("model.pre", "model.max_non", "model.sampling", "adapter.rank_schedule")
 # The header entries of Retouch, kohya's tools and others that are shown first.
@@ -107,7 +98,7 @@ class LoRAFacts:
             return cls(file, words + instead, fitting[0].names)
         shapes = {name: delta.shape for name, delta in file.empty.items()}
         own = OwnNames({name: LayerShape(out or width, width) for name, (out, width) in shapes.items()})
-        return cls(file, f"none of the models that Retouch knows{_resemblance(file)}{instead}", own)
+        return cls(file, f"none of the models that Retouch knows{instead}", own)
 
     @cached_property
     def deltas(self) -> dict[str, Delta]:
@@ -174,17 +165,6 @@ class LoRAFacts:
         return f"{alphas}, in {'tensors' if in_tensors else 'settings'}"
 
 
-def _resemblance(file: LoRAFile) -> str:
-    """Say which model the layer names of an unknown model resemble."""
-    for part, words in OTHERS.items():
-        if any(re.search(part, name) for name in file.parts):
-            return f"; its layer names are those of {words}"
-    shared = {model.name: sum(model.names.meaning(name) is not None for name in file.parts) for model in known_models()}
-    count = max(shared.values())
-    similar = [name for name, found in shared.items() if found == count > 0]
-    return f"; {count} of {len(file.parts)} layers are named as in {' or '.join(similar)}" if similar else ""
-
-
 def _schedule(file: LoRAFile) -> str:
     """Describe a T-LoRA's rank schedule."""
     try:
@@ -209,7 +189,7 @@ def counted(values: Sequence[Any], most: int = 4) -> str:
 
 
 def _one_table(facts: LoRAFacts) -> Table:
-    table = _table(shown_end(str(facts.file.path), 76), ["", ""], show_header=False)
+    table = _table(shown_end(str(facts.file.path), 76), ["", ""])
     for name, value in facts.rows().items():
         _add(table, name, value)
     ordered = sorted(facts.norms, key=lambda layer: -facts.norms[layer])
@@ -246,30 +226,19 @@ def _comparison(one: LoRAFacts, other: LoRAFacts, columns: Sequence[str]) -> Tab
     common = [layer for layer, shape in shapes[0].items() if shapes[1].get(layer) == shape]
     if not common:
         return table
-    apart = [[layer for layer in facts.deltas if layer not in common] for facts in (one, other)]
-    if any(apart):
-        _add(table, "only here", *(f"{len(some)} layers: {_some(some)}" if some else "" for some in apart))
     table.add_section()
     squares = [sum(facts.norms[layer] ** 2 for layer in common) for facts in (one, other)]
-    differences = {layer: squared_difference(one.deltas[layer], other.deltas[layer]) for layer in common}
-    if squares[0]:
-        change = 100 * (sum(differences.values()) / squares[0]) ** 0.5
-        _add(table, "difference", f"{change:.4g} % of the first's norm, in {len(common)} common layers")
+    difference = sum(squared_difference(one.deltas[layer], other.deltas[layer]) for layer in common)
     if all(squares):
+        change = 100 * (difference / squares[0]) ** 0.5
         product = sum(inner(one.deltas[layer], other.deltas[layer]) for layer in common)
+        _add(table, "difference", f"{change:.4g} % of the first's norm, in {len(common)} common layers")
         _add(table, "cosine", f"{product / math.prod(squares) ** 0.5:.4f}")
-    relative = {
-        layer: 100 * square**0.5 / one.norms[layer] if one.norms[layer] else math.inf
-        for layer, square in differences.items()
-        if square
-    }
-    ordered = sorted(relative, key=lambda layer: -relative[layer])[:LAYERS]
-    _add(table, "largest", _listed(relative, ordered, " %"))
     return table
 
 
-def _table(title: str, columns: Sequence[str], show_header: bool = True) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=show_header)
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=any(columns))
     for name in columns:
         table.add_column(Text(name), overflow="fold")
     return table
@@ -281,13 +250,8 @@ def _add(table: Table, name: str, *values: str) -> None:
     table.add_row(Text(shown(name, 40), style=warning), *(Text(value) for value in values))
 
 
-def _listed(values: Mapping[str, float], layers: Sequence[str], unit: str = "") -> str:
-    return "\n".join(f"{values[layer]:.4g}{unit}  {shown(layer, 90)}" for layer in layers)
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - LAYERS} more" if len(names) > LAYERS else ""
-    return ", ".join(shown(name) for name in names[:LAYERS]) + rest
+def _listed(values: Mapping[str, float], layers: Sequence[str]) -> str:
+    return "\n".join(f"{values[layer]:.4g}  {shown(layer, 90)}" for layer in layers)
 
 
 def shown(text: Any, most: int = LETTERS) -> str:

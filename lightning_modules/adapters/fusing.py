@@ -162,13 +162,11 @@ class Extracted(NamedTuple):
 
     Attributes:
         deltas: of the linear layers whose weights differ.
-        errors: by layer, the share of the difference (Frobenius norm) that the delta lacks.
-        error: the same over all layers.
+        error: share of the difference that they lack, over all layers (Frobenius norm).
         others: names of the other tensors that differ, which a LoRA cannot hold: biases and norms.
     """
 
     deltas: dict[str, LowRank]
-    errors: dict[str, float]
     error: float
     others: list[str]
 
@@ -188,7 +186,7 @@ def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device
     if different := sorted(before.dtypes.keys() ^ after.dtypes.keys()):
         raise UserError(f"extract={tuned} is not a version of {base.name}: only one of them has {listing(different)}")
     layers = {f"{name}.weight" for name, module in base.meta.named_modules() if isinstance(module, torch.nn.Linear)}
-    deltas, errors, others, squares = {}, {}, [], [0.0, 0.0]
+    deltas, others, squares = {}, [], [0.0, 0.0]
     progress = ProgressLines(len(before.dtypes), "tensors")
     for index, name in enumerate(sorted(before.dtypes), 1):
         one, other = (weights.read(name).to(device).float() for weights in (before, after))
@@ -205,12 +203,11 @@ def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device
         layer = name.removesuffix(".weight")
         deltas[layer], lost = best_of_rank(difference, rank)
         whole = float(difference.double().square().sum())
-        errors[layer] = (lost / whole) ** 0.5
         squares = [squares[0] + lost, squares[1] + whole]
         progress.done(index)
     if not deltas:
         raise UserError(f"extract={tuned} does not differ from {base.name} in any linear layer")
-    return Extracted(deltas, errors, (squares[0] / squares[1]) ** 0.5, others)
+    return Extracted(deltas, (squares[0] / squares[1]) ** 0.5, others)
 
 
 def _plain_weights(repository: str, revision: str | None) -> SafetensorsWeights:

@@ -139,24 +139,16 @@ class LayerNames:
 
 
 class OwnNames(LayerNames):
-    """A file's own layer names without their prefixes, if its model is unknown.
+    """A file's own layer names, if its model is unknown.
 
     Args:
         shapes: by the file's names.
     """
 
     def __init__(self, shapes: Mapping[str, LayerShape]) -> None:
-        bare = {name: without_prefixes(name) for name in shapes}
-        self.shapes = {bare[name]: shape for name, shape in shapes.items()}
+        self.shapes = dict(shapes)
         self.native, self.swapped, self.readers = {}, frozenset(), ""
-        self._meanings = {name: Meaning((own,)) for name, own in bare.items()}
-
-
-def without_prefixes(name: str) -> str:
-    """Remove every prefix of `PREFIXES` from a layer's name."""
-    while found := next(filter(name.startswith, PREFIXES), None):
-        name = name.removeprefix(found)
-    return name
+        self._meanings = {name: Meaning((name,)) for name in shapes}
 
 
 def flat(name: str) -> str:
