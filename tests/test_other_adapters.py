@@ -138,7 +138,7 @@ def test_exports_say_who_reads_them_and_what_is_lost(run, trained_other, tmp_pat
     in_comfyui = export("comfyui", lokr, "format=comfyui").text
     assert "reads it" in in_comfyui
     assert (
-        "Retouch writes a LoHa as format=diffusers or format=comfyui or format=onetrainer alone"
+        "format=kohya: a LoHa cannot be written in it. Choose format=diffusers or format=comfyui or format=onetrainer"
         in export("k", loha, "format=kohya", ok=False).error
     )
     assert "fuse=true writes a transformer" in export("o", oft, "rank=4", ok=False).error
@@ -172,7 +172,7 @@ def test_with_loras_they_add_up_but_an_oft_is_alone(run, stock, trained, trained
     expected = stock_picture(stock, photo, "x", num_inference_steps=2)
     assert np.abs(pixels(tmp_path / "both" / "photo.png") - expected).max() <= 1
     error = run("predict", f"lora=[{oft},{trained}]", *asked, f"output_dir={tmp_path / 'no'}", ok=False).error
-    assert "is an OFT, which turns what other LoRAs would see: name it alone" in error
+    assert "is an OFT, which rotates the inputs of other LoRAs" in error
 
 
 @pytest.mark.parametrize("adapter", first(1, KINDS))

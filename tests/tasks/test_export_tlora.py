@@ -7,11 +7,8 @@ import torch
 from hydra.utils import instantiate
 
 from lightning_modules.adapters.peft_layers import lora_layers
-from lightning_modules.adapters.rank_schedule import RankSchedule
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.reading import LoRAFile
-from tasks.exported_lora import schedule_difference
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.lora_files import dense, relative
@@ -51,25 +48,6 @@ def test_first_components_are_what_the_mask_leaves(tiny, adapter):
             assert not torch.allclose(own, delta.first((rank + 1) * gate.width).apply(x), atol=1e-3)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("rank", [1, 3, 4])
-def test_difference_is_that_of_whole_matrices(width, rank):
-    timesteps = torch.tensor([1000.0, 700.0, 400.0, 200.0, 0.0])
-    active = RankSchedule("timestep", 4, 1, 1.0).active_ranks(timesteps, timesteps)
-    assert active.tolist() == [1, 1, 2, 3, 4]
-    deltas = {name: LowRank(torch.randn(4 * width, 9), torch.randn(7, 4 * width)) for name in "ab"}
-    shares = []
-    for step in active.tolist():
-        there, here = (torch.cat([dense(one.first(r * width)) for one in deltas.values()]) for r in (step, rank))
-        shares.append(float((there - here).norm() / there.norm()))
-    assert schedule_difference(deltas, rank, active, width) == pytest.approx(sum(shares) / 5, rel=1e-6)
-
-
-def test_difference_where_no_component_works_is_the_whole():
-    deltas = {"a": LowRank(torch.randn(4, 9), torch.randn(7, 4))}
-    assert schedule_difference(deltas, 4, torch.tensor([0, 4]), 1) == pytest.approx(0.5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, names, tmp_path, adapter):
@@ -84,13 +62,11 @@ def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, 
         first = before[name].up[:, : 2 * width].double() @ before[name].down[: 2 * width].double()
         torch.testing.assert_close(dense(one), first, rtol=1e-5, atol=1e-6)
         assert one.rank == 2 * width
-    assert relative(before, after) > 0.01
     facts = LoRAFile(path).adapter
     assert "rank_schedule" not in facts
     assert facts["rank"] == 2 * width
     assert Ranks.of_file(LoRAFile(path)).scale == Ranks.of_file(LoRAFile(weights_of(lora))).scale == 2.0
-    assert "the rank is 2 at every timestep, the T-LoRA's is 1 to 4, " in text
-    assert re.search(r"The update of the weights differs by [\d.]+ % of its norm", text)
+    assert "the rank is 2 at every timestep; the T-LoRA's is 1 to 4, " in text
 
 
 @pytest.mark.parametrize("adapter", first(1, ADAPTERS))
@@ -114,15 +90,12 @@ def test_the_rank_must_be_chosen_and_is_proposed(run, learned, tmp_path, given):
     assert 1 < mean < 4
 
 
-def test_the_mean_rank_is_that_of_the_steps_that_are_asked_for(run, learned, tmp_path):
-    request = ["task=export", f"lora={learned('tlora')}", "num_inference_steps=1", f"output_dir={tmp_path}"]
-    assert "its mean over 1 sampling steps is 1.0, which is rank=1" in run("predict", *request, ok=False).error
-
-
-def test_a_t_lora_is_not_merged(run, learned, tmp_path):
+def test_mistakes_are_one_line(refuses, learned):
     one, other = learned("tlora"), learned("lora")
-    error = run("predict", "task=export", f"merge=[{other},{one}]", "rank=2", f"output_dir={tmp_path}", ok=False).error
-    assert "is a T-LoRA, whose rank follows the timestep. Write it with task=export rank=N first" in error
+    mean = "its mean over 1 sampling steps is 1.0, which is rank=1"
+    refuses("task=export", f"lora={one}", "num_inference_steps=1", words=mean, script="predict")
+    merge = "is a T-LoRA, whose rank follows the timestep. Write it with task=export rank=N first"
+    refuses("task=export", f"merge=[{other},{one}]", "rank=2", words=merge, script="predict")
 
 
 def test_a_schedule_that_masks_nothing_needs_no_rank(run, arguments, names, tmp_path):

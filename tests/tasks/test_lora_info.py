@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 from dataclasses import replace
 from itertools import takewhile
 
@@ -148,30 +147,22 @@ def test_x_flux_dora_and_text_encoders_are_named(info, flux, updates, tmp_path):
 
 def test_what_fits_no_model_is_described_all_the_same(info, tmp_path):
     path = tmp_path / "x.safetensors"
-    tensors = {}
-    for layer in ("transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_mlp"):
-        tensors[f"transformer.{layer}.lora_A.weight"] = torch.full((1, 8), 0.5)
-        tensors[f"transformer.{layer}.lora_B.weight"] = torch.full((8, 1), 0.5)
-    save_file(tensors, path, {"retouch": json.dumps({"model": {"name": "someones_own"}})})
-    rows, _ = info(path)
-    [words] = rows["for"]
-    assert words.startswith("none of the models that Retouch knows; 2 of 2 layers are named as in embedded or flux_dev")
-    assert rows["norm"] == ["2.828, of the whole update"]  # two matrices of 64 numbers, 0.25 each
     unet = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
     halves = {f"{unet}.lora_down.weight": torch.ones(4, 8), f"{unet}.lora_up.weight": torch.ones(8, 4)}
-    save_file(halves | {f"{unet}.alpha": torch.tensor(2.0)}, path)
+    header = {"retouch": json.dumps({"model": {"name": "someones_own"}})}
+    save_file(halves | {f"{unet}.alpha": torch.tensor(2.0)}, path, header)
     rows, _ = info(path)
-    assert "a UNet, of Stable Diffusion" in rows["for"][0]
+    assert rows["for"] == ["none of the models that Retouch knows; its header says someones_own"]
     assert rows["alpha"] == ["2, in tensors; scale 0.5"]
     assert rows["norm"] == ["16, of the whole update"]
 
 
-def test_model_names_the_model_and_must_fit(info, run, updates, tmp_path):
+def test_model_names_the_model_and_must_fit(info, refuses, updates, tmp_path):
     path = tmp_path / "x.safetensors"
     write(path, updates, {})
     assert info(path, more=["model=flux_kontext"])[0]["for"] == ["flux_kontext, as model= says"]
-    outcome = run("predict", "task=lora_info", f"lora={path}", "model=qwen_image_edit", ok=False)
-    assert "does not fit Qwen/Qwen-Image-Edit" in outcome.error
+    words = "does not fit Qwen/Qwen-Image-Edit"
+    refuses("task=lora_info", f"lora={path}", "model=qwen_image_edit", words=words, script="predict")
 
 
 def test_what_is_broken_is_said(info, updates, tmp_path):
@@ -189,46 +180,25 @@ def test_what_is_broken_is_said(info, updates, tmp_path):
     assert "norm" not in rows
 
 
-@pytest.mark.slow
 def test_two_files_are_compared_as_by_dense_matrices(info, flux, updates, tmp_path):
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     changed = {**updates, "x_embedder": update(flux.shapes["x_embedder"], 77, rank=3)}
     *_, removed, _ = LAYERS
     changed[LAYERS[0]] = updates[LAYERS[0]].scaled(1.5)
     del changed[removed]
-    added = "transformer_blocks.5.attn.to_out.0"
-    changed[added] = update(flux.shapes[added], 5)
     write(one, updates, {"step": 8, "base": "same"})
     write(other, changed, {"step": 900, "base": "same"}, torch.float32, "kohya", flux)
-    rows, text = info(one, other)
-    common = [layer for layer in LAYERS if layer != removed]
-    a, b = (dense({layer: facts[layer] for layer in common}) for facts in (updates, changed))
+    rows, _ = info(one, other)
+    a, b = (dense({layer: facts[layer] for layer in LAYERS if layer != removed}) for facts in (updates, changed))
     assert number(rows["difference"][0]) == pytest.approx(100 * float((a - b).norm() / a.norm()), rel=1e-3)
     assert number(rows["cosine"][0]) == pytest.approx(float(torch.cosine_similarity(a, b, dim=0)), abs=1e-4)
-    a, b = (dense({"x_embedder": facts["x_embedder"]}) for facts in (updates, changed))
-    assert rows["largest"][0].endswith("x_embedder")
-    assert number(rows["largest"][0]) == pytest.approx(100 * float((a - b).norm() / a.norm()), rel=1e-3)
-    assert f"50 %  {LAYERS[0]}" in text
     assert rows["step"] == ["8", "900"]
     assert "base" not in rows
-    assert f"1 layers: {removed}" in text
-    assert f"1 layers: {added}" in text
     same, _ = info(one, one)
     assert same["difference"][0].startswith("0 % of the first's norm, in 7 common layers")
     assert number(same["cosine"][0]) == 1
-
-
-def test_layers_that_were_zero_or_of_another_size_are_no_division_by_zero(info, updates, tmp_path):
-    one, other, small = (tmp_path / f"{name}.safetensors" for name in ("one", "other", "small"))
-    write(one, {layer: part.scaled(0.0) for layer, part in updates.items()}, {})
-    write(other, updates, {})
-    rows, _ = info(one, other)
-    assert rows["largest"][0].startswith("inf %")
-    assert "difference" not in rows
-    down, up = torch.ones(1, 8), torch.ones(8, 1)
-    save_file({"transformer.x_embedder.lora_A.weight": down, "transformer.x_embedder.lora_B.weight": up}, small)
-    rows, _ = info(other, small)
-    assert "largest" not in rows
+    write(other, {layer: part.scaled(0.0) for layer, part in updates.items()}, {})
+    assert "difference" not in info(other, one)[0]
 
 
 HOSTILE = {
@@ -264,51 +234,22 @@ def test_no_header_can_break_the_terminal(info, updates, tmp_path, count):
     assert "more entries" in text
 
 
-def text_encoder(path):
-    save_file({"lora_te1_x.lora_down.weight": torch.ones(2, 4), "lora_te1_x.lora_up.weight": torch.ones(4, 2)}, path)
-
-
-def with_key(key):
-    return lambda path: save_file({f"{key}.lora_A.weight": torch.ones(2, 4), "y.lokr_w1": torch.ones(2)}, path)
-
-
-def with_header(text):
-    halves = {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(4, 2)}
-    return lambda path: save_file(halves, path, {"retouch": text})
-
-
 @pytest.mark.parametrize(
-    ("write", "words"),
+    ("header", "words"),
     [
-        (lambda path: path.write_bytes(b""), "is an empty file"),
-        (lambda path: path.write_bytes(b"\x1b[2J" * 1000), "damaged"),
-        (lambda path: path.write_bytes(struct.pack("<Q", 11 * 10**6) + b" " * 11 * 10**6), "11,000,000 bytes"),
-        (text_encoder, "contains no layer of a transformer, only weights of text encoders"),
-        (lambda path: save_file({"x.lokr_w1": torch.ones(2)}, path), "half of an update"),
-        (lambda path: save_file({"x.lora_A.weight": torch.ones(2, 2)}, path), "half of an update"),
-        (
-            lambda path: save_file(
-                {"x.lora_down.weight": torch.ones(2, 4, 3, 3), "x.lora_up.weight": torch.ones(4, 2, 1, 1)}, path
-            ),
-            "includes convolutions",
-        ),
-        (with_key("\x1b[2Jx"), "names that no layer has"),
-        (with_key("x" * 10**6), "names that no layer has"),
-        (with_header("[" * 100_000), "damaged"),
-        (with_header('{"adapter": []}'), "its header retouch is not one of ours"),
-        (with_header('{"adapter": {"alpha": "\\u001b[2J", "rank": 1}}'), "damaged"),
+        ("[" * 100_000, "damaged"),
+        ('{"adapter": []}', "header retouch is not one of ours"),
+        ('{"adapter": {"alpha": "\\u001b[2J", "rank": 1}}', "damaged"),
     ],
 )
-def test_a_file_that_is_no_lora_is_one_short_line(run, tmp_path, write, words):
+def test_a_damaged_header_is_one_short_line(refuses, tmp_path, header, words):
     path = tmp_path / "x.safetensors"
-    write(path)
-    error = run("predict", "task=lora_info", f"lora={path}", f"output_dir={tmp_path / 'out'}", ok=False).error
-    assert words in error
-    assert error.isprintable()
-    assert len(error.replace(str(path), "")) < 300
-    assert not (tmp_path / "out").exists()
+    save_file({"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(4, 2)}, path, {"retouch": header})
+    line = refuses("task=lora_info", f"lora={path}", words=words, script="predict")
+    assert line.isprintable()
+    assert len(line.replace(str(path), "")) < 300
 
 
 @pytest.mark.parametrize("lora", ["null", "[a,b,c]"])
-def test_it_takes_one_or_two(run, lora):
-    assert "give lora=FILE, or two to compare" in run("predict", "task=lora_info", f"lora={lora}", ok=False).error
+def test_it_takes_one_or_two(refuses, lora):
+    refuses("task=lora_info", f"lora={lora}", words="give lora=FILE, or two to compare", script="predict")

@@ -1,4 +1,4 @@
-"""LoRA files that are damaged, hostile or of another kind: one short line, by the command line."""
+"""LoRA files that are damaged, hostile or of another kind: one short line each."""
 
 import json
 import struct
@@ -8,10 +8,13 @@ import safetensors.torch
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.lora_files.names import NO_NATIVE_NAMES, LayerNames
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.reading import LoRAFile
-from tests.support.combinations import first
+from lightning_modules.lora_files.writing import write
 from tests.support.commands import short
+from tests.support.foreign_files import flux
+from tests.support.lora_files import layer_names
 
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
 GOOD = {f"{LAYER}.lora_A.weight": torch.ones(2, 64), f"{LAYER}.lora_B.weight": torch.ones(64, 2)}
@@ -55,7 +58,6 @@ FILES = {
     ),
     "a header nested too deeply": (with_header("[" * 100_000), "is damaged"),
     "our header nested too deeply": (stored(GOOD, {"retouch": "[" * 100_000}), "is damaged"),
-    "an alpha of text in our header": (stored(GOOD, {"retouch": '{"adapter": {"alpha": "x", "rank": 1}}'}), None),
     "a precision that is no settings": (
         stored(GOOD, {"retouch": '{"model": {"name": "flux_kontext", "quantization": "fp8"}}'}),
         "header retouch is not one of ours",
@@ -136,53 +138,58 @@ FILES = {
 }
 
 
+@pytest.fixture(scope="module")
+def names():
+    return layer_names("flux_kontext", flux())
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_one_short_line_says_what_is_wrong(run, tiny, photo, tmp_path, name):
+def test_one_short_line_says_what_is_wrong(names, tmp_path, name):
     content, message = FILES[name]
     (tmp_path / "x.safetensors").write_bytes(content)
-    request = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "model.dtype=float32"]
-    request += ["model.max_sequence_length=16", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}", "prompt=x"]
-    outcome = run("predict", f"lora={tmp_path / 'x.safetensors'}", f"image={photo}", *request, ok=message is None)
-    if message is not None:
-        assert message in outcome.error
-        assert len(outcome.error) < 700
-        assert not (tmp_path / "out").exists()
+
+    def read():
+        file = LoRAFile(tmp_path / "x.safetensors")
+        return file.read(names, "tiny"), file.header
+
+    with pytest.raises(UserError) as raised:
+        read()
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 700
+    assert str(raised.value).isprintable()
 
 
-@pytest.mark.parametrize("name", ["no safetensors", "not a number", "LoKr", "another model's", "rank 0"])
-def test_the_same_for_weights_to_start_from(run, tiny, pairs, tmp_path, name):
+@pytest.mark.parametrize("name", ["not a number", "another model's"])
+def test_both_commands_say_so_before_they_start(refuses, photo, tmp_path, name):
     content, message = FILES[name]
     (tmp_path / "x.safetensors").write_bytes(content)
-    more = [f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.rank=2", "adapter.target_modules=[to_q]"]
-    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1), *more, ok=False)
-    assert message in outcome.error
+    refuses(f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.rank=2", "adapter.target_modules=[attn.to_q]",
+            words=message)  # fmt: skip
+    request = ["model=flux_kontext", f"image={photo}", "prompt=x", f"lora={tmp_path / 'x.safetensors'}"]
+    refuses(*request, words=message, script="predict")
 
 
-@pytest.mark.parametrize(
-    ("form", "halves"), first(1, [("lora_unet_", "down/up"), ("", "AB"), ("base_model.model.", "AB")])
-)
-def test_training_starts_from_files_of_others(run, tiny, pairs, tmp_path, form, halves):
+def test_training_starts_from_files_of_others(run, runs, tiny, pairs, tmp_path):
     """Names differ, not layers; alpha is taken into account."""
-    run("train", *short(tiny, pairs, tmp_path / "first", 2), "adapter.alpha=8", "optimizer.lr=1e-2")
-    file = tmp_path / "first/lora/last/pytorch_lora_weights.safetensors"
-    state, names = {}, dict(zip("AB", ("down", "up"), strict=True)) if halves == "down/up" else {"A": "A", "B": "B"}
+    settings = ["adapter.alpha=8", "optimizer.weight_decay=0"]
+    file = runs(1, *settings, "optimizer.lr=1e-2").folder / "lora/last/pytorch_lora_weights.safetensors"
+    state = {}
     for key, one in safetensors.torch.load_file(file).items():
         layer, _, half = key.removeprefix("transformer.").removesuffix(".weight").rpartition(".lora_")
-        layer = form + (layer.replace(".", "_") if form.endswith("_") else layer)
-        state[f"{layer}.lora_{names[half]}.weight"] = one / 2 if half == "B" else one
+        layer = f"lora_unet_{layer.replace('.', '_')}"
+        state[f"{layer}.lora_{'down' if half == 'A' else 'up'}.weight"] = one / 2 if half == "B" else one
         state[f"{layer}.alpha"] = torch.tensor(2.0 * one.shape[0 if half == "A" else 1])
     safetensors.torch.save_file(state, tmp_path / "x.safetensors")
-    more = [f"adapter.init_from={tmp_path / 'x.safetensors'}", "optimizer.lr=0", "optimizer.weight_decay=0"]
-    run("train", *short(tiny, pairs, tmp_path / "second", 1), *more, "adapter.alpha=8")
+    more = [*settings, f"adapter.init_from={tmp_path / 'x.safetensors'}", "optimizer.lr=0"]
+    run("train", *short(tiny, pairs, tmp_path / "second", 1), *more)
     again = safetensors.torch.load_file(tmp_path / "second/lora/last/pytorch_lora_weights.safetensors")
     for key, one in safetensors.torch.load_file(file).items():
         torch.testing.assert_close(again[key], one)
 
 
-def test_a_header_is_looked_at_without_reading_weights(stock, tmp_path):
+def test_a_header_is_looked_at_without_reading_weights(names, tmp_path):
     """The end of a file that is cut off is not there to be read."""
     (tmp_path / "x.safetensors").write_bytes(stored(GOOD))
-    names = LayerNames(stock.transformer, NO_NATIVE_NAMES)
     file = LoRAFile(tmp_path / "x.safetensors")
     (tmp_path / "x.safetensors").write_bytes(stored(GOOD)[:-40])
     assert list(file.match(names, "tiny")) == [LAYER]
@@ -190,23 +197,27 @@ def test_a_header_is_looked_at_without_reading_weights(stock, tmp_path):
         file.read(names, "tiny")
 
 
-def test_half_precision_is_of_the_file_alone(run, tiny, pairs, tmp_path):
-    run("train", *short(tiny, pairs, tmp_path / "run", 2), "export.dtype=bfloat16", "save_every=1", "adapter.alpha=8")
-    state = safetensors.torch.load_file(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors")
+def test_a_name_on_the_hub_is_no_missing_file():
+    with pytest.raises(UserError) as raised:
+        find_or_download("owner/name")
+    assert "no such file" not in str(raised.value)
+    assert "owner/name" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_half_precision_is_of_the_file_alone(runs):
+    folder = runs(1, "export.dtype=bfloat16", "adapter.alpha=8").folder
+    state = safetensors.torch.load_file(folder / "lora/last/pytorch_lora_weights.safetensors")
     assert {one.dtype for one in state.values()} == {torch.bfloat16}
-    checkpoint = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=False)
+    checkpoint = torch.load(folder / "checkpoints/last.ckpt", weights_only=False)
     assert {one.dtype for one in checkpoint["state_dict"].values()} == {torch.float32}
 
 
-def test_numbers_beyond_half_precision_are_written_in_float32(run, tiny, pairs, tmp_path):
-    big = {DOWN: torch.full((2, 64), 1e3), UP: torch.full((64, 2), 1e5)}
-    (tmp_path / "x.safetensors").write_bytes(stored(big))
-    more = ["adapter.rank=2", f"adapter.target_modules={LAYER[12:]}", f"adapter.init_from={tmp_path / 'x.safetensors'}"]
-    more += ["optimizer.lr=0", "optimizer.weight_decay=0", "export.dtype=float16", "save_every=0"]
-    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1), *more)
-    assert "exceeds the range of float16: " in outcome.text
-    state = safetensors.torch.load_file(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors")
-    assert torch.equal(state[UP], big[UP])
+def test_numbers_beyond_half_precision_are_written_in_float32(tmp_path):
+    big = LowRank(torch.full((2, 64), 1e3), torch.full((64, 2), 1e5))
+    write(tmp_path / "x.safetensors", {"x": big}, {}, torch.float16)
+    state = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    assert torch.equal(state["transformer.x.lora_B.weight"], big.up)
 
 
 def test_what_could_not_be_exported_is_tried_again_and_not_taken_for_saved(run, tiny, pairs, tmp_path, monkeypatch):

@@ -1,16 +1,13 @@
 """LoRA files of other programs: each does what it does there."""
 
-import itertools
 import json
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
-from diffusers import Flux2Transformer2DModel
-from diffusers.loaders import lora_conversion_utils
-from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 from peft import PeftModel
 
 from datamodules.errors import UserError
@@ -18,14 +15,13 @@ from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
-from lightning_modules.families.flux2.native_names import NATIVE_NAMES as FLUX2_NAMES
 from lightning_modules.families.qwen_image.module import QwenImageEdit
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.arithmetic import relative_change
-from lightning_modules.lora_files.delta import LowRank, swap_halves
+from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import FORMATS, write
+from lightning_modules.lora_files.writing import FORMATS, encode, write
 from tests.support import foreign_files
 from tests.support.foreign_files import (
     ALPHA,
@@ -40,6 +36,7 @@ from tests.support.foreign_files import (
     of_diffusers,
     velocity,
 )
+from tests.support.lora_files import dense
 
 FAMILIES = {
     "flux": (foreign_files.flux, FLUX, FluxKontext),
@@ -61,6 +58,22 @@ def apply(path, transformer, family):
 
 def relative_error(got, expected):
     return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture(scope="module")
+def names():
+    return {name: LayerNames(build(), family.layers.native) for name, (build, _, family) in FAMILIES.items()}
+
+
+def random_delta(names, layer, seed=0):
+    shape, generator = names.shapes[layer], torch.Generator().manual_seed(seed)
+    down = torch.randn(2, shape.in_features, generator=generator)
+    return LowRank(down, torch.randn(shape.out_features, 2, generator=generator))
+
+
+def written(path, tensors):
+    safetensors.torch.save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    return LoRAFile(path)
 
 
 REAL = (24, 128, (16, 56, 56))
@@ -86,16 +99,14 @@ def test_every_form_of_file_does_what_its_weights_say(tmp_path, family, sizes):
         transformer.delete_adapters("lora_0")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["diffusers", "kohya", "native with A and B", "PEFT"])
+@pytest.mark.parametrize(("form", "dtype"), [("kohya", torch.float16), ("native with A and B", torch.bfloat16)])
 def test_files_in_half_precision(tmp_path, form, dtype):
-    build, groups, family = FAMILIES["flux"]
-    transformer, dense = build(), build()
-    native = {name: tuple(one.to(dtype).float() for one in both) for name, both in draw(transformer, groups).items()}
-    ours = of_diffusers(native, groups, transformer)
+    transformer, dense = foreign_files.flux(), foreign_files.flux()
+    native = {name: tuple(one.to(dtype).float() for one in both) for name, both in draw(transformer, FLUX).items()}
+    ours = of_diffusers(native, FLUX, transformer)
     path, scale = foreign_file(tmp_path / "file", form, native, ours, dtype)
     add_dense(dense, ours, scale)
-    apply(path, transformer, family)
+    apply(path, transformer, FluxKontext)
     assert relative_error(velocity(transformer), velocity(dense)) < 1e-3
 
 
@@ -160,120 +171,14 @@ def test_dora_by_all_its_names(tmp_path, form, name):
     assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
 
 
-def test_text_encoders_are_left_out_with_a_note(tmp_path, caplog):
-    transformer, dense = foreign_files.flux(), foreign_files.flux()
-    native = draw(transformer, FLUX)
-    path, scale = foreign_file(tmp_path, "kohya", native, {})
-    state = safetensors.torch.load_file(path)
-    for key in ("lora_te1_text_model_encoder_layers_0_mlp_fc1", "text_encoder.text_model.encoder.layers.0.mlp.fc1"):
-        state |= {f"{key}.lora_down.weight": torch.ones(2, 4), f"{key}.lora_up.weight": torch.ones(4, 2)}
-    safetensors.torch.save_file(state, path)
-    add_dense(dense, of_diffusers(native, FLUX, transformer), scale)
-    with caplog.at_level("INFO", logger="retouch"):
-        apply(path, transformer, FluxKontext)
-    assert "also contains text encoders: 4 tensors are ignored" in caplog.text
-    assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
-
-
-def rows_of(meaning, up, sides):
-    """Rows of a file -> those of each layer."""
-    return swap_halves(up, meaning.swapped).split([one.out_features for one in sides])
-
-
-def named_natively(names):
-    """A file of all layers by their native names, and what each layer of diffusers gets of it."""
-    assert {layer for layers in names.native.values() for layer in layers} == names.shapes.keys()
-    generator = torch.Generator().manual_seed(0)
-    state, expected = {}, {}
-    for native, layers in names.native.items():
-        sides = names.shapes_of(layers)
-        down = torch.randn(2, sides[0].in_features, generator=generator)
-        up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
-        state |= {f"{native}.lora_A.weight": down, f"{native}.lora_B.weight": up}
-        rows = rows_of(names.meaning(native), up, sides)
-        expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
-    return state, expected
-
-
-def test_native_names_are_those_of_diffusers_converters():
-    """At the width at which these work; where they swap the halves of norm_out they do so in both factors."""
-    with torch.device("meta"):
-        transformer = foreign_files.FluxTransformer2DModel(guidance_embeds=True)
-    state, expected = named_natively(LayerNames(transformer, NATIVE_NAMES))
-    for block in ("double_blocks.{}.img_attn", "double_blocks.{}.txt_attn", "single_blocks.{}"):
-        for number, half in itertools.product(range(38 if "single" in block else 19), ("query", "key")):
-            state[f"{block.format(number)}.norm.{half}_norm.scale"] = torch.ones(1)
-    converted = lora_conversion_utils._convert_bfl_flux_control_lora_to_diffusers(dict(state))
-    layers = {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted if ".lora_" in key}
-    assert layers == expected.keys()
-    for layer, (down, up) in expected.items():
-        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
-        if layer != "norm_out.linear":
-            assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
-
-
-def test_native_names_of_flux2_are_those_of_diffusers_converters():
-    """Of LoRA files, where it forgets that norm_out's halves are swapped; and of whole models, where it does not."""
-    sizes = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)}
-    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16}
-    with torch.device("meta"):
-        transformer = Flux2Transformer2DModel(guidance_embeds=True, **sizes, **heads)
-    state, expected = named_natively(LayerNames(transformer, FLUX2_NAMES))
-    files = {f"diffusion_model.{key}": tensor for key, tensor in state.items()}
-    converted = lora_conversion_utils._convert_non_diffusers_flux2_lora_to_diffusers(files)
-    whole = {f"{key.removesuffix('.lora_B.weight')}.weight": up for key, up in state.items() if ".lora_B" in key}
-    weights = convert_flux2_transformer_checkpoint_to_diffusers(whole)
-    assert len(converted) == 2 * len(weights) == 2 * len(expected)
-    for layer, (down, up) in expected.items():
-        assert torch.equal(weights[f"{layer}.weight"], up), layer
-        assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
-        if layer != "norm_out.linear":
-            assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
-
-
-def test_native_names_of_z_image_are_those_of_diffusers_converter():
-    """As kohya's files have them; of the two layers that it leaves out, as ComfyUI's table of names."""
-    with torch.device("meta"):
-        transformer = foreign_files.ZImageTransformer2DModel()
-    names = LayerNames(transformer, ZImage.layers.native)
-    of_comfyui = {
-        "x_embedder": ("all_x_embedder.2-1",),
-        "final_layer.linear": ("all_final_layer.2-1.linear",),
-        "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
-    }
-    natives = names._in_blocks(ZImage.layers.native.read_only)
-    same = {name: (name,) for name in names.shapes if not any(name in layers for layers in natives.values())}
-    generator = torch.Generator().manual_seed(0)
-    state, expected = {}, {}
-    for native, layers in (same | natives).items():
-        if native in of_comfyui:
-            assert of_comfyui.pop(native) == layers
-            continue
-        sides = names.shapes_of(layers)
-        down = torch.randn(2, sides[0].in_features, generator=generator)
-        up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
-        flat = f"lora_unet_{native.replace('.', '_')}"
-        state |= {f"{flat}.lora_down.weight": down, f"{flat}.lora_up.weight": up}
-        rows = rows_of(names.meaning(flat), up, sides)
-        expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
-    assert not of_comfyui
-    converted = lora_conversion_utils._convert_non_diffusers_z_image_lora_to_diffusers(state)
-    assert {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted} == expected.keys()
-    for layer, (down, up) in expected.items():
-        assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
-        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
-
-
-def test_another_models_file_is_told_by_its_names_or_widths(tmp_path):
-    transformer = foreign_files.flux()
+def test_another_models_file_is_told_by_its_names_or_widths(names, tmp_path):
     path, _ = foreign_file(tmp_path / "wide", "kohya", draw(foreign_files.flux(6), FLUX), {})
     with pytest.raises(UserError, match=r"does not fit tiny-model: .* is \d+x\d+, in the model \d+x\d+") as raised:
-        apply(path, transformer, FluxKontext)
+        LoRAFile(path).match(names["flux"], "tiny-model")
     assert len(str(raised.value)) < 600
     path, _ = foreign_file(tmp_path / "qwen", "diffusers", {}, draw(foreign_files.qwen(), QWEN))
-    with pytest.raises(UserError, match=r"img_mlp.net.0.proj is not in the model") as raised:
-        apply(path, transformer, FluxKontext)
-    assert "other layers" not in str(raised.value)
+    with pytest.raises(UserError, match=r"img_mlp.net.0.proj is not in the model"):
+        LoRAFile(path).match(names["flux"], "tiny-model")
 
 
 def test_a_loader_that_makes_something_else_of_a_file_is_caught(tmp_path, monkeypatch):
@@ -363,3 +268,124 @@ def test_a_dora_of_strength_0_is_the_base(tmp_path):
     scales = {"*": 0.0, "*.proj_out": 1.0}
     AppliedLoRAs([tmp_path / "x.safetensors"], scales=scales).load(transformer, base_of(transformer, FluxKontext))
     assert set(lora_layers(transformer)) == {name for name in names.shapes if name.endswith(".proj_out")}
+
+
+LAYER = "transformer_blocks.0.attn.to_q"
+Q, OUT = "layers.0.attention.to_q", "norm_out.linear"
+Z, F, QWEN_IMAGE = "z_image", "flux", "qwen"
+
+
+@pytest.mark.parametrize(
+    ("model", "format", "layer", "key"),
+    [
+        (F, "diffusers", OUT, "transformer.norm_out.linear.lora_A.weight"),
+        (F, "comfyui", OUT, "diffusion_model.final_layer.adaLN_modulation.1.lora_A.weight"),
+        (F, "kohya", OUT, "lora_unet_final_layer_adaLN_modulation_1.lora_down.weight"),
+        (F, "peft", OUT, "base_model.model.norm_out.linear.lora_A.weight"),
+        (F, "onetrainer", OUT, "lora_transformer_norm_out_linear.lora_down.weight"),
+        (Z, "diffusers", Q, "transformer.layers.0.attention.to_q.lora_A.weight"),
+        (Z, "comfyui", Q, "diffusion_model.layers.0.attention.to_q.lora_A.weight"),
+        (Z, "kohya", Q, "lora_unet_layers_0_attention_to_q.lora_down.weight"),
+        (Z, "onetrainer", Q, "transformer.layers.0.attention.to_q.lora_down.weight"),
+        (QWEN_IMAGE, "onetrainer", LAYER, f"transformer.{LAYER}.lora_down.weight"),
+    ],
+)
+def test_names_in_a_file_are_those_of_its_program(names, model, format, layer, key):
+    """Z-Image's queries, keys and values stay apart, as all its programs have them."""
+    tensors = encode({layer: random_delta(names[model], layer)}, format, names[model])
+    assert key in tensors
+    assert not [name for name in tensors if "qkv" in name]
+    alphas = [one for name, one in tensors.items() if name.endswith(".alpha")]
+    assert alphas == ([torch.tensor(2.0)] if format in ("kohya", "onetrainer") else [])
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("pipe.dit.", "_orig_mod.", "module.", "unet.", "transformer._orig_mod.", "module.transformer."),
+        *("base_model.model.", "model.diffusion_model.", "dit.", "transformer._fsdp_wrapped_module."),
+    ],
+)
+def test_what_wraps_a_model_in_training_is_no_part_of_a_layers_name(names, tmp_path, prefix):
+    update = random_delta(names["flux"], LAYER)
+    file = written(
+        tmp_path / "lora.safetensors",
+        {f"{prefix}{LAYER}.lora_A.weight": update.down, f"{prefix}{LAYER}.lora_B.weight": update.up},
+    )
+    [(layer, found)] = file.read(names["flux"], "flux").items()
+    assert layer == LAYER
+    torch.testing.assert_close(dense(found), dense(update))
+
+
+def test_a_magnitude_of_ai_toolkit_is_pefts(names, tmp_path):
+    update, magnitude = random_delta(names["flux"], LAYER), torch.rand(64) + 0.5
+    start = f"transformer.{LAYER}"
+    halves = {f"{start}.lora_A.weight": update.down, f"{start}.lora_B.weight": update.up}
+    found = written(tmp_path / "a.safetensors", halves | {f"{start}.magnitude": magnitude})
+    assert torch.equal(found.read(names["flux"], "flux")[LAYER].magnitude, magnitude)
+
+
+def test_what_stands_beside_the_layers_is_left_out_and_counted(names, tmp_path, caplog):
+    update, start = random_delta(names["flux"], LAYER), f"transformer.{LAYER}"
+    halves = {f"{start}.lora_A.weight": update.down, f"{start}.lora_B.weight": update.up}
+    beside = {
+        f"{start}.diff_b": torch.ones(64),
+        "diffusion_model.double_blocks.0.img_attn.norm.query_norm.diff": torch.ones(16),
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(2, 4),
+        "text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_up.weight": torch.ones(4, 2),
+    }
+    with caplog.at_level(logging.WARNING, "retouch"):
+        logging.getLogger("retouch").addHandler(caplog.handler)
+        found = written(tmp_path / "a.safetensors", halves | beside).read(names["flux"], "flux")
+        logging.getLogger("retouch").removeHandler(caplog.handler)
+    assert list(found) == [LAYER]
+    for words in ("biases and norms", "text encoders"):
+        assert f"also contains {words}: 2 tensors are ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "layer"),
+    [
+        ("transformer.double_blocks.0.img_attn.qkv.1", "transformer_blocks.0.attn.to_k"),  # former OneTrainer
+        ("transformer_blocks.0.attn.processor.to_q_lora", LAYER),  # T-LoRA's authors
+        ("blocks.0.attn.a_to_out", "transformer_blocks.0.attn.to_out.0"),  # DiffSynth
+    ],
+)
+def test_former_names_of_other_programs_are_known(names, tmp_path, key, layer):
+    update = random_delta(names["flux"], layer)
+    ends = ("down.weight", "up.weight") if key.endswith("_lora") else ("lora_down.weight", "lora_up.weight")
+    tensors = dict(zip((f"{key}.{end}" for end in ends), (update.down, update.up), strict=True))
+    [(found, again)] = written(tmp_path / "a.safetensors", tensors).read(names["flux"], "flux").items()
+    assert found == layer
+    torch.testing.assert_close(dense(again), dense(update))
+
+
+def test_a_pickle_of_tensors_is_read_and_one_with_code_is_refused_as_such(names, tmp_path):
+    """lora.pt of T-LoRA's authors, pytorch_lora_weights.bin of 2023."""
+    update = random_delta(names["flux"], LAYER)
+    tensors = {f"transformer.{LAYER}.lora_A.weight": update.down, f"transformer.{LAYER}.lora_B.weight": update.up}
+    torch.save(tensors, tmp_path / "lora.pt")
+    found = LoRAFile(tmp_path / "lora.pt").read(names["flux"], "flux")[LAYER]
+    torch.testing.assert_close(dense(found), dense(update))
+    torch.save(tensors | {"hook": print}, tmp_path / "code.pt")
+    with pytest.raises(UserError, match="is a pickle that contains more than tensors"):
+        LoRAFile(tmp_path / "code.pt")
+
+
+def test_layers_that_cannot_be_fused_keep_diffusers_names_for_comfyui(names, tmp_path):
+    """The default DoRA of FLUX.1: single blocks without proj_mlp, which is a part of linear1 in ComfyUI."""
+    layers = [f"single_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")]
+    updates = {}
+    for seed, layer in enumerate(layers):
+        plain = random_delta(names["flux"], layer, seed)
+        updates[layer] = LowRank(plain.down, plain.up, torch.rand(len(plain.up)) + 0.5)
+    path = tmp_path / "dora.safetensors"
+    write(path, updates, {}, format="comfyui", names=names["flux"])
+    state = safetensors.torch.load_file(path)
+    assert f"transformer.{layers[0]}.dora_scale" in state
+    with pytest.raises(UserError, match="only some have DoRA. Choose format=comfyui or"):
+        encode(updates, "kohya", names["flux"])
+    again = LoRAFile(path).read(names["flux"], "flux")
+    for layer, update in updates.items():
+        torch.testing.assert_close(again[layer].magnitude, update.magnitude)
+        torch.testing.assert_close(dense(again[layer]), dense(update))

@@ -1,0 +1,1 @@
+"""LoRA, T-LoRA and orthogonal T-LoRA."""

@@ -1,0 +1,104 @@
+"""Native names of layers, by which files come: those of diffusers' converters."""
+
+import itertools
+
+import torch
+from diffusers import Flux2Transformer2DModel
+from diffusers.loaders import lora_conversion_utils
+from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+
+from lightning_modules.families.flux.native_names import NATIVE_NAMES
+from lightning_modules.families.flux2.native_names import NATIVE_NAMES as FLUX2_NAMES
+from lightning_modules.families.z_image.module import ZImage
+from lightning_modules.lora_files.delta import swap_halves
+from lightning_modules.lora_files.names import LayerNames
+from tests.support import foreign_files
+
+
+def rows_of(meaning, up, sides):
+    """Rows of a file -> those of each layer."""
+    return swap_halves(up, meaning.swapped).split([one.out_features for one in sides])
+
+
+def named_natively(names):
+    """A file of all layers by their native names, and what each layer of diffusers gets of it."""
+    assert {layer for layers in names.native.values() for layer in layers} == names.shapes.keys()
+    generator = torch.Generator().manual_seed(0)
+    state, expected = {}, {}
+    for native, layers in names.native.items():
+        sides = names.shapes_of(layers)
+        down = torch.randn(2, sides[0].in_features, generator=generator)
+        up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
+        state |= {f"{native}.lora_A.weight": down, f"{native}.lora_B.weight": up}
+        rows = rows_of(names.meaning(native), up, sides)
+        expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
+    return state, expected
+
+
+def test_native_names_are_those_of_diffusers_converters():
+    """At the width at which these work; where they swap the halves of norm_out they do so in both factors."""
+    with torch.device("meta"):
+        transformer = foreign_files.FluxTransformer2DModel(guidance_embeds=True)
+    state, expected = named_natively(LayerNames(transformer, NATIVE_NAMES))
+    for block in ("double_blocks.{}.img_attn", "double_blocks.{}.txt_attn", "single_blocks.{}"):
+        for number, half in itertools.product(range(38 if "single" in block else 19), ("query", "key")):
+            state[f"{block.format(number)}.norm.{half}_norm.scale"] = torch.ones(1)
+    converted = lora_conversion_utils._convert_bfl_flux_control_lora_to_diffusers(dict(state))
+    layers = {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted if ".lora_" in key}
+    assert layers == expected.keys()
+    for layer, (down, up) in expected.items():
+        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
+        if layer != "norm_out.linear":
+            assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
+
+
+def test_native_names_of_flux2_are_those_of_diffusers_converters():
+    """Of LoRA files, where it forgets that norm_out's halves are swapped; and of whole models, where it does not."""
+    sizes = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16}
+    with torch.device("meta"):
+        transformer = Flux2Transformer2DModel(guidance_embeds=True, **sizes, **heads)
+    state, expected = named_natively(LayerNames(transformer, FLUX2_NAMES))
+    files = {f"diffusion_model.{key}": tensor for key, tensor in state.items()}
+    converted = lora_conversion_utils._convert_non_diffusers_flux2_lora_to_diffusers(files)
+    whole = {f"{key.removesuffix('.lora_B.weight')}.weight": up for key, up in state.items() if ".lora_B" in key}
+    weights = convert_flux2_transformer_checkpoint_to_diffusers(whole)
+    assert len(converted) == 2 * len(weights) == 2 * len(expected)
+    for layer, (down, up) in expected.items():
+        assert torch.equal(weights[f"{layer}.weight"], up), layer
+        assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
+        if layer != "norm_out.linear":
+            assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
+
+
+def test_native_names_of_z_image_are_those_of_diffusers_converter():
+    """As kohya's files have them; of the two layers that it leaves out, as ComfyUI's table of names."""
+    with torch.device("meta"):
+        transformer = foreign_files.ZImageTransformer2DModel()
+    names = LayerNames(transformer, ZImage.layers.native)
+    of_comfyui = {
+        "x_embedder": ("all_x_embedder.2-1",),
+        "final_layer.linear": ("all_final_layer.2-1.linear",),
+        "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
+    }
+    natives = names._in_blocks(ZImage.layers.native.read_only)
+    same = {name: (name,) for name in names.shapes if not any(name in layers for layers in natives.values())}
+    generator = torch.Generator().manual_seed(0)
+    state, expected = {}, {}
+    for native, layers in (same | natives).items():
+        if native in of_comfyui:
+            assert of_comfyui.pop(native) == layers
+            continue
+        sides = names.shapes_of(layers)
+        down = torch.randn(2, sides[0].in_features, generator=generator)
+        up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
+        flat = f"lora_unet_{native.replace('.', '_')}"
+        state |= {f"{flat}.lora_down.weight": down, f"{flat}.lora_up.weight": up}
+        rows = rows_of(names.meaning(flat), up, sides)
+        expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
+    assert not of_comfyui
+    converted = lora_conversion_utils._convert_non_diffusers_z_image_lora_to_diffusers(state)
+    assert {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted} == expected.keys()
+    for layer, (down, up) in expected.items():
+        assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
+        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer

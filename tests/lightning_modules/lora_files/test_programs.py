@@ -1,0 +1,260 @@
+"""The table of who reads a file, and the check of written files, against diffusers and peft themselves."""
+
+import copy
+from functools import partial
+
+import diffusers
+import pytest
+import safetensors.torch
+import torch
+from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
+from diffusers.loaders import lora_pipeline
+from peft import PeftModel
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.lora_files.programs import check_with_diffusers, loader_of, peft_deltas, readers
+from lightning_modules.lora_files.writing import FORMATS, encode, write
+from tests.support.commands import short
+from tests.support.foreign_files import flux, qwen
+from tests.support.lora_files import layer_names, random_updates, relative
+
+
+@pytest.fixture(scope="module", params=["flux_kontext", "flux2_klein_4b", "qwen_image_edit", "z_image"])
+def pipeline(request, repositories):
+    made = DiffusionPipeline.from_pretrained(repositories[request.param])
+    made.names = layer_names(request.param, made.transformer)
+    return made
+
+
+def class_name(pipeline):
+    return type(pipeline).__name__
+
+
+def row(program, *arguments, **more):
+    [found] = [reader for reader in readers(*arguments, **more) if reader.program == program]
+    return found
+
+
+def loads(pipeline, format, updates, dora, tmp_path):
+    """Whether diffusers' loader makes of a file what was written."""
+    path = tmp_path / "lora.safetensors"
+    safetensors.torch.save_file({k: t.contiguous() for k, t in encode(updates, format, pipeline.names).items()}, path)
+    try:
+        pipeline.load_lora_weights(path, adapter_name="a")
+        found = peft_deltas(pipeline.transformer, "a")
+        doras = [one.magnitude is not None for one in found.values()]
+        return bool(found) and relative(updates, found) < 1e-5 and all(one == dora for one in doras)
+    except Exception:
+        return False
+    finally:
+        pipeline.unload_lora_weights()
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, format, dora):
+    """By its pipelines' load_lora_weights; kohya's FLUX has a test at the real widths."""
+    for targets in ("default", "all-linear", "single projections"):
+        updates = random_updates(pipeline.names, targets, dora=dora)
+        groups = pipeline.names.native.values() if dora and FORMATS[format].native else ()
+        in_parts = any(0 < len(updates.keys() & set(layers)) < len(layers) for layers in groups)
+        says = row("diffusers", format, pipeline.names, updates, class_name(pipeline), dora=dora)
+        if updates and not in_parts and "load_lora_adapter" not in says.note and "widths" not in says.note:
+            assert says.reads is loads(pipeline, format, updates, dora, tmp_path), targets
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(repositories, tmp_path, format, dora):
+    pipeline = DiffusionPipeline.from_pretrained(repositories["longcat_image_edit"])
+    assert not hasattr(pipeline, "load_lora_weights")
+    prefix = FORMATS[format].prefix.removesuffix(".")
+    pipeline.load_lora_weights = partial(pipeline.transformer.load_lora_adapter, prefix=prefix, use_safetensors=True)
+    pipeline.unload_lora_weights = pipeline.transformer.unload_lora
+    pipeline.names = layer_names("longcat_image_edit", pipeline.transformer)
+    updates = random_updates(pipeline.names, "all-linear", dora=dora)
+    says = row("diffusers", format, pipeline.names, updates, class_name(pipeline), dora=dora)
+    assert says.reads is loads(pipeline, format, updates, dora, tmp_path)
+    assert says.reads is (f"prefix={prefix!r}" in says.note)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_peft_folder_is_read_by_peft_and_by_diffusers(pipeline, tmp_path, dora):
+    updates = random_updates(pipeline.names, "all-linear", dora=dora)
+    path = tmp_path / "adapter_model.safetensors"
+    write(path, updates, {}, format="peft")
+    says = {one.program: one.reads for one in readers("peft", pipeline.names, updates, class_name(pipeline), dora=dora)}
+    assert says["peft"] and says["diffusers"] and says["ComfyUI"] is False  # noqa: PT018
+    by_peft = PeftModel.from_pretrained(copy.deepcopy(pipeline.transformer), tmp_path)
+    by_diffusers = copy.deepcopy(pipeline.transformer)
+    by_diffusers.load_lora_adapter(tmp_path, prefix="base_model.model", weight_name=path.name)
+    for transformer, adapter in ((by_peft.base_model.model, "default"), (by_diffusers, "default_0")):
+        found = peft_deltas(transformer, adapter)
+        assert relative(updates, found) < 1e-6
+        for name, one in found.items():
+            assert (one.magnitude is not None) == dora
+            if dora:
+                torch.testing.assert_close(one.magnitude, updates[name].magnitude)
+
+
+@pytest.mark.parametrize("targets", ["to_q", "all-linear"])
+@pytest.mark.parametrize("format", ["kohya", "onetrainer"])
+def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
+    """Two blocks of it: diffusers splits kohya's fused layers at 3072 and 12288."""
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
+    names = layer_names("flux_kontext", transformer)
+    updates = random_updates(names, targets, rank=2)
+    path = tmp_path / "lora.safetensors"
+    write(path, updates, {}, format=format, names=names)
+    says = row("diffusers", format, names, updates, "FluxKontextPipeline")
+    state = {key.removeprefix("transformer."): one.float() for key, one in FluxPipeline.lora_state_dict(path).items()
+             if key.startswith("transformer.")}  # fmt: skip
+    ends = (".lora_A.weight", ".lora_B.weight")
+    found = {
+        key.removesuffix(ends[0]): LowRank(one, state[key.replace(*ends)])
+        for key, one in state.items()
+        if key.endswith(ends[0])
+    }
+    if not says.reads:
+        assert targets == "all-linear"
+        assert updates.keys() - found.keys()
+        return
+    assert ("widths" in says.note) == (format == "kohya")
+    assert updates.keys() <= found.keys()
+    for name, one in found.items():
+        expected = updates.get(name, one.scaled(0.0))  # diffusers keeps zeros for parts of fused layers
+        x = torch.randn(one.down.shape[1])
+        torch.testing.assert_close(one.apply(x), expected.apply(x), rtol=1e-4, atol=1e-4)
+
+
+def test_other_verdicts(pipeline):
+    """Of T-LoRAs with all their components, DoRAs under diffusers' names, and other kinds than LoRA."""
+    names, name = pipeline.names, class_name(pipeline)
+    rows = readers("diffusers", names, random_updates(names), name, masked=True)
+    assert [one.program for one in rows if one.reads] == ["Retouch"]
+    assert all("full rank at every timestep" in one.note for one in rows[:2])
+    assert "lora_magnitude_vector" in row("ComfyUI", "diffusers", names, names.shapes, name, dora=True).note
+    assert row("ComfyUI", "comfyui", names, names.shapes, name, dora=True).reads is True
+    for kind in ("LoKr", "LoHa", "OFT"):
+        found = {one.program: one.reads for one in readers("diffusers", names, ["proj_out"], name, kind=kind)}
+        assert found == {"ComfyUI": kind != "OFT", "diffusers": kind == "LoKr", "InvokeAI": False, "Retouch": True}
+
+
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+LAYERS = {"num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32}
+TRANSFORMERS = {
+    "FluxPipeline": flux,
+    "QwenImagePipeline": qwen,
+    "Flux2Pipeline": lambda: diffusers.Flux2Transformer2DModel(
+        in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
+    ),
+    "Flux3Pipeline": lambda: diffusers.Flux3Transformer2DModel(
+        in_channels=16, cond_in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
+    ),
+    "ZImagePipeline": lambda: diffusers.ZImageTransformer2DModel(
+        in_channels=4, dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32,
+        axes_dims=[4, 6, 6], axes_lens=[16, 16, 16],
+    ),
+    "Krea2Pipeline": lambda: diffusers.Krea2Transformer2DModel(
+        in_channels=16, num_layers=1, **HEADS, num_key_value_heads=1, intermediate_size=32, timestep_embed_dim=32,
+        text_hidden_dim=32, num_text_layers=2, text_num_attention_heads=2, text_num_key_value_heads=2,
+        text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
+    ),
+}  # fmt: skip
+
+
+def written(name, chosen, path):
+    """A transformer on the meta device, and random deltas of its layers that are written to a file."""
+    with torch.device("meta"):
+        transformer = TRANSFORMERS[name]()
+    generator = torch.Generator().manual_seed(0)
+    updates = {
+        layer: LowRank(
+            torch.randn(2, module.in_features, generator=generator),
+            torch.randn(module.out_features, 2, generator=generator) * 1.5,
+        )
+        for layer, module in transformer.named_modules()
+        if isinstance(module, nn.Linear) and (chosen is None or layer.endswith(chosen))
+    }
+    write(path, updates, {"adapter": {"rank": 2}})
+    return transformer, updates
+
+
+@pytest.mark.parametrize("chosen", [None, ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_stock_loaders_take_our_files_as_they_are(tmp_path, name, chosen):
+    transformer, updates = written(name, chosen, tmp_path / "x.safetensors")
+    assert len(updates) > 3
+    check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
+
+
+@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux3Pipeline", "Krea2Pipeline", "ZImagePipeline"])
+def test_alpha_beside_the_layers_is_what_their_loaders_refuse(tmp_path, name):
+    transformer, updates = written(name, ("to_q",), tmp_path / "x.safetensors")
+    state = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    state |= {f"transformer.{layer}.alpha": torch.tensor(2.0) for layer in updates}
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x.safetensors( is written, but .* cannot load it|: diffusers read it)"):
+        check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", "Other"])
+def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path, name):
+    """By a pipeline's loader, or by the transformer's own where the pipeline has none."""
+    transformer, updates = written("FluxPipeline", ("to_q", "to_k"), tmp_path / "x.safetensors")
+    first, second, *_ = updates
+    missing = {layer: one for layer, one in updates.items() if layer != first}
+    check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
+    for expected, wrong in ((missing, first), (updates | {second: updates[second].scaled(2)}, second)):
+        with pytest.raises(UserError, match=rf"x.safetensors: diffusers read it wrongly: {wrong} differ from the file"):
+            check_with_diffusers(tmp_path / "x.safetensors", expected, name, transformer)
+
+
+def test_rounding_of_an_update_that_cancels_is_no_mistake(tmp_path):
+    """After few steps of Adam all numbers of a half are alike, and the rows of its rank may add up to little."""
+    transformer = flux().bfloat16()
+    updates = written("FluxPipeline", ("to_v",), tmp_path / "x.safetensors")[1]
+    for name, update in updates.items():
+        x = torch.randn(update.down.shape[1])
+        down = torch.stack([update.down[0], x * 1e-3 - update.down[0]])
+        down[1] -= x * (down.sum(0) @ x) / (x @ x) * 0.999
+        updates[name] = LowRank(down, torch.full_like(update.up, 0.015))
+    write(tmp_path / "x.safetensors", updates, {})
+    check_with_diffusers(tmp_path / "x.safetensors", updates, "FluxPipeline", transformer)
+
+
+def test_the_first_checkpoint_of_a_run_is_read_back(run, tiny, pairs, tmp_path, monkeypatch):
+    made, load = [], lora_pipeline.FluxLoraLoaderMixin.load_lora_weights
+
+    def counted(self, *arguments, **more):
+        made.append(arguments)
+        return load(self, *arguments, **more)
+
+    monkeypatch.setattr(lora_pipeline.FluxLoraLoaderMixin, "load_lora_weights", counted)
+    run("train", *short(tiny, pairs, tmp_path / "run", 2), "save_every=1")
+    assert len(made) == 1
+
+
+def test_a_failed_check_keeps_the_weights(run, tiny, pairs, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("unexpected keys: a.b\nand more")
+
+    monkeypatch.setattr(lora_pipeline.FluxLoraLoaderMixin, "load_lora_weights", refuse)
+    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1), ok=False)
+    assert "is written, but diffusers' FluxKontextPipeline cannot load it: unexpected keys: a.b" in outcome.error
+    assert (tmp_path / "run/lora/last/pytorch_lora_weights.safetensors").is_file()
+    assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
+
+
+NAMES = [name for name in dir(diffusers) if name.startswith(("Flux", "Qwen", "ZImage", "Krea2", "LongCat", "Ideogram"))]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.endswith("Pipeline") and "Modular" not in name and "Redux" not in name]
+)
+def test_the_loader_of_a_pipeline_is_the_one_that_it_has(name):
+    mixins = [base for base in getattr(diffusers, name).__mro__ if base.__name__.endswith("LoraLoaderMixin")]
+    assert loader_of(name) is (mixins[0] if mixins else None)
