@@ -383,7 +383,7 @@ def test_layers_that_cannot_be_fused_keep_diffusers_names_for_comfyui(names, tmp
     write(path, updates, {}, format="comfyui", names=names["flux"])
     state = safetensors.torch.load_file(path)
     assert f"transformer.{layers[0]}.dora_scale" in state
-    with pytest.raises(UserError, match="only some have DoRA. Choose format=comfyui or"):
+    with pytest.raises(UserError, match=r"only some have DoRA\. Choose format=comfyui or"):
         encode(updates, "kohya", names["flux"])
     again = LoRAFile(path).read(names["flux"], "flux")
     for layer, update in updates.items():
