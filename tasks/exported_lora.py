@@ -48,7 +48,7 @@ class ExportedLoRA(NamedTuple):
 
     @property
     def is_dora(self) -> bool:
-        """Whether it scales rows of the updated weights."""
+        """True if it scales rows of the updated weights."""
         return any("magnitude" in delta.tensors() for delta in self.deltas.values())
 
     @property

@@ -19,11 +19,10 @@ from rich.text import Text
 
 from datamodules.errors import UserError, printable
 from lightning_modules.adapters.rank_mask import read_rank_gate
-from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.arithmetic import inner, squared_difference
 from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.find import find_or_download
-from lightning_modules.lora_files.names import LayerNames, LayerShape, Meaning, OwnNames, program_of
+from lightning_modules.lora_files.names import LayerNames, LayerShape, OwnNames, program_of
 from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile
 from tasks.edit import as_list
 from tasks.models import fitting_models, model_for
@@ -131,7 +130,7 @@ class LoRAFacts:
             "layers": f"{len(parts)}",
             "kind": counted([delta.kind for delta in deltas]),
             "rank": counted([delta.size for delta in deltas]),
-            "alpha": f"{self._alpha()}; scale {scales}",
+            "scale": scales,
             "dtype": counted([file.dtypes[key] for key in used]),
             "DoRA": f"in {doras} of {len(parts)} layers" if doras else "no",
             "T-LoRA": _schedule(file),
@@ -148,21 +147,6 @@ class LoRAFacts:
         if zero := [layer for layer, norm in self.norms.items() if not norm]:
             rows["ALL ZERO"] = f"{len(zero)} layers: {', '.join(shown(layer) for layer in zero[:LAYERS])}"
         return rows
-
-    def _alpha(self) -> str:
-        """Return the alphas, and where the file states them."""
-        file, ranks = self.file, Ranks.of_file(self.file)
-        in_tensors = any("alpha" in parts for parts in file.parts.values())
-        if not in_tensors and ranks is not None:
-            layers = [layer for name in file.parts for layer in (self.names.meaning(name) or Meaning((name,))).layers]
-            trained = counted([float(f"{ranks.scale_of(layer):.4g}") for layer in layers])
-            alphas = counted([ranks.alpha_of(layer) for layer in layers])
-            return f"{alphas}, in the weights (trained at scale {trained})"
-        scales = file.scales(self.names)
-        if not in_tensors and set(scales.values()) == {1.0}:
-            return "none"
-        alphas = counted([round(scale * (file.empty[name].divisor or 1), 4) for name, scale in scales.items()])
-        return f"{alphas}, in {'tensors' if in_tensors else 'settings'}"
 
 
 def _schedule(file: LoRAFile) -> str:

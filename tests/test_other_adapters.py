@@ -147,7 +147,7 @@ def test_exports_say_who_reads_them_and_what_is_lost(run, trained_other, tmp_pat
     file = LoRAFile(tmp_path / "low" / "pytorch_lora_weights.safetensors")
     assert {update.kind for update in file.empty.values()} == {"LoRA"}
     assert file.adapter["rank"] == file.adapter["alpha"] == 8
-    assert "is a LoKr: write its closest LoRA" in run(
+    assert "is a LoKr. Write its closest LoRA" in run(
         "predict", "task=export", f"merge=[{lokr},{loha}]", f"output_dir={tmp_path / 'm'}", ok=False
     ).error  # fmt: skip
 

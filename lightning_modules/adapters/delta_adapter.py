@@ -136,7 +136,7 @@ class DeltaAdapter(Adapter):
 
     @property
     def has_own_rates(self) -> bool:
-        """Whether parameters have different learning rates."""
+        """True if parameters have different learning rates."""
         return bool(self.lr_pattern)
 
     def lr_factor(self, name: str) -> float:

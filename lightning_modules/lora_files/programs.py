@@ -1,4 +1,4 @@
-"""Which programs read a LoRA file: a table of measured verdicts, and a check by diffusers' own loader.
+"""Programs that read a LoRA file: a table of measured verdicts, and a check by diffusers' own loader.
 
 Measured with diffusers 0.42, peft 0.21, ComfyUI 0.33 and InvokeAI of 2026-08.
 """

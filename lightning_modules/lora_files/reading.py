@@ -32,16 +32,6 @@ DIFFUSERS_KEY = "lora_adapter_metadata"
 LARGEST_HEADER = 10 * 10**6
 # Letters; layer names have about a hundred.
 LONGEST_NAME = 500
-# Parts of tensor names in files of other kinds, and the kind.
-OTHER_KINDS = {
-    "lokr_": "a LoKr of convolutions",
-    "hada_": "a LoHa of convolutions",
-    "oft_": "an OFT of another form",
-    "lora_B.bias": "a LoRA with biases",
-    "lora_mid": "a LoCon of convolutions",
-    ".diff": "whole differences of weights",
-    "_ia3": "IA3",
-}
 
 
 class LoRAFile:
@@ -134,7 +124,7 @@ class LoRAFile:
 
     @cached_property
     def parts(self) -> dict[str, dict[str, str]]:
-        """By the file's name of each layer, the names of its tensors: alpha and those of the delta.
+        """Names of each layer's tensors (alpha and those of the delta), by the file's name of the layer.
 
         Raises:
             UserError: it contains something else.
@@ -157,7 +147,7 @@ class LoRAFile:
 
     @cached_property
     def empty(self) -> dict[str, Delta]:
-        """By the file's name of each layer, its delta on the meta device.
+        """Each layer's delta on the meta device, by the file's name of the layer.
 
         Raises:
             UserError: its tensors do not fit together, or peft's settings give them another meaning.
@@ -280,20 +270,15 @@ class LoRAFile:
         if not others:
             text = f", only weights of {' and '.join(self.ignored)}" if self.ignored else ""
             raise self._error(f"contains no layer of a transformer{text}")
-        kind = next((kind for part, kind in OTHER_KINDS.items() if any(part in key for key in others)), None)
-        if not has_deltas and kind is None and all(len(self.shapes[k]) < 2 or k.endswith("weight") for k in others):
+        if not has_deltas and all(len(self.shapes[key]) < 2 or key.endswith("weight") for key in others):
             raise UserError(
                 f"{self.path} contains a model's own weights ({_some_keys(others)}) and no LoRA. A transformer is set "
                 "by model.transformer_name_or_path"
             )
-        if has_deltas:
-            problem = f"includes {kind}" if kind else "contains more than a LoRA"
-        else:
-            problem = f"is {kind}" if kind else "is no LoRA"
         raise UserError(
-            f"{self.path} {problem} ({_some_keys(others)}), which Retouch does not read; it reads lora_A and lora_B or "
-            "lora_down and lora_up of each layer, with alpha and DoRA's magnitude, and LoKr, LoHa and peft's OFT of "
-            "linear layers"
+            f"{self.path} contains tensors that Retouch does not read ({_some_keys(others)}); it reads lora_A and "
+            "lora_B or lora_down and lora_up of each layer, with alpha and DoRA's magnitude, and LoKr, LoHa and peft's "
+            "OFT, all of linear layers only"
         )
 
 

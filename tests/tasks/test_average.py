@@ -124,7 +124,7 @@ def test_equal_files_give_themselves(run, whole, tmp_path):
     assert all(torch.equal(tensor, tensors(source)[0][name]) for name, tensor in found.items())
 
 
-def test_what_is_no_run_of_savings_is_one_line(refuses, learned, whole, tmp_path):
+def test_what_is_no_run_of_savings_is_one_line(run, learned, whole, tmp_path):
     step = whole / "lora" / "step-000004-raw"
     changes = {
         "elsewhere": lambda header: header.clear(),
@@ -153,9 +153,12 @@ def test_what_is_no_run_of_savings_is_one_line(refuses, learned, whole, tmp_path
         f"[{step},{made['layers']}]": "they differ in transformer.",
     }
     for given, words in said.items():
-        refuses("task=average", f"lora={given}", words=words, script="predict")
+        line = run("predict", "task=average", f"lora={given}", f"output_dir={tmp_path / 'out'}", ok=False).error
+        assert words in line, given
+        assert not (tmp_path / "out").exists()
     for value, words in {"0.3": "to 0.28", "0": "above 0", "[]": "a list of them"}.items():
-        refuses("task=average", f"lora={whole}", f"average.relative_std={value}", words=words, script="predict")
+        given = [f"lora={whole}", f"average.relative_std={value}"]
+        assert words in run("predict", "task=average", *given, ok=False).error
 
 
 def test_averages_are_averaged_with_a_note(run, whole, tmp_path):

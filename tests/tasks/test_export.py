@@ -256,7 +256,6 @@ def test_a_file_that_is_there_is_replaced_only_when_told_to(run, made, tmp_path)
         (["lora={snow}", "output_dir={snow}"], "it is a file"),
         (["lora={snow}", "lora_scale=0.5"], "lora_scale has no effect with task=export: it is a setting of task=edit"),
         (["lora={snow}", "task=edit", "rank=4"], "rank has no effect with task=edit: it is a setting of task=export"),
-        (["task=clean", "export.dtype=float16"], "export.dtype has no effect with task=clean"),
         (["lora={snow}", "prompt=x"], "prompt has no effect with task=export: it is a setting of task=edit"),
     ],
     ids=str,

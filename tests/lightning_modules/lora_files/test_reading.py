@@ -35,6 +35,7 @@ def with_header(settings: str) -> bytes:
 
 
 OUTSIDE = json.dumps({DOWN: {"dtype": "F32", "shape": [2, 64], "data_offsets": [0, 10**12]}}).encode()
+UNREAD = "contains tensors that Retouch does not read ("
 FILES = {
     "empty": (b"", "is an empty file"),
     "no safetensors": (b"\x80\x04pickle" * 10, "is a pickle of PyTorch"),
@@ -88,9 +89,18 @@ FILES = {
         "only alpha and lokr_w1, half",
     ),
     "LoHa": (stored({"lora_unet_x.hada_w1_a": torch.ones(2, 2)}), "only hada_w1_a, half"),
-    "biases": (stored(GOOD | {f"{LAYER}.lora_B.bias": torch.ones(64)}), "includes a LoRA with biases ("),
-    "differences": (stored(GOOD | {"diffusion_model.x.diff": torch.ones(4)}), "includes whole differences of weights"),
-    "something beside": (stored(GOOD | {"something": torch.ones(4)}), "contains more than a LoRA (something)"),
+    "biases": (
+        stored(GOOD | {f"{LAYER}.lora_B.bias": torch.ones(64)}),
+        UNREAD + "transformer.",
+    ),
+    "differences": (
+        stored(GOOD | {"diffusion_model.x.diff": torch.ones(4)}),
+        UNREAD + "diffusion_model.x.diff",
+    ),
+    "something beside": (
+        stored(GOOD | {"something": torch.ones(4)}),
+        UNREAD + "something)",
+    ),
     "two adapters": (
         stored({key.replace(".weight", f".{name}.weight"): one for key, one in GOOD.items() for name in "ab"}),
         "contains several adapters",
@@ -160,12 +170,18 @@ def test_one_short_line_says_what_is_wrong(names, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["not a number", "another model's"])
-def test_both_commands_say_so_before_they_start(refuses, photo, tmp_path, name):
+def test_both_commands_say_so_before_they_start(refuses, tiny, photo, tmp_path, name):
     content, message = FILES[name]
     (tmp_path / "x.safetensors").write_bytes(content)
     refuses(f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.rank=2", "adapter.target_modules=[attn.to_q]",
             words=message)  # fmt: skip
-    request = ["model=flux_kontext", f"image={photo}", "prompt=x", f"lora={tmp_path / 'x.safetensors'}"]
+    request = [
+        "model=flux_kontext",
+        f"model.pretrained_model_name_or_path={tiny}",
+        f"image={photo}",
+        "prompt=x",
+        f"lora={tmp_path / 'x.safetensors'}",
+    ]
     refuses(*request, words=message, script="predict")
 
 
