@@ -1,4 +1,4 @@
-"""model.gradient_checkpointing=auto: as little computed again as the memory allows."""
+"""model.gradient_checkpointing=auto: the least recomputation that fits into the GPU memory."""
 
 import logging
 from typing import Any
@@ -18,9 +18,9 @@ log = logging.getLogger("retouch")
 
 
 class RaiseCheckpointing(L.Callback):
-    """Begins a run with `full` checkpointing and raises it after each of the first steps, as far as memory is left.
+    """Begin with `full` checkpointing, and reduce it after each of the first steps while memory is left.
 
-    It acts where `Execution.searches_checkpointing`: on a GPU. All processes choose the same.
+    It acts only if `Execution.searches_checkpointing`, on a GPU. All processes choose the same policy.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class RaiseCheckpointing(L.Callback):
         if not execution.searches_checkpointing:
             return
         if not isinstance(data, PairsDataModule):
-            log.info("model.gradient_checkpointing=auto is full: the sizes of what is streamed are not known")
+            log.info("model.gradient_checkpointing=auto is full: the sizes of streamed samples are unknown")
             return
         self._first_step = trainer.global_step
         self._memory = execution.memory()
@@ -55,18 +55,18 @@ class RaiseCheckpointing(L.Callback):
             self._memory.restart()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._calibration is not None and self._memory is not None:  # pictures may come before the batch's end
+        if self._calibration is not None and self._memory is not None:  # images may be sampled before the end of the batch
             self._taken = self._memory.taken()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         calibration, memory = self._calibration, self._memory
-        # In the first step the optimizer makes its state.
+        # In the first step the optimizer creates its state.
         if calibration is None or memory is None or trainer.global_step <= self._first_step + 1:
             return
         assert isinstance(pl_module, EditModule)
-        # The same in all processes: that of the one that took the most, and the least that is free.
+        # All processes use the largest consumption and the smallest free memory.
         mine = [calibration.excess(self._taken, outputs["tokens"]), -memory.free()]
         together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
         excess, less = trainer.strategy.reduce(together, reduce_op="max").tolist()

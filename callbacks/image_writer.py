@@ -1,4 +1,4 @@
-"""Predicted pictures to PNG files and a line each in predictions.jsonl; of several LoRA scales a strip, too."""
+"""Predicted images: PNG files, a line each in predictions.jsonl, and a strip of several LoRA scales."""
 
 import json
 import logging
@@ -18,14 +18,14 @@ from report.images import labelled_row, save_png, to_image
 
 log = logging.getLogger("retouch")
 
-# In a prediction's folder: a line of JSON for each picture.
+# File with a line of JSON for each image.
 PREDICTIONS = "predictions.jsonl"
-# In a prediction's folder: for each prompt and seed the pictures at all LoRA scales, side by side.
+# Folder with the images at all LoRA scales side by side, for each prompt and seed.
 STRIPS = "strips"
 
 
 def log_image(trainer: L.Trainer, name: str, image: Image.Image) -> None:
-    """Show an image of the present step in every logger that takes images."""
+    """Log an image of the present step with every logger that accepts images."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(image), trainer.global_step, dataformats="HWC")
@@ -34,11 +34,11 @@ def log_image(trainer: L.Trainer, name: str, image: Image.Image) -> None:
 
 
 class ImageWriter(BasePredictionWriter):
-    """Writes each picture as soon as it is made.
+    """Write each image as soon as it is sampled.
 
     Args:
         output_dir: the prediction's folder.
-        strips: whether the pictures of several LoRA scales are shown in a row, too.
+        strips: whether the images of several LoRA scales are also written in a row.
     """
 
     def __init__(self, output_dir: str, strips: bool) -> None:
@@ -73,7 +73,7 @@ class ImageWriter(BasePredictionWriter):
                     self._write_strip(name, batch, of_scales)
 
     def _write_strip(self, name: str, request: EditRequest, files: Mapping[float, Path]) -> None:
-        """The picture that is edited, where there is one, and the results by scale."""
+        """Write the edited image, if there is one, and the results by scale."""
         images = {"image": to_image(request.raw.controls[0])} if request.raw.controls else {}
         for scale, file in files.items():
             with Image.open(file) as image:

@@ -1,4 +1,4 @@
-"""Metrics of edited images that torchmetrics does not have."""
+"""Metrics of edited images that are not in torchmetrics."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +14,7 @@ from datamodules.images.alignment import BELIEVED, edges, shift
 
 
 class MaskIoU(BinaryJaccardIndex):
-    """Intersection over union of what is bright, for edits that make masks: (B, 3, H, W) in [0, 1]."""
+    """Intersection over union of bright pixels, for edits that create masks: (B, 3, H, W) in [0, 1]."""
 
     higher_is_better = True
 
@@ -23,10 +23,10 @@ class MaskIoU(BinaryJaccardIndex):
 
 
 class FeatureSimilarity(MeanMetric):
-    """Cosine similarity of two pictures to a vision model: CLIP-I with a CLIP model, DINO with a DINOv2.
+    """Cosine similarity of the features of two images: CLIP-I with a CLIP model, DINO with DINOv2.
 
     Args:
-        model_name_or_path: folder or hub id of a transformers model; loaded when it is first used.
+        model_name_or_path: folder or hub id of a transformers model; loaded on first use.
     """
 
     higher_is_better = True  # type: ignore[assignment]
@@ -42,8 +42,8 @@ class FeatureSimilarity(MeanMetric):
         super().update((ours * theirs).sum(-1))
 
     @torch.no_grad()
-    def _features(self, pictures: Tensor) -> Tensor:
-        """(B, 3, H, W) in [0, 1] -> (B, D)."""
+    def _features(self, images: Tensor) -> Tensor:
+        """Return the features (B, D) of images (B, 3, H, W) in [0, 1]."""
         if self._model is None:
             from transformers import AutoImageProcessor, AutoModel
 
@@ -51,33 +51,32 @@ class FeatureSimilarity(MeanMetric):
                 self._processor = AutoImageProcessor.from_pretrained(self.model_name_or_path)
                 self._model = AutoModel.from_pretrained(self.model_name_or_path).eval()
             except OSError as error:
-                first = reason(error)
                 raise UserError(
-                    f"callbacks.validation.metrics: cannot load {self.model_name_or_path}: {first}"
+                    f"callbacks.validation.metrics: cannot load {self.model_name_or_path}: {reason(error)}"
                 ) from error
-        seen = self._processor(images=list(pictures), do_rescale=False, return_tensors="pt")["pixel_values"]
+        seen = self._processor(images=list(images), do_rescale=False, return_tensors="pt")["pixel_values"]
         if hasattr(self._model, "get_image_features"):
             features = self._model.get_image_features(pixel_values=seen)
             return getattr(features, "pooler_output", features)
         return self._model(pixel_values=seen).pooler_output
 
 
-# Control and target agree where no channel differs by more: below are the traces of JPEG and of autoencoders.
+# Largest difference of channels of the same content; JPEG and autoencoders leave smaller ones.
 AGREEING = 16 / 255
-# The share of an image that must be outside of the edit: of less, no statistics.
+# Smallest share of an image outside of the edit for which statistics are computed.
 LEAST_OUTSIDE = 0.1
-# Rounds of measuring a shift and undoing it: the last one measures what is left.
+# Rounds of measuring a shift and undoing it.
 ROUNDS = 3
 
 
 class Outside(NamedTuple):
-    """A result compared with its source where the edit changes nothing, that is where source and target agree.
+    """Comparison of a result with its source outside of the edit, where source and target agree.
 
     All images are (3, H, W) in [0, 1].
 
     Attributes:
-        where: (H, W) bool; None if the edit leaves too little of the image alone.
-        shift: (x, y) in pixels of the result against the source; None where it cannot be told.
+        where: (H, W) bool; None if the edit changes nearly the whole image.
+        shift: (x, y) in pixels of the result against the source; None if it is unknown.
         aligned: the result with its shift undone.
         corrected: aligned, with its colours mapped to those of the source by the affine map that fits best outside.
     """
@@ -89,7 +88,7 @@ class Outside(NamedTuple):
 
 
 def compare_outside(result: Tensor, target: Tensor, source: Tensor) -> Outside:
-    """Return what distinguishes a result from its source outside of the edit."""
+    """Compare a result with its source outside of the edit."""
     changed = ((target - source).abs().amax(0) > AGREEING).float()
     margin = max(1, min(changed.shape) // 64)
     grown = F.max_pool2d(changed[None], 2 * margin + 1, stride=1, padding=margin)[0]
@@ -144,15 +143,15 @@ SRGB_TO_XYZ = ((0.4124564, 0.3575761, 0.1804375), (0.2126729, 0.7151522, 0.07217
 
 
 class EditMetrics(Metric):
-    """Changes outside of an edit, and the share of the edit that is made: means over the edits.
+    """Changes outside of an edit, and its strength: means over the edits.
 
     - shift: pixels by which the result is shifted against the source outside of the edit;
     - drift: root mean square change there, in levels of 255, apart from the shift and a change of all colours;
     - colour_shift: distance of the colours there from those of the source, in units of CIE L*a*b*: the Wasserstein
       distance of two Gaussians, by their means and covariances;
-    - strength: share of the edit's change that is reached: 0 for the source, 1 for the target, above 1 for too much.
+    - strength: share of the change towards the target: 0 for the source, 1 for the target, above 1 for too much.
 
-    An edit is left out of a mean for which it has no figure: one of the whole image leaves nothing outside.
+    Means exclude edits without a figure: an edit of the whole image leaves nothing outside.
     """
 
     # Whether more is better, by figure; None for strength, of which 1 is best.

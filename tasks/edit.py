@@ -1,4 +1,4 @@
-"""task=edit: make pictures."""
+"""task=edit: edit or create images."""
 
 import math
 from dataclasses import fields
@@ -28,16 +28,16 @@ from tasks.terminal import log, silence_libraries
 
 
 def edit(cfg: DictConfig, output_dir: Path) -> None:
-    """Edit cfg.image, or make pictures from the prompt alone."""
+    """Edit cfg.image, or create images from the prompt only."""
     records = output_dir / PREDICTIONS
     if records.exists():
         raise UserError(f"output_dir={output_dir} already contains predictions: choose another folder")
     if cfg.lora is None:
-        log.info(f"no lora=: the model alone ({cfg.model.pretrained_model_name_or_path})")
+        log.info(f"no lora=: only the model ({cfg.model.pretrained_model_name_or_path})")
     files = [find_or_download(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
     headers = [header_here(LoRAFile(file)) for file in files]
     cfg.model = model_settings(cfg, headers, HydraConfig.get().overrides.task)
-    check_ranges(cfg, "predict")  # again: the file's header may hold any value
+    check_ranges(cfg, "predict")  # again: the file's header may contain any value
     by_layer = {}
     if isinstance(cfg.lora_scale, DictConfig):
         by_layer = {str(pattern): float(scale) for pattern, scale in cfg.lora_scale.items()}
@@ -47,7 +47,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     are_sliders = bool(headers) and all((header or {}).get("objective") == SliderObjective.name for header in headers)
     if cfg.lora_scale is None and are_sliders:
         scales = list(map(float, SliderObjective.scales))
-        log.info("a slider: pictures from lora_scale=-2 to 2; lora_scale=1 makes one alone")
+        log.info("a slider: images from lora_scale=-2 to 2; lora_scale=1 makes only one")
     if not files and (by_layer or scales != [1.0]):
         raise UserError("lora_scale needs lora=: name the weights that it scales")
     place_trainer(cfg)
