@@ -96,7 +96,7 @@ def _memory(plan: Footprint, module: EditModule, caches: bool, samples: bool, ot
     peaks = [sum(training.values()), *([encoding_peak] if caches else []), *([sampling] if samples else [])]
     peak = max([*peaks, *([base + apart] if offloads and not caches else [])])
     host = {"this process": plan.process}
-    host |= {"prompts while encoding": plan.prompts, "reading ahead": plan.read_ahead} if caches else {}
+    host |= {"prompts while encoding": plan.prompts} if caches else {}
     host |= {part: plan.encoders[part] for part in sorted(on_host)} | (present if offloads else {})
     host |= {"blocks": plan.offloaded} if plan.offloaded else {}
     listed = ", ".join(f"{policy} {decimal(size)}" for policy, size in plan.activations.items())

@@ -52,7 +52,6 @@ class Footprint:
         encode, decode: peak of the autoencoder besides its weights.
         prompts: embeddings held in host memory while encoding.
         cache: everything that is encoded.
-        read_ahead: batches waiting in host memory.
         process: this process's memory now.
     """
 
@@ -72,7 +71,6 @@ class Footprint:
     decode: int
     prompts: int
     cache: int
-    read_ahead: int
     process: int
 
 
@@ -130,9 +128,6 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         decode=decode,
         prompts=prompts,
         cache=sum(latents[size] for size in data.sizes) + cached_prompts,
-        read_ahead=(2 * data.num_workers + 1)
-        * heaviest.samples
-        * (latents[heaviest.size] + (3 if data.preserve_prompts else 2) * prompt[heaviest.size]),
         process=psutil.Process().memory_info().rss,
     )
 

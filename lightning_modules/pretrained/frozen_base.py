@@ -242,20 +242,15 @@ class FrozenBase:
 
         FLUX.1 [dev], whose guidance was distilled and not its steps, is not.
         """
-        config, index = self.source.config(), self.source.pipeline_index()
-        names = [self._transformer_repository, index.get("_name_or_path")]
+        index, names = self.source.pipeline_index(), [self._transformer_repository]
         if not index:  # a transformer only is most often of the base's kind
             index = self.index
-            names += [self.name, index.get("_name_or_path")]
-        if index.get("is_distilled") is True:
-            return "is_distilled in model_index.json"
-        for key in ("is_distilled", "flow_map"):
-            if config.get(key) is True:
-                return f"{key} in the transformer's config.json"
-        for name in names:
-            if isinstance(name, str) and (found := DISTILLED.search(Path(name).name)):
-                return f"{found[1]} in its name"
-        return None
+            names.append(self.name)
+        for config, file in ((index, "model_index.json"), (self.source.config(), "the transformer's config.json")):
+            if config.get("is_distilled") is True:
+                return f"is_distilled in {file}"
+        found = (DISTILLED.search(Path(name).name) for name in (*names, str(index.get("_name_or_path"))))
+        return next((f"{match[1]} in its name" for match in found if match), None)
 
     @property
     def _transformer_repository(self) -> str:

@@ -20,8 +20,8 @@ from lightning_modules.pretrained.checks import (
 from lightning_modules.pretrained.repository import load_model, resolve_repository
 from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
 from lightning_modules.quantization.fp8 import describe_kernels
+from lightning_modules.quantization.linear import HINTS
 from lightning_modules.quantization.quantization import Quantization
-from lightning_modules.quantization.stored import HINTS
 
 log = logging.getLogger("retouch")
 

@@ -19,7 +19,6 @@ from datamodules.files import reading
 from lightning_modules.execution.host_memory import return_freed_memory
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import FORMATS, Quantization
-from lightning_modules.quantization.stored import StoredLayer
 from lightning_modules.timing import ProgressLines
 
 log = logging.getLogger("retouch")
@@ -173,7 +172,7 @@ def assemble(
             del tensors, tensor
             layer = quantization.quantize(linear).to(place(name))
         else:
-            layer = _stored_layer(linear, StoredLayer(name, weights.dtypes, weights.map, place(name), dtype))
+            layer = _stored_layer(linear, name, weights, place(name), dtype)
         del linear
         if layer is not None:
             model.set_submodule(name, layer)
@@ -190,13 +189,20 @@ def assemble(
     return_freed_memory()
 
 
-def _stored_layer(linear: nn.Linear, stored: StoredLayer) -> QuantizedLinear | None:
+def _stored_layer(
+    linear: nn.Linear, name: str, weights: Weights, device: torch.device, dtype: torch.dtype
+) -> QuantizedLinear | None:
     """Return the layer as it is quantized on disk, on the CPU mapped from its file; None if it is not quantized."""
-    found = (row.layout.read(stored) for row in FORMATS.values())
+    if weights.dtypes[f"{name}.weight"] in PLAIN:
+        return None
+    start = f"{name}."
+    parts = {key[len(start) :]: weights.map(key).to(device) for key in weights.dtypes if key.startswith(start)}
+    if "bias" in parts:
+        parts["bias"] = parts["bias"].to(dtype)
+    found = (row.layout.read(parts, name, dtype) for row in FORMATS.values())
     layer = next((layer for layer in found if layer is not None), None)
     if layer is not None:
-        shapes = [(one.out_features, one.in_features) for one in (layer, linear)]
-        _require_shape(stored.name, *shapes)
+        _require_shape(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
     return layer
 
 

@@ -3,14 +3,20 @@
 Products run in the dtype of the activations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces, scaled_rows
-from lightning_modules.quantization.stored import StoredLayer
+from lightning_modules.quantization.linear import (
+    STORAGES,
+    QuantizedLinear,
+    Storage,
+    in_pieces,
+    scaled_rows,
+    stored_scale,
+)
 
 
 class Int8(Storage):
@@ -49,13 +55,11 @@ def quantize_quanto(linear: nn.Linear, format: str) -> QuantizedLinear:
     return QuantizedLinear("scaled", weight.shape, scale.dtype, linear.bias, weight=weight, weight_scale=scale)
 
 
-def read_int8(stored: StoredLayer) -> QuantizedLinear | None:
-    """Read a layer in bitsandbytes' layout or in ComfyUI's int8_tensorwise; None for another dtype."""
-    if stored.kind != "I8":
+def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:
+    """Build a layer in bitsandbytes' layout or in ComfyUI's int8_tensorwise; a `Read`."""
+    weight, bias, scale = parts["weight"], parts.get("bias"), stored_scale(parts, name)
+    if weight.dtype != torch.int8:
         return None
-    weight, bias = stored.read("weight"), stored.bias()
-    scale = stored.scale(len(weight))
     if scale is None:
-        maxima = stored.read("SCB").float()
-        return QuantizedLinear("int8", weight.shape, stored.dtype, bias, weight=weight, SCB=maxima)
-    return QuantizedLinear("scaled", weight.shape, stored.dtype, bias, weight=weight, weight_scale=scale)
+        return QuantizedLinear("int8", weight.shape, dtype, bias, weight=weight, SCB=parts["SCB"].float())
+    return QuantizedLinear("scaled", weight.shape, dtype, bias, weight=weight, weight_scale=scale)

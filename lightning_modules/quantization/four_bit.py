@@ -1,6 +1,6 @@
 """fp4 and nf4 (arXiv 2305.14314): 4 bits a weight and a scale for each block of 64, by bitsandbytes' kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
-from lightning_modules.quantization.stored import StoredLayer
 
 QUANT_TYPES = ("fp4", "nf4")
 # In safetensors files, between a layer's name and its quant type.
@@ -114,13 +113,14 @@ def quantize_four_bit(linear: nn.Linear, quant_type: str, double_quant: bool) ->
     return FourBitLinear(packed, state, linear.bias, dtype)
 
 
-def read_four_bit(stored: StoredLayer) -> FourBitLinear | None:
-    """Read a layer in bitsandbytes' layout; None for another dtype."""
-    if stored.kind != "U8":
+def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> FourBitLinear | None:
+    """Build a layer in bitsandbytes' layout; a `Read`."""
+    weight = parts["weight"]
+    if weight.dtype != torch.uint8:
         return None
-    state = stored.parts("weight.")
+    state = {key.removeprefix("weight."): part for key, part in parts.items() if key.startswith("weight.")}
     try:
-        quant_state = bnb.functional.QuantState.from_dict(state, stored.device)
+        quant_state = bnb.functional.QuantState.from_dict(state, weight.device)
     except (KeyError, ValueError, AssertionError) as error:
-        raise UserError(f"the quant state of {stored.name} is damaged: {error}; download the file again") from error
-    return FourBitLinear(stored.read("weight").view(torch.uint8), quant_state, stored.bias(), stored.dtype)
+        raise UserError(f"the quant state of {name} is damaged: {error}; download the file again") from error
+    return FourBitLinear(weight, quant_state, parts.get("bias"), dtype)

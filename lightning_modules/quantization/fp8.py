@@ -1,15 +1,14 @@
 """fp8: float8 weights with a scale for each row, multiplied on tensor cores where there are any (arXiv 2209.05433)."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from datamodules.files import reason
-from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Scaled, in_pieces, transposed
-from lightning_modules.quantization.stored import StoredLayer
+from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Scaled, in_pieces, stored_scale, transposed
 
 log = logging.getLogger("retouch")
 
@@ -69,14 +68,13 @@ def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:
     return QuantizedLinear("fp8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, weight_scale=scale)
 
 
-def read_fp8(stored: StoredLayer) -> QuantizedLinear | None:
-    """Read a float8 layer with one scale, a scale for each row, or none; None for another dtype."""
-    if stored.kind not in FLOAT8:
+def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:
+    """Build a float8 layer with one scale, a scale for each row, or none; a `Read`."""
+    weight, scale = parts["weight"], stored_scale(parts, name)
+    if weight.dtype not in FLOAT8.values():
         return None
-    weight = stored.read("weight")
-    scale = stored.scale(len(weight))
-    scale = torch.ones(1, 1, device=stored.device) if scale is None else scale
-    return QuantizedLinear("fp8", weight.shape, stored.dtype, stored.bias(), weight=weight, weight_scale=scale)
+    scale = torch.ones(1, 1, device=weight.device) if scale is None else scale
+    return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
 
 
 def describe_kernels(device: torch.device) -> str:

@@ -1,18 +1,20 @@
-"""Linear layers with frozen quantized weights, and the operators that multiply by them.
+"""Linear layers with frozen quantized weights: the operators that multiply by them, and their layouts in files.
 
 The backward pass needs only the quantized weight, kept as saved tensors: gradient checkpointing and offloading can free
 it. bitsandbytes' own layers also keep their inputs.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from datamodules.errors import UserError, listing
 from datamodules.files import reason
 from lightning_modules.execution.blocks import compute_dtype
 
@@ -24,6 +26,12 @@ PIECE = 2**21
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Storages by name; each format's file adds its own.
 STORAGES: dict[str, Callable[..., "Storage"]] = {}
+# Names of a layer's scale: diffusers' and ComfyUI's.
+SCALES = ("weight_scale", "scale_weight")
+# Names of scales of inputs, which are not used: inputs are scaled by their own size.
+HINTS = ("input_scale", "scale_input")
+# All of these, and ComfyUI's note of the format.
+SCALED = "|".join((*SCALES, *HINTS, "comfy_quant"))
 
 
 class Storage:
@@ -143,6 +151,74 @@ class QuantizedLinear(nn.Linear):
 def _storage(name: str) -> Storage:
     kind, *arguments = name.split()
     return STORAGES[kind](*arguments)
+
+
+# Builds a layer from its tensors (on its device, named without the layer's name, the bias in its final dtype), its name
+# and the dtype of unquantized weights; returns None for another format.
+Read = Callable[[Mapping[str, Tensor], str, torch.dtype], QuantizedLinear | None]
+
+
+class Layout(NamedTuple):
+    """A format's layout in safetensors files.
+
+    Attributes:
+        backend: that writes it.
+        dtypes: safetensors' dtype names of its weights.
+        companions: pattern of the names of a layer's other tensors.
+        needs: companions of which a layer must have one.
+        read: builds a layer.
+        sign: part of a tensor name that identifies the format; None where the weights' dtype does.
+        marker: name of a tensor without which a file may contain weights only.
+    """
+
+    backend: str
+    dtypes: Collection[str]
+    companions: str
+    needs: Sequence[str]
+    read: Read
+    sign: str | None = None
+    marker: str | None = None
+
+    def detect(self, name: str, dtype: str) -> bool:
+        """Return whether a tensor of this name and dtype identifies the format."""
+        return self.sign in name if self.sign else name.endswith(".weight") and dtype in self.dtypes
+
+    def readable(self, dtypes: Mapping[str, str], layers: Collection[str], where: str) -> set[str]:
+        """Return the names of the tensors that it reads.
+
+        Args:
+            dtypes: of all tensors, by name.
+            layers: the model's linear layers.
+
+        Raises:
+            UserError: a quantized layer lacks its companions.
+        """
+        quantized = {name for name in layers if dtypes[f"{name}.weight"] in self.dtypes}
+        matches = [re.fullmatch(rf"(.+)\.({self.companions})", name) for name in dtypes]
+        found = [match for match in matches if match and match[1] in quantized]
+        read = {match[0] for match in found} | ({self.marker} if self.marker and self.marker in dtypes else set())
+        if self.marker and not read:
+            return {name for name, dtype in dtypes.items() if dtype in self.dtypes}
+        if lacking := sorted(quantized - {match[1] for match in found if match[2] in self.needs}):
+            raise UserError(
+                f"{where} lacks the scales of {listing(lacking)}: the file is incomplete; download it again"
+            )
+        return read | {f"{name}.weight" for name in quantized}
+
+
+def stored_scale(parts: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """Return a layer's scale (out, 1) or (1, 1) in float32, None without one; raise a UserError for another shape.
+
+    Args:
+        parts: its tensors by the rest of their names.
+        name: of the layer.
+    """
+    scale, rows = next((parts[key] for key in SCALES if key in parts), None), len(parts["weight"])
+    if scale is not None and scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+        raise UserError(
+            f"{name} has scales {tuple(scale.shape)} on disk: expected one for the layer, or one for each row"
+        )
+    return None if scale is None else scale.float().reshape(-1, 1)
 
 
 def in_pieces(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:

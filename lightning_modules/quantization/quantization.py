@@ -15,12 +15,12 @@ from datamodules.files import reason
 from lightning_modules.execution.host_memory import return_freed_memory
 from lightning_modules.quantization import four_bit, fp8
 from lightning_modules.quantization.eight_bit import quantize_int8, quantize_quanto, read_int8
-from lightning_modules.quantization.stored import SCALED, SCALES, Layout
+from lightning_modules.quantization.linear import SCALED, SCALES, Layout
 
 LIBRARIES = {"quanto": "optimum-quanto", "bitsandbytes": "bitsandbytes"}
 # Bits of a weight in 4 bits with double quantization.
 DOUBLE_QUANT_BITS = 4.127
-NO_LAYOUT = Layout("", (), "(?!)", (), lambda stored: None)
+NO_LAYOUT = Layout("", (), "(?!)", (), lambda *_: None)
 # Quantizes a layer; the flag is double quantization.
 Quantize = Callable[[nn.Linear, bool], nn.Module]
 
