@@ -163,21 +163,6 @@ def test_dry_run_counts_batches_and_crops(run, tiny, two_roots, tmp_path):
     assert "sizes have fewer pairs than a batch" in flat
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (
-            "data.root=[{path: x, repeat: 2}]",
-            "a root has no setting repeat; choose from path, repeats, weight, resolution",
-        ),
-        ("data.resolution=[]", "data.resolution=[]: must be a whole number from 16 to 4096"),
-        ("data.buckets=null", "data.buckets=None: choose auto, exact, aspect or family"),
-    ],
-)
-def test_wrong_settings_are_one_line(run, tiny, pairs, tmp_path, setting, message):
-    assert message in run("train", *short(tiny, pairs, tmp_path, 1), setting, ok=False).error
-
-
 @pytest.mark.slow
 def test_small_masks_and_a_second_root_change_nothing_of_what_is_cached(run, tiny, two_roots, tmp_path):
     """A mask may be smaller than any picture; and where a crop lies does not depend on what a sample is called."""

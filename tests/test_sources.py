@@ -44,23 +44,6 @@ def test_trains_text_to_image_from_tars(run, repositories, tmp_path):
     assert "2 pictures" in run("train", "model=flux_dev", "model.dtype=float32", *arguments).text
 
 
-def test_wrong_columns_are_answered_with_those_that_there_are(fails, tmp_path):
-    root = as_parquet(tmp_path / "mine")
-    line = fails("data.columns={control: source, target: edited_image}", root=root)
-    assert "has no column source, which data.columns names for control" in line
-    assert "its columns are source_image, edited_image, edit_prompt" in line
-
-
-def test_rows_without_pictures_are_skipped_if_asked(fails, run, tiny, tmp_path):
-    members = {"0.source.png": picture(0), "0.target.png": picture(1), "0.txt": b"x", "1.source.png": picture(2)}
-    tar = write_tar(tmp_path / "x.tar", {**members, "1.txt": b"y"})
-    line = fails(root=tar)
-    assert "1 incomplete: " in line
-    assert "sample 1: target is empty" in line
-    text = run("train", *short(tiny, tar, tmp_path / "run", 1), "data.on_missing=skip").text
-    assert "1 pair of" in text
-
-
 def test_settings_of_a_root_name_its_columns_and_its_split(run, tiny, tmp_path):
     root = FORMS["snapshot"](tmp_path / "mine")
     columns = "{control: edited_image, target: source_image}"

@@ -239,6 +239,10 @@ def test_captions_are_faults_where_they_are_mistakes(tmp_path):
     assert found([*varied, (description, "a barn"), ("the lake", description)]) == [(Kind.REPEATED_CAPTION, "21")]
     assert found([*varied, (" ",)]) == [(Kind.NO_CAPTION, "20")]
     assert found([("",)] * 20) == [(Kind.NO_CAPTION, "all 20")]
+    assert found([*varied, ("{", '"scene": "a cup"', "}"), ("1girl",), ("\u732b",), ("12 \U0001f600",)]) == [
+        (Kind.NO_LETTERS, "20"),
+        (Kind.NO_LETTERS, "23"),
+    ]
 
 
 def test_a_set_of_small_pictures_is_one_finding():

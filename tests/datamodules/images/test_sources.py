@@ -1,377 +1,260 @@
-"""Which samples a root holds."""
+"""One set of pairs gives the same samples in whichever form it is stored; roots and their settings."""
 
-import json
 import os
+import pickle
 import shutil
-import unicodedata
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from datamodules.edits import find_images
-from datamodules.errors import UserError, count_of, listing
-from datamodules.images.samples import Root
-from datamodules.images.sources import find_samples
-from tests.support.pictures import make_pairs, photograph
-from tests.support.stored import write_tar
+from datamodules.errors import UserError
+from datamodules.files import Packed
+from datamodules.hashes import FileHashes, hash_file
+from datamodules.images.decoding import image_size, verify_image
+from datamodules.images.framing import Framing
+from datamodules.images.sample_set import SampleSet
+from datamodules.images.samples import Found, Root, Sample, Slice, as_roots, with_settings
+from datamodules.images.sources import find_captioned, find_samples
+from datamodules.images.windows import Window, load_image
+from tests.support.commands import ROOT
+from tests.support.pictures import make_pairs
+from tests.support.stored import FORMS, as_arrow, as_parquet, as_saved, as_suffixes, as_tars, picture, prompt
 
 
-def save(path, size=(32, 32)):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    photograph("coffee", *size).save(path)
-    return path
+def content(one) -> bytes:
+    return one.read() if isinstance(one, Packed) else one.read_bytes()
 
 
-@pytest.mark.parametrize("targets", ["training_images", "images", "target", "targets"])
-@pytest.mark.parametrize("controls", ["control_images", "control", "controls", "condition_images"])
-def test_folder_names(tmp_path, targets, controls):
-    save(tmp_path / targets / "a.png")
-    (tmp_path / targets / "a.txt").write_text("make it snow\n")
-    save(tmp_path / controls / "a.jpg")
-    (sample,) = find_samples([Root(tmp_path)]).samples
-    assert sample.key == "a"
-    assert sample.prompts[0] == "make it snow"
-    assert sample.target == tmp_path / targets / "a.png"
-    assert sample.controls == (tmp_path / controls / "a.jpg",)
+@pytest.fixture(autouse=True)
+def _own_data_set_cache(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_further_controls_by_number_and_mask(tmp_path):
-    make_pairs(tmp_path, [(32, 32)] * 2)
-    for name in ("00_control_10.png", "00_control_2.jpg", "00_control_1.webp", "00_mask.png"):
-        save(tmp_path / "control_images" / name)
-    first, second = find_samples([Root(tmp_path)]).samples
-    names = ["00.png", "00_control_1.webp", "00_control_2.jpg", "00_control_10.png"]
-    assert [path.name for path in first.controls] == names
-    assert first.mask.name == "00_mask.png"
-    assert len(second.controls) == 1
-    assert second.mask is None
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_the_same_pairs(form, tmp_path, capfd):
+    found = find_samples([Root(FORMS[form](tmp_path / "mine"))])
+    assert found.incomplete == []
+    assert [sample.prompts for sample in found.samples] == [(prompt(number),) for number in range(4)]
+    for number, sample in enumerate(found.samples):
+        assert content(sample.target) == picture(number + 10)
+        assert [content(one) for one in sample.controls] == [picture(number)]
+    assert len({sample.key for sample in found.samples}) == 4
+    assert "".join(capfd.readouterr()) == ""
 
 
-def numbered(root, *folders):
-    """Pairs whose control images stand in several folders, each in a size of its own."""
-    make_pairs(root, [(32, 32)] * 2)
-    shutil.rmtree(root / "control_images")
-    for number, folder in enumerate(folders, 1):
-        for stem in ("00", "01"):
-            save(root / folder / f"{stem}.png", (32 * number, 32))
-    return root
+@pytest.mark.parametrize("make", [as_parquet, as_tars])
+def test_packed_image_is_read_like_a_file_and_is_small_to_send(make, tmp_path):
+    first, second = find_samples([Root(make(tmp_path / "mine"))]).samples[:2]
+    assert image_size(first.target) == (32, 32)
+    verify_image(first.target)
+    assert load_image(first.target, Window.whole((32, 32))).shape == (3, 32, 32)
+    again = pickle.loads(pickle.dumps(first))
+    assert (again, hash(again)) == (first, hash(first))
+    assert len(pickle.dumps(first)) < 2000
+    assert first.target.signature()[0] != second.target.signature()[0] != second.controls[0].signature()[0]
 
 
-@pytest.mark.parametrize(
-    "folders",
-    [
-        ("control", "control_2", "control_3", "control_10"),
-        ("control_1", "control_2"),
-        ("control_images", "control_images_2"),
-        ("condition_images", "control-2", "controls3"),
-        ("control", "control_1"),
-    ],
-)
-def test_numbered_folders_are_further_references(tmp_path, folders):
-    root = numbered(tmp_path, *folders)
+@pytest.mark.parametrize("form", ["parquet", "save_to_disk", "tars"])
+def test_changed_data_set_is_hashed_again(form, tmp_path):
+    root = FORMS[form](tmp_path / "mine")
+    before = find_samples([Root(root)]).samples[0].target
+    (tmp_path / "hashes").write_text(FileHashes.line(hash_file(before)))
+    hashes = FileHashes([tmp_path / "hashes"])
+    assert hashes.get(before) is not None
+    shutil.rmtree(tmp_path / "mine")
+    FORMS[form](tmp_path / "mine")
+    assert hashes.get(find_samples([Root(root)]).samples[0].target) is None
+
+
+@pytest.mark.parametrize("form", [as_saved, as_parquet, as_arrow])
+def test_one_data_set_of_two_spellings_has_the_same_images(tmp_path, monkeypatch, form):
+    root = form(tmp_path / "mine")
+    (tmp_path / "link").symlink_to("mine")
+    monkeypatch.chdir(tmp_path)
+    spelled = [root, root.relative_to(tmp_path), f"link/{root.relative_to(tmp_path / 'mine')}"]
+    samples = [find_samples([Root(path)]).samples[1] for path in spelled]
+    assert len({one.target for one in samples}) == len({one.controls for one in samples}) == 1
+    assert str(samples[2].target) == f"{spelled[2].removesuffix('/.')} row 1 edited_image"
+    one = Slice("a", "/cache/x.arrow", 512, 64)
+    others = [("/cache/y.arrow", 512, 64), ("/cache/x.arrow", 513, 64), ("/cache/x.arrow", 512, 63)]
+    assert len({one, Slice("b", "/cache/x.arrow", 512, 64), *(Slice("a", *other) for other in others)}) == 4
+
+
+def test_roots_of_several_forms_are_mixed(tmp_path):
+    make_pairs(tmp_path / "folders", [(32, 32)])
+    roots = [as_tars(tmp_path / "tars"), tmp_path / "folders", as_suffixes(tmp_path / "suffixes")]
+    samples = find_samples([Root(root) for root in roots]).samples
+    assert [sample.root for sample in samples] == [0] * 4 + [1] + [2] * 4
+    assert len({sample.key for sample in samples}) == 9
+    assert samples[4].key == f"{tmp_path}/folders/00"
+
+
+def test_files_left_by_systems_are_passed_over_and_counted(tmp_path):
+    root = make_pairs(tmp_path, [(32, 32)] * 2)
+    for name in ("Thumbs.db", "desktop.ini", ".DS_Store", "._00.png", "._00.txt"):
+        (root / "training_images" / name).write_bytes(b"x")
+    (root / "control_images" / "__MACOSX").mkdir()
     found = find_samples([Root(root)])
-    assert [one.controls for one in found.samples] == [
-        tuple(root / folder / f"{stem}.png" for folder in folders) for stem in ("00", "01")
-    ]
-    assert (found.incomplete, found.notes) == ([], ())
+    assert (len(found.samples), found.incomplete, found.passed_over) == (2, [], 6)
 
 
-def test_numbered_folders_and_numbered_files_are_read_folder_by_folder(tmp_path):
-    root = numbered(tmp_path, "control", "control_2")
-    further = save(root / "control" / "00_control_1.png")
-    first, second = find_samples([Root(root)]).samples
-    assert first.controls == (root / "control/00.png", further, root / "control_2/00.png")
-    assert len(second.controls) == 2
+@pytest.mark.parametrize("kind", ["nothing", "two", "text", "pipe", "table that is a pipe", "table that is lost"])
+def test_roots_without_one_data_set_are_refused(tmp_path, kind):
+    root, message = tmp_path / "x", r"neither a folder nor a \.csv or \.jsonl table, nor a .* \.tar file"
+    if kind == "nothing":
+        root.mkdir()
+        message = "no pairs found. Looked for metadata.jsonl.*training_images/images/target/targets .*control_images"
+    elif kind == "two":
+        for name in ("a", "b"):
+            make_pairs(root / name, [(32, 32)])
+        message = f"holds 2 data sets, {root}/a, {root}/b: name one"
+    elif kind == "text":
+        root.write_text("")
+    elif kind == "pipe":
+        os.mkfifo(root)
+    else:
+        make_pairs(root, [(32, 32)])
+        table = root / "metadata.csv"
+        os.mkfifo(table) if "pipe" in kind else table.symlink_to("/nowhere")
+        message = f"cannot read {table}: it is a {'pipe' if 'pipe' in kind else 'link to /nowhere'}"
+    with pytest.raises(UserError, match=message) as error:
+        find_samples([Root(root)])
+    assert "\n" not in str(error.value)
 
 
-def test_what_is_wrong_with_numbered_folders_is_said(tmp_path):
-    root = numbered(tmp_path, "control", "control_2", "control_3")
-    (root / "control_2" / "00.png").unlink()
-    (root / "control_3" / "01.png").rename(root / "control_3" / "02.png")
-    found = find_samples([Root(root)])
-    assert [(one.key, len(one.controls)) for one in found.samples] == [("01", 2)]
-    assert [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in found.incomplete] == [
-        "training_images/00.png has no control image control_2/00.*",
-        "control_3/02.png has no target image training_images/02.*",
-    ]
-    (root / "control_02").mkdir()
-    with pytest.raises(UserError, match=r"control_02 and control_2 have the same number\. Rename one"):
+@pytest.mark.parametrize("url", ["s3://bucket/{000..012}.tar", "https://me:secret@host/pairs.tar", "gs://bucket/x"])
+def test_remote_images_are_to_be_copied(url):
+    with pytest.raises(UserError, match="copy them here first") as error:
+        find_samples([Root(url)])
+    assert "secret" not in str(error.value)
+
+
+def test_library_of_data_sets_is_imported_only_where_it_is_needed(tmp_path, monkeypatch):
+    make_pairs(tmp_path / "pairs", [(32, 32)])
+    code = (
+        "import sys; from datamodules.images.samples import Root; from datamodules.images.sources import find_samples\n"
+        "find_samples([Root(sys.argv[1])]); assert not {'datasets', 'pyarrow'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "pairs")], check=True, cwd=ROOT)
+    root = as_saved(tmp_path / "mine")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"mine needs the library datasets: pip install 'retouch\[datasets\]'"):
         find_samples([Root(root)])
 
 
-def test_what_bears_the_name_of_a_sample_and_is_not_read_is_named(tmp_path):
-    root = make_pairs(tmp_path, [(32, 32)] * 2)
-    for name in ("depth/00.png", "depth/01.png", "masks/00.png", "training_images/old/01.png", "elsewhere/99.png"):
-        save(root / name)
-    save(root / "training_images" / "00_control_1.png")
-    save(root / "controls" / "00.jpg")
-    (root / "training_images" / "01.npz").write_bytes(b"x")
-    (root / "control_images" / "01.txt").write_text("a cup")
-    (root / "training_images" / ".00.png").write_bytes(b"x")
-    (root / "README.md").write_text("about")
-    [note] = find_samples([Root(root)]).notes
-    assert note.startswith(f"{root}: not read, though named like images that are: ")
-    assert note.endswith(" and 4 more")
-    for kind in ("depth/*.png (2)", "masks/*.png (1)", "training_images/old/*.png (1)"):
-        name = kind.partition("/*")[0]
-        only = make_pairs(tmp_path.with_name(f"only {name.replace('/', ' ')}"), [(32, 32)] * 2)
-        shutil.copytree(root / name, only / name)
-        assert find_samples([Root(only)]).notes == (f"{only}: not read, though named like images that are: {kind}",)
+# Settings of roots.
+
+SETTINGS = {"resolution": 1024, "prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None}
 
 
-def test_pairs_in_one_folder_and_tables_name_what_they_do_not_read(tmp_path):
-    for name in ("a_start.png", "a_end.png", "depth/a_end.png"):
-        save(tmp_path / "one" / name)
-    (tmp_path / "one" / "a.txt").write_text("a cup")
-    assert find_samples([Root(tmp_path / "one")]).notes[0].endswith("images that are: depth/*.png (1)")
-    rows = table_rows(tmp_path / "table")
-    rows = [{**row, "depth": "m/1.png", "style_image": "c/2.png", "words": "x"} for row in rows]
-    (tmp_path / "table" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    [note, *_] = find_samples([Root(tmp_path / "table")]).notes
-    assert note.endswith("metadata.jsonl: images of other columns are not read: depth, style_image")
-
-
-def test_root_that_is_the_present_folder_has_nothing_unread(tmp_path, monkeypatch):
-    make_pairs(tmp_path, [(32, 32)])
-    monkeypatch.chdir(tmp_path)
-    assert find_samples([Root(".")]).notes == ()
-
-
-@pytest.mark.parametrize(("on_disk", "named"), [("NFD", "NFC"), ("NFC", "NFD")])
-def test_names_in_other_forms_of_unicode_match(tmp_path, on_disk, named):
-    """As between a Mac and what else there is: é of one character and of two."""
-    here, there = (unicodedata.normalize(form, "caf\u00e9 \u00c5") for form in (on_disk, named))
-    for name in (f"control_images/{there}.png", f"training_images/{here}.png", f"control_images/{there}_mask.png"):
-        save(tmp_path / "folders" / name)
-    save(tmp_path / "folders" / "control_images" / f"{here}_control_1.png")
-    (tmp_path / "folders" / "training_images" / f"{there}.txt").write_text("a cup")
-    found = find_samples([Root(tmp_path / "folders")])
-    assert (found.incomplete, found.notes) == ([], ())
-    [sample] = found.samples
-    assert (len(sample.controls), sample.prompts, sample.mask is None) == (2, ("a cup",), False)
-    for name in (f"{here}_start.png", f"{there}_end.png"):
-        save(tmp_path / "one" / name)
-    (tmp_path / "one" / f"{here}.txt").write_text("a cup")
-    assert len(find_samples([Root(tmp_path / "one")]).samples) == 1
-    save(tmp_path / "table" / here / f"{here}.png")
-    row = {"file_name": f"{there}/{there}.png", "control_file_name": f"{there}/{here}.png", "prompt": "x"}
-    (tmp_path / "table" / "metadata.jsonl").write_text(json.dumps(row))
-    [sample] = find_samples([Root(tmp_path / "table")]).samples
-    assert sample.target.samefile(sample.controls[0])
-    members = {f"{here}.source.png": b"", f"{there}.target.png": b"", f"{there}.txt": b"a cup"}
-    assert len(find_samples([Root(write_tar(tmp_path / "x.tar", members))]).samples) == 1
-    assert find_images(str(tmp_path / "table" / there / f"{there}.png"))[0][0].samefile(sample.target)
-
-
-def test_mask_may_stand_beside_the_target(tmp_path):
-    make_pairs(tmp_path, [(32, 32)])
-    mask = save(tmp_path / "training_images" / "00_mask.png")
-    found = find_samples([Root(tmp_path)])
-    assert found.samples[0].mask == mask
-    assert found.incomplete == []
-
-
-def test_several_roots_are_mixed_with_keys_of_their_own(tmp_path):
-    make_pairs(tmp_path / "a", [(32, 32)] * 2)
-    make_pairs(tmp_path / "b", [(32, 32)])
-    keys = [sample.key for sample in find_samples([Root(tmp_path / "a"), Root(tmp_path / "b")]).samples]
-    assert keys == [f"{tmp_path}/a/00", f"{tmp_path}/a/01", f"{tmp_path}/b/00"]
-
-
-def table_rows(folder):
-    for name in ("t/1.png", "c/1.png", "c/2.png", "m/1.png"):
-        save(folder / name)
-    return [
-        {
-            "file_name": "t/1.png",
-            "control_file_name": "c/1.png",
-            "prompt": "one, with comma",
-            "mask_file_name": "m/1.png",
-        },
-        {"file_name": "t/1.png", "control_file_name": ["c/1.png", "c/2.png"], "prompt": "schön"},
+def test_a_root_has_its_own_settings_and_the_others_of_all():
+    value = ["a", {"path": "b", "repeats": 3, "weight": 0.2, "resolution": [512, 768, 512], "prefix": "sks "}]
+    assert as_roots("root", value, SETTINGS) == [
+        Root("a", resolution=(1024,)),
+        Root("b", repeats=3, weight=0.2, resolution=(512, 768), prefix="sks "),
     ]
-
-
-def check_table(folder, root):
-    one, two = find_samples([Root(root)]).samples
-    assert one.prompts[0] == "one, with comma"
-    assert one.mask == folder / "m/1.png"
-    assert two.prompts[0] == "schön"
-    assert two.controls == (folder / "c/1.png", folder / "c/2.png")
-    assert two.mask is None
-    assert one.key != two.key
-
-
-def test_jsonl_table(tmp_path):
-    rows = table_rows(tmp_path)
-    (tmp_path / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    check_table(tmp_path, tmp_path)
-    check_table(tmp_path, tmp_path / "metadata.jsonl")
-
-
-def test_csv_table_as_spreadsheets_write_it(tmp_path):
-    import csv
-    import io
-
-    rows = table_rows(tmp_path)
-    rows[1]["control_file_name"] = json.dumps(rows[1]["control_file_name"])
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ["file_name", "control_file_name", "prompt", "mask_file_name"])
-    writer.writeheader()
-    writer.writerows(rows)
-    (tmp_path / "metadata.csv").write_text(text.getvalue(), encoding="utf-8-sig")
-    check_table(tmp_path, tmp_path)
-
-
-def test_csv_prompt_may_have_several_lines(tmp_path):
-    table_rows(tmp_path)
-    (tmp_path / "metadata.csv").write_text('file_name,control_file_name,prompt\nt/1.png,c/1.png,"two\nlines"\n')
-    assert find_samples([Root(tmp_path)]).samples[0].prompts[0] == "two\nlines"
-
-
-HEADER = "file_name,control_file_name,prompt\n"
-FIRST = "t/1.png,c/1.png,make it red\n"
-LAST = "t/1.png,c/2.png,make it blue\n"
+    assert as_roots("root", None, SETTINGS) == as_roots("root", "", SETTINGS) == []
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("root", "message"),
     [
-        ("t/1.png,c/1.png,make it snow, please\n", "line 3: 4 values for 3 columns .* comma needs quotes"),
-        ("t/1.png,c/1.png\n", "line 3: 2 values for 3 columns"),
-        ('t/1.png,c/1.png,"make it snow\n', "line 3: a quote is left open"),
-        (f't/1.png,c/1.png,"make it snow\n{LAST}t/1.png,c/1.png,"rain"\n', "line 3: a quote is left open"),
-        ('t/1.png,c/1.png,"make it "snow" now"\n', "line 3: a quote is left open, or not doubled"),
+        ({"repeats": 2}, r"the path is missing. Write \{path: FOLDER, repeats: 2\}"),
+        ({"path": "x", "repeat": 2}, "a root has no setting repeat; choose from path, repeats, weight, resolution"),
+        ({"path": "x", "require_prompt": False}, "a root has no setting require_prompt"),
+        ({"path": "x", "repeats": 0}, "data.root=x: repeats=0: must be a whole number from 1 to 10000"),
+        ({"path": "x", "repeats": True}, "data.root=x: repeats=True: must be a whole number from 1 to 10000"),
+        ({"path": "x", "weight": -1}, "data.root=x: weight=-1: must be a number from 0 on"),
+        ({"path": "x", "weight": float("nan")}, "data.root=x: weight=nan: must be a number from 0 on"),
+        ({"path": "x", "resolution": 8}, "resolution=8: must be a whole number from 16 to 4096, a list of them"),
+        ({"path": "x", "resolution": []}, "resolution=.*: must be a whole number"),
+        ({"path": "x", "prefix": None}, "data.root=x: prefix=None: must be text"),
+        ({"path": "x", "trigger_word": 5}, "data.root=x: trigger_word=5: must be text or null"),
+        ({"path": "x", "columns": ["a"]}, "columns=.*: must be as {control: photo, target: graded}"),
+        ({"path": "x", "pair_suffixes": ["_a", "_a"]}, "pair_suffixes=.*: must be two different endings"),
+        ({"path": "x", "pair_suffixes": "_a"}, "pair_suffixes=_a: must be two different endings, as "),
+        ({"path": "x", "caption_per_line": "maybe"}, "caption_per_line=maybe: must be true or false"),
+        ({"path": "x", "alpha_mask": "maybe"}, "alpha_mask=maybe: must be true or false"),
     ],
 )
-def test_csv_row_whose_values_are_in_doubt_is_named(tmp_path, rows, message):
-    table_rows(tmp_path)
-    (tmp_path / "metadata.csv").write_text(HEADER + FIRST + rows + LAST)
-    with pytest.raises(UserError, match=f"metadata.csv {message}"):
-        find_samples([Root(tmp_path)])
-
-
-def test_csv_of_a_spreadsheet_may_have_empty_rows_and_spaces_behind_commas(tmp_path):
-    table_rows(tmp_path)
-    (tmp_path / "metadata.csv").write_text(HEADER + FIRST + ',,\n\nt/1.png, c/2.png, "snow, please"\n')
-    assert [sample.prompts[0] for sample in find_samples([Root(tmp_path)]).samples] == ["make it red", "snow, please"]
-
-
-@pytest.mark.parametrize("value", [{"prompt": "\ud83d"}, {"prompt": float("nan")}, {"control_file_name": {"a": 1}}])
-def test_value_that_is_no_text_is_named(tmp_path, value):
-    rows = [table_rows(tmp_path)[0], {"file_name": "t/1.png", "control_file_name": "c/1.png", "prompt": "x", **value}]
-    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(UserError, match=f"row 2: .*{next(iter(value))}"):
-        find_samples([Root(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("metadata.csv", "prompt,prompt,file_name\n1,2,3\n"), ("metadata.jsonl", '{"prompt": "a", "prompt": "b"}')],
-)
-def test_column_that_is_there_twice_is_refused(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match="has the column prompt twice"):
-        find_samples([Root(tmp_path)])
-
-
-def test_two_tables_are_refused(tmp_path):
-    for name in ("metadata.csv", "metadata.jsonl"):
-        (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match=r"two tables, metadata\.jsonl and metadata\.csv"):
-        find_samples([Root(tmp_path)])
-
-
-@pytest.mark.parametrize("name", ["metadata.csv", "training_images/00.txt"])
-@pytest.mark.parametrize("kind", ["pipe", "dangling"])
-def test_text_that_is_no_file_is_said_at_once(tmp_path, name, kind):
-    make_pairs(tmp_path, [(32, 32)])
-    (tmp_path / name).unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(tmp_path / name)
-    else:
-        (tmp_path / name).symlink_to("/nowhere")
-    expected = f"cannot read {tmp_path / name}: it is a {'pipe' if kind == 'pipe' else 'link to /nowhere'}"
-    if name.endswith(".csv"):
-        with pytest.raises(UserError, match=expected):
-            find_samples([Root(tmp_path)])
-    else:
-        [line] = find_samples([Root(tmp_path)]).incomplete
-        assert line.startswith(expected)
-
-
-def test_root_that_is_a_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "x")
-    with pytest.raises(UserError, match=r"neither a folder nor a \.csv or \.jsonl table"):
-        find_samples([Root(tmp_path / "x")])
-
-
-def test_picture_in_a_format_that_is_not_read_is_named(tmp_path):
-    make_pairs(tmp_path, [(32, 32)] * 4)
-    for name in ("control_images/01", "training_images/02", "training_images/03", "control_images/03"):
-        (tmp_path / f"{name}.png").rename(tmp_path / f"{name}.gif")
-    found = find_samples([Root(tmp_path)])
-    assert [sample.key for sample in found.samples] == ["00"]
-    assert [line.replace(f"{tmp_path}/", "").partition(" is none of .bmp")[0] for line in found.incomplete] == [
-        "training_images/01.png has no control image control_images/01.*: control_images/01.gif",
-        "control_images/02.png has no target image training_images/02.*: training_images/02.gif",
-        "training_images/03.gif",
-    ]
-
-
-def test_names_of_any_bytes_and_roots_named_twice_give_keys_of_their_own(tmp_path):
-    make_pairs(tmp_path, [(32, 32)] * 3)
-    names = {"00": "photo.", "01": os.fsdecode(b"caf\xe9"), "02": "a\nb"}
-    for path in list(tmp_path.rglob("0?.*")):
-        path.rename(path.with_name(names[path.stem] + path.suffix))
-    keys = [sample.key for sample in find_samples([Root(tmp_path)]).samples]
-    assert keys == [r"a\nb", r"caf\udce9", "photo."]
-    twice = [sample.key for sample in find_samples([Root(tmp_path), Root(tmp_path)]).samples]
-    assert len(set(twice)) == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "has no rows"),
-        ("{nonsense", "line 1 is not JSON"),
-        (
-            '{"file_name": "a.png", "prompt": "x"}',
-            "has no column of condition images; its columns are",
-        ),
-        ('["a"]', "line 1 is not an object of columns"),
-    ],
-)
-def test_unusable_table(tmp_path, text, message):
-    (tmp_path / "metadata.jsonl").write_text(text)
+def test_wrong_settings_are_refused_for_a_root_and_for_all(root, message):
     with pytest.raises(UserError, match=message):
-        find_samples([Root(tmp_path)])
+        as_roots("root", [root], SETTINGS)
+    if general := {key: value for key, value in root.items() if key in SETTINGS}:
+        [key] = general
+        with pytest.raises(UserError, match=f"data.{key}=.*must be"):
+            as_roots("root", "x", SETTINGS | general)
 
 
-def test_table_row_of_a_missing_file_is_incomplete(tmp_path):
-    rows = table_rows(tmp_path)
-    rows[0]["control_file_name"] = "c/9.png"
-    rows[1]["control_file_name"] = []
-    (tmp_path / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    found = find_samples([Root(tmp_path)])
-    assert found.samples == []
-    assert "row 1: " in found.incomplete[0]
-    assert "c/9.png: No such file" in found.incomplete[0]
-    assert "row 2: control_file_name is empty" in found.incomplete[1]
+@pytest.mark.parametrize(
+    ("caption", "prefix", "read"),
+    [
+        ("make it snow", "", "sks, make it snow"),
+        ("", "", "sks"),
+        ("who asks for it", "", "sks, who asks for it"),
+        ("an sks dog", "a photo, ", "a photo, an sks dog"),
+        ("[trigger] in [trigger]", "", "sks in sks"),
+        ("snow", "a photo of [trigger], ", "a photo of sks, snow"),
+    ],
+)
+def test_trigger_word_is_in_every_caption_once(caption, prefix, read):
+    found = Found([Sample("a", Path("a.png"), (), (caption,))], [])
+    [sample] = with_settings(found, [Root("x", trigger_word="sks", prefix=prefix)]).samples
+    assert sample.prompts == (read,)
 
 
-def test_two_images_of_one_name_are_refused(tmp_path):
-    make_pairs(tmp_path, [(32, 32)])
-    save(tmp_path / "control_images" / "00.jpg")
-    with pytest.raises(UserError, match="two images of one name"):
-        find_samples([Root(tmp_path)])
+COLUMNS, ENDS = {"control": "source", "target": "target"}, ["_start", "_end"]
 
 
-def test_one_is_no_plural():
-    assert count_of(1, "pairs have sides, and are cropped") == "1 pair has sides, and is cropped"
-    assert count_of(0, "findings") == "0 findings"
-    assert count_of(1200, "pairs are") == "1,200 pairs are"
+@pytest.fixture
+def roots(tmp_path):
+    made = {
+        "folders": make_pairs(tmp_path / "folders", [(32, 32)]),
+        "tars": as_tars(tmp_path / "tars"),
+        "suffixes": as_suffixes(tmp_path / "suffixes"),
+    }
+    return {name: str(path) for name, path in made.items()}
 
 
-def test_listing_counts_the_rest():
-    assert listing(["a", "b"]) == "a, b"
-    assert listing(list("abcde")) == "a, b, c and 2 more"
+def sample_set(root, val_root=None, source=find_samples, **settings):
+    framing = Framing("exact", upscale=False, crop="center", crop_count=1, flip=False)
+    defaults = {"resolution": None, "columns": None, "pair_suffixes": None}
+    return SampleSet(root, val_root, source, "error", "error", framing, **defaults | settings)
+
+
+@pytest.mark.parametrize(
+    ("form", "setting", "message"),
+    [
+        ("folders", {"columns": {"goal": "x"}}, r"data.columns is for tables, .* and .*/folders has none"),
+        ("suffixes", {"columns": COLUMNS}, "data.columns is for .* and .*/suffixes has none: leave it out"),
+        ("folders", {"pair_suffixes": ENDS}, r"data.pair_suffixes is for pairs in one folder, and .*ers has"),
+        ("tars", {"pair_suffixes": ENDS}, r"data.pair_suffixes is .* has none: leave it out"),
+    ],
+)
+def test_a_setting_that_no_root_uses_is_refused(roots, form, setting, message):
+    for several in (sample_set(roots[form], **setting), sample_set({"path": roots[form], **setting})):
+        for find in (several.find, several.find_uncaptioned_too):
+            with pytest.raises(UserError, match=message) as error:
+                find()
+            assert "\n" not in str(error.value)
+
+
+def test_a_setting_of_all_is_for_the_roots_of_its_form_and_one_of_a_root_for_its_own(roots):
+    settings = {"columns": COLUMNS, "pair_suffixes": ENDS}
+    assert len(sample_set(list(roots.values()), **settings).find().samples) == 9
+    assert len(sample_set(roots["folders"], [roots["tars"], roots["suffixes"]], **settings).find().samples) == 9
+    assert len(sample_set(roots["folders"], roots["tars"], columns=COLUMNS).find_uncaptioned_too().samples) == 1
+    with pytest.raises(UserError, match=r"data.columns is for .* and .*/folders has none"):
+        sample_set([{"path": roots["folders"], "columns": {"target": "image"}}, roots["tars"]], columns=COLUMNS).find()
+
+
+def test_images_with_captions_use_no_settings_of_pairs(roots):
+    root, source = f"{roots['folders']}/training_images", lambda roots: find_captioned(roots, None)
+    assert len(sample_set(root, source=source).find_uncaptioned_too().samples) == 1
+    for setting in ({"columns": COLUMNS}, {"pair_suffixes": ENDS}):
+        with pytest.raises(UserError, match="training_images has none: leave it out"):
+            sample_set(root, source=source, **setting).find()

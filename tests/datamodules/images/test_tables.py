@@ -1,6 +1,8 @@
-"""Which columns of a table of ours are what: its own names first, and pictures only where there are some."""
+"""Tables of samples: their rows, and which of their columns is what."""
 
 import csv
+import io
+import json
 
 import datasets
 import pyarrow as pa
@@ -10,11 +12,99 @@ import pytest
 from datamodules.errors import UserError
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_captioned, find_samples
+from datamodules.images.tables import choose_columns
 from tests.support.stored import picture
+
+# Columns of well-known editing sets, those with images, and their roles.
+SETS = {
+    "InstructPix2Pix": (
+        ["original_prompt", "original_image", "edit_prompt", "edited_prompt", "edited_image"],
+        ["original_image", "edited_image"],
+        ("edited_image", ["original_image"], "edit_prompt", []),
+    ),
+    "MagicBrush": (
+        ["img_id", "turn_index", "source_img", "mask_img", "instruction", "target_img"],
+        ["source_img", "mask_img", "target_img"],
+        ("target_img", ["source_img"], "instruction", ["mask_img"]),
+    ),
+    "a control": (
+        ["image", "conditioning_image", "text"],
+        ["image", "conditioning_image"],
+        ("image", ["conditioning_image"], "text", []),
+    ),
+    "numbered": (
+        ["input_image_2", "input_image_10", "input_image", "output_image", "source", "instruction"],
+        ["input_image_2", "input_image_10", "input_image", "output_image"],
+        ("output_image", ["input_image", "input_image_2", "input_image_10"], "instruction", []),
+    ),
+    "a list": (
+        ["input_images", "output_image", "instruction"],
+        ["input_images", "output_image"],
+        ("output_image", ["input_images"], "instruction", []),
+    ),
+    "tars": (["before", "after", "txt", "mask"], ["before", "after", "mask"], ("after", ["before"], "txt", ["mask"])),
+    "tars on the hub": (
+        ["__key__", "source.jpg", "target.jpg", "txt"],
+        ["source.jpg", "target.jpg"],
+        ("target.jpg", ["source.jpg"], "txt", []),
+    ),
+    "exact among two": (
+        ["source", "source_image", "target", "caption"],
+        ["source_image", "target"],
+        ("target", ["source_image"], "caption", []),
+    ),
+}
+PAIRS = ["target", "control", "prompt"]
+THREE = ["image", "source", "text"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_columns_of_known_sets_are_guessed(name):
+    there, images, (target, controls, prompt, mask) = SETS[name]
+    found = choose_columns(name, there, [images], {}, PAIRS)
+    assert (found["target"], found["control"], found["prompt"]) == ([target], controls, [prompt])
+    assert found["mask"] == mask
+
+
+def test_named_columns_win_and_a_bare_edit_is_the_last_guess_of_a_prompt():
+    given = {"control": ["b", "a"], "target": "image_2", "prompt": "words"}
+    there = ["a", "b", "image", "image_2", "words", "prompt"]
+    found = choose_columns("x", there, [there[:4]], given, PAIRS)
+    assert (found["target"], found["control"], found["prompt"]) == (["image_2"], ["b", "a"], ["words"])
+    for word in ("prompt", "caption", "text", "instruction", "edit_prompt", "description"):
+        columns = ["image", "source", "edit", word]
+        assert choose_columns("t", columns, [["image", "source"]], {}, PAIRS)["prompt"] == [word]
+    assert choose_columns("t", ["image", "source", "edit"], [["image", "source"]], {}, PAIRS)["prompt"] == ["edit"]
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "message"),
+    [
+        (
+            ["a", "b"],
+            {},
+            "t has no column of condition images, column of targets, column of prompts; its columns are a, b",
+        ),
+        (["image", "source"], {}, "t has no column of prompts; its columns are image, source: name"),
+        (THREE, {"control": "src"}, "has no column src, which data.columns names for control; its"),
+        (THREE, {"goal": "image"}, "there is no goal; choose from control, target, prompt, mask"),
+        (THREE, {"target": ["image", "source"]}, "one column, only control may have several"),
+        (THREE, {"target": 5}, "must be the name of a column"),
+        (THREE, {"control": [["a"]]}, "must be the name of a column"),
+        (THREE, {5: "a"}, "there is no 5"),
+        (["image", "source_img", "source_image", "text"], {}, "source_img and source_image may both be the control"),
+        (["edited_img", "edited_image", "source", "text"], {}, "edited_img and edited_image may both be the target"),
+    ],
+)
+def test_missing_and_ambiguous_columns_are_answered_with_the_existing_ones(there, given, message):
+    with pytest.raises(UserError) as error:
+        choose_columns("t", there, [there], given, PAIRS)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def write(folder, **columns):
-    """A metadata.csv of two rows, beside pictures of some names."""
+    """A metadata.csv of two rows, next to images of some names."""
     for number, name in enumerate(("a.png", "b.png", "m.png", "s.png")):
         (folder / name).write_bytes(picture(number))
     with (folder / "metadata.csv").open("w", newline="") as file:
@@ -29,7 +119,7 @@ OURS = {"file_name": "a.png", "control_file_name": "b.png", "prompt": "make it s
 
 @pytest.mark.parametrize("word", ["edit", "instruction", "caption", "image", "result", "target", "mask", "control"])
 @pytest.mark.parametrize("value", ["words", "s.png"])
-def test_names_of_ours_win_over_every_guess(tmp_path, word, value):
+def test_our_names_win_over_every_guess(tmp_path, word, value):
     root = write(tmp_path, **{word: value}, **OURS, mask_file_name="m.png")
     found = find_samples([root])
     assert found.incomplete == []
@@ -39,52 +129,173 @@ def test_names_of_ours_win_over_every_guess(tmp_path, word, value):
     assert {one.mask for one in found.samples} == {tmp_path / "m.png"}
 
 
-def test_further_controls_of_ours_are_numbered(tmp_path):
+def test_numbered_controls_and_named_columns(tmp_path):
     root = write(tmp_path, **OURS, control_file_name_2="s.png", control="words")
     assert [one.name for one in find_samples([root]).samples[0].controls] == ["b.png", "s.png"]
-
-
-def test_what_is_named_wins_over_names_of_ours(tmp_path):
     root = write(tmp_path, file_name="a.png", edited_file_name="b.png", prompt="x")
     [sample, _] = find_samples([Root(root.path, columns={"control": "file_name"})]).samples
     assert (sample.target.name, sample.controls[0].name) == ("b.png", "a.png")
 
 
 @pytest.mark.parametrize("word", ["mask", "source", "image"])
-def test_words_are_no_pictures(tmp_path, word):
+def test_words_are_no_images(tmp_path, word):
     root = write(tmp_path, source_file_name="b.png", edited_file_name="a.png", instruction="x", **{word: "a lake"})
     [sample, _] = find_samples([root]).samples
     assert (sample.target.name, sample.controls[0].name, sample.mask) == ("a.png", "b.png", None)
 
 
 @pytest.mark.parametrize("source", ["wikimedia", "https://example.com/a.jpg", "IMG_0001.jpg"])
-def test_a_source_that_is_no_picture_makes_no_pairs(tmp_path, source):
+def test_a_source_that_is_no_image_makes_no_pairs(tmp_path, source):
     root = write(tmp_path, file_name="a.png", text="a cup", source=source)
     assert [one.prompts for one in find_captioned([root], None).samples] == [("a cup",)] * 2
-    (tmp_path / "pairs").mkdir()
-    root = write(tmp_path / "pairs", file_name="a.png", text="a cup", source="b.png")
-    with pytest.raises(UserError, match=r"metadata.csv is a set of pairs"):
+    root = write(tmp_path, file_name="a.png", text="a cup", source="b.png")
+    with pytest.raises(UserError, match=r"metadata.csv is a set of pairs.*data.columns='\{target: file_name\}'"):
         find_captioned([root], None)
+    [sample, _] = find_captioned([Root(root.path, columns={"target": "file_name"})], None).samples
+    assert (sample.target.name, sample.controls) == ("a.png", ())
 
 
 @pytest.mark.parametrize("missing", ["source_file_name", "edited_file_name", "mask"])
-def test_pictures_that_are_all_missing_are_said(tmp_path, missing):
+def test_images_that_are_all_missing_are_named(tmp_path, missing):
     columns = {"source_file_name": "b.png", "edited_file_name": "a.png", "instruction": "x", "mask": "m.png"}
     found = find_samples([write(tmp_path, **columns | {missing: "there/no.png"})])
     assert found.samples == []
     assert f"row 1: {tmp_path}/there/no.png: No such file or directory" in found.incomplete[0]
 
 
-def test_columns_in_doubt_are_said_whatever_else_there_is(tmp_path):
+def test_ambiguous_images_are_not_settled_by_a_text(tmp_path, monkeypatch):
     root = write(tmp_path, source_img="a.png", source_image="b.png", target="m.png", source="x", prompt="x")
     with pytest.raises(UserError, match=r"metadata.csv: source_img and source_image may both be the control"):
         find_samples([root])
-
-
-def test_pictures_in_doubt_are_not_settled_by_a_text(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "a.png").write_bytes(picture(0))
-    pictures = {name: [picture(1)] for name in ("source_img", "source_image", "target")}
-    pq.write_table(pa.table({"source": ["a.png"], "text": ["x"], **pictures}), tmp_path / "x.parquet")
+    images = {name: [picture(1)] for name in ("source_img", "source_image", "target")}
+    pq.write_table(pa.table({"source": ["a.png"], "text": ["x"], **images}), tmp_path / "x.parquet")
     with pytest.raises(UserError, match="source_img and source_image may both be the control"):
         find_samples([Root(tmp_path / "x.parquet")])
+
+
+# Rows.
+
+ROWS = [
+    {"file_name": "t/1.png", "control_file_name": "c/1.png", "prompt": "one, with comma", "mask_file_name": "m/1.png"},
+    {"file_name": "t/1.png", "control_file_name": ["c/1.png", "c/2.png"], "prompt": ["schön", "fine"]},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number, name in enumerate(("t/1.png", "c/1.png", "c/2.png", "m/1.png")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(picture(number))
+    return tmp_path
+
+
+def write_rows(folder, *rows):
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return Root(folder)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_tables_as_programs_write_them(folder, suffix):
+    write_rows(folder, *ROWS)
+    if suffix == "csv":
+        (folder / "metadata.jsonl").unlink()
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows([ROWS[0], ROWS[1] | {"control_file_name": json.dumps(ROWS[1]["control_file_name"])}])
+        (folder / "metadata.csv").write_text(text.getvalue(), encoding="utf-8-sig")
+    for root in (folder, folder / f"metadata.{suffix}"):
+        one, two = find_samples([Root(root)]).samples
+        assert (one.prompts, one.mask) == (("one, with comma",), folder / "m/1.png")
+        assert (two.controls, two.mask) == ((folder / "c/1.png", folder / "c/2.png"), None)
+        assert two.prompts == (("schön", "fine") if suffix == "jsonl" else ("['schön', 'fine']",))
+        assert one.key != two.key
+
+
+HEADER = "file_name,control_file_name,prompt\n"
+FIRST, LAST = "t/1.png,c/1.png,make it red\n", "t/1.png,c/2.png,make it blue\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("t/1.png,c/1.png,make it snow, please\n", "line 3: 4 values for 3 columns .* comma needs quotes"),
+        ("t/1.png,c/1.png\n", "line 3: 2 values for 3 columns"),
+        ('t/1.png,c/1.png,"make it snow\n', "line 3: a quote is left open"),
+        (f't/1.png,c/1.png,"make it snow\n{LAST}t/1.png,c/1.png,"rain"\n', "line 3: a quote is left open"),
+        ('t/1.png,c/1.png,"make it "snow" now"\n', "line 3: a quote is left open, or not doubled"),
+    ],
+)
+def test_ambiguous_rows_of_csv_are_named(folder, rows, message):
+    (folder / "metadata.csv").write_text(HEADER + FIRST + rows + LAST)
+    with pytest.raises(UserError, match=f"metadata.csv {message}"):
+        find_samples([Root(folder)])
+
+
+def test_csv_may_have_empty_rows_spaces_after_commas_and_prompts_of_several_lines(folder):
+    text = HEADER + FIRST + ',,\n\nt/1.png, c/2.png, "snow, please"\n' + 't/1.png,c/1.png,"two\nlines"\n'
+    (folder / "metadata.csv").write_text(text)
+    prompts = [sample.prompts for sample in find_samples([Root(folder)]).samples]
+    assert prompts == [("make it red",), ("snow, please",), ("two\nlines",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metadata.csv", "prompt,prompt,file_name\n1,2,3\n", "has the column prompt twice"),
+        ("metadata.jsonl", '{"prompt": "a", "prompt": "b"}', "has the column prompt twice"),
+        ("metadata.jsonl", "", "has no rows"),
+        ("metadata.jsonl", "{nonsense", "line 1 is not JSON"),
+        ("metadata.jsonl", '["a"]', "line 1 is not an object of columns"),
+        ("metadata.jsonl", '{"file_name": "t/1.png", "prompt": "x"}', "no column of condition images; its columns are"),
+    ],
+)
+def test_unusable_tables_are_refused(folder, name, text, message):
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        find_samples([Root(folder)])
+    (folder / {"metadata.csv": "metadata.jsonl"}.get(name, "metadata.csv")).write_text("")
+    with pytest.raises(UserError, match=r"two tables, metadata\.jsonl and metadata\.csv"):
+        find_samples([Root(folder)])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"prompt": "\ud83d"}, "row 2: prompt holds an incomplete character"),
+        ({"prompt": float("nan")}, "row 2: prompt must be text"),
+        ({"control_file_name": {"a": 1}}, "row 2: control_file_name=.*: must be an image or a list"),
+        ({"control_file_name": '["c/1.png"'}, "row 2: control_file_name=.*: several images must be written as"),
+        ({"file_name": ["t/1.png", "c/1.png"]}, "row 2: file_name must be one image"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(folder, value, message):
+    with pytest.raises(UserError, match=message):
+        find_samples([write_rows(folder, ROWS[0], {**ROWS[0], **value})])
+
+
+def test_rows_that_lack_an_image_are_incomplete_and_unread_columns_are_named(folder):
+    lost = [
+        {**ROWS[0], "control_file_name": "c/9.png"},
+        {**ROWS[0], "control_file_name": []},
+        {**ROWS[0], "prompt": None},
+    ]
+    found = find_samples([write_rows(folder, *lost)])
+    assert found.samples == []
+    for line, words in zip(
+        found.incomplete,
+        ("c/9.png: No such file", "row 2: control_file_name is empty", "row 3: prompt is empty"),
+        strict=True,
+    ):
+        assert words in line
+    rows = [{**row, "depth": "m/1.png", "style_image": "c/2.png", "words": "x"} for row in ROWS]
+    [note, *_] = find_samples([write_rows(folder, *rows)]).notes
+    assert note.endswith("metadata.jsonl: images of other columns are not read: depth, style_image")
+
+
+def test_a_structured_prompt_is_one_caption(folder):
+    value = {"scene": "a cup of tea", "colors": ["red", "blue"]}
+    assert find_samples([write_rows(folder, {**ROWS[0], "prompt": value})]).samples[0].prompts == (json.dumps(value),)
+    [sample] = find_captioned([write_rows(folder, {"file_name": "t/1.png", "text": ["three"]})], None).samples
+    assert sample.prompts == ("three",)

@@ -1,0 +1,464 @@
+"""Samples of folders: which files belong together, and what is said of the others."""
+
+import json
+import os
+import shutil
+import unicodedata
+
+import pytest
+from omegaconf import OmegaConf
+
+from datamodules.edits import EditsDataModule, find_images
+from datamodules.errors import UserError
+from datamodules.images.folders import CONTROL_FOLDERS, TARGET_FOLDERS, USUAL_ENDINGS, Listing
+from datamodules.images.samples import Root, as_roots
+from datamodules.images.sources import find_captioned, find_samples
+from tests.support.pictures import make_pairs
+from tests.support.stored import picture, tar_members, write_tar
+
+
+def write(root, *names, **texts):
+    """Write images of these names; a name with another suffix becomes a caption, `name__txt="words"` a text."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(0) if path.suffix in (".png", ".jpg", ".webp") else b"make it snow")
+    for name, text in texts.items():
+        (root / name.replace("__", ".")).write_text(text)
+    return root
+
+
+def found_in(root, **settings):
+    return find_samples([Root(root, **settings)])
+
+
+def incomplete(root, **settings):
+    """The lines about incomplete samples, without the root and the list of formats."""
+    lines = found_in(root, **settings).incomplete
+    return [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("targets", "controls"),
+    [(TARGET_FOLDERS[0], name) for name in CONTROL_FOLDERS] + [(name, CONTROL_FOLDERS[0]) for name in TARGET_FOLDERS],
+)
+def test_folder_names(tmp_path, targets, controls):
+    write(tmp_path, f"{targets}/a.png", f"{targets}/a.txt", f"{controls}/a.jpg")
+    [sample] = found_in(tmp_path).samples
+    assert (sample.key, sample.prompts) == ("a", ("make it snow",))
+    assert (sample.target, sample.controls) == (tmp_path / targets / "a.png", (tmp_path / controls / "a.jpg",))
+
+
+def test_further_controls_by_number_and_masks_in_any_folder(tmp_path):
+    make_pairs(tmp_path, [(32, 32)] * 3)
+    further = ["00_control_10.png", "00_control_2.jpg", "00_control_1.webp", "00_mask.png"]
+    write(tmp_path / "control_images", *further)
+    write(tmp_path / "training_images", "01_mask.png")
+    first, second, third = found_in(tmp_path).samples
+    names = ["00.png", "00_control_1.webp", "00_control_2.jpg", "00_control_10.png"]
+    assert [path.name for path in first.controls] == names
+    assert (first.mask.name, second.mask, third.mask) == ("00_mask.png", tmp_path / "training_images/01_mask.png", None)
+    assert len(second.controls) == 1
+
+
+def numbered(root, *folders):
+    """Pairs whose control images are in several folders."""
+    make_pairs(root, [(32, 32)] * 2)
+    shutil.rmtree(root / "control_images")
+    return write(root, *(f"{folder}/{stem}.png" for folder in folders for stem in ("00", "01")))
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("control", "control_2", "control_3", "control_10"),
+        ("control_1", "control_2"),
+        ("control_images", "control_images_2"),
+        ("condition_images", "control-2", "controls3"),
+    ],
+)
+def test_numbered_folders_are_further_references(tmp_path, folders):
+    root = numbered(tmp_path, *folders)
+    found = found_in(root)
+    expected = [tuple(root / folder / f"{stem}.png" for folder in folders) for stem in ("00", "01")]
+    assert [one.controls for one in found.samples] == expected
+    assert (found.incomplete, found.notes) == ([], ())
+    further = write(root, f"{folders[0]}/00_control_1.png") / folders[0] / "00_control_1.png"
+    assert found_in(root).samples[0].controls == (expected[0][0], further, *expected[0][1:])
+
+
+def test_faults_of_numbered_folders_are_named(tmp_path):
+    root = numbered(tmp_path, "control", "control_2", "control_3")
+    (root / "control_2" / "00.png").unlink()
+    (root / "control_3" / "01.png").rename(root / "control_3" / "02.png")
+    assert [(one.key, len(one.controls)) for one in found_in(root).samples] == [("01", 2)]
+    assert incomplete(root) == [
+        "training_images/00.png has no control image control_2/00.*",
+        "control_3/02.png has no target image training_images/02.*",
+    ]
+    (root / "control_02").mkdir()
+    with pytest.raises(UserError, match=r"control_02 and control_2 have the same number\. Rename one"):
+        found_in(root)
+
+
+def test_unread_files_with_the_name_of_a_sample_are_named(tmp_path):
+    unread = ["depth/00.png", "depth/01.png", "masks/00.png", "training_images/old/01.png"]
+    unread += ["training_images/00_control_1.png", "training_images/01.npz", "control_images/01.txt"]
+    other = ["elsewhere/99.png", "training_images/.00.png", "README.md"]
+    for names, kinds in ((unread, 6), (other, 0), (["depth/00.png"], 1)):
+        root = write(make_pairs(tmp_path / str(kinds), [(32, 32)] * 2), *names)
+        notes = found_in(root).notes
+        assert len(notes) == (kinds > 0)
+        assert all(note.startswith(f"{root}: not read, though named like images that are: ") for note in notes)
+    assert notes[0].endswith("depth/*.png (1)")
+    write(tmp_path / "one", "a_start.png", "a_end.png", "a.txt", "depth/a_end.png")
+    assert found_in(tmp_path / "one").notes[0].endswith("images that are: depth/*.png (1)")
+
+
+def test_root_that_is_the_working_folder_has_nothing_unread(tmp_path, monkeypatch):
+    make_pairs(tmp_path, [(32, 32)])
+    monkeypatch.chdir(tmp_path)
+    assert found_in(".").notes == ()
+
+
+@pytest.mark.parametrize(("on_disk", "named"), [("NFD", "NFC"), ("NFC", "NFD")])
+def test_names_in_other_forms_of_unicode_match(tmp_path, on_disk, named):
+    """As between macOS and other systems: é of one character and of two."""
+    here, there = (unicodedata.normalize(form, "caf\u00e9 \u00c5") for form in (on_disk, named))
+    folders = [f"control_images/{there}.png", f"training_images/{here}.png", f"control_images/{there}_mask.png"]
+    write(tmp_path / "x", *folders, f"control_images/{here}_control_1.png", f"training_images/{there}.txt")
+    found = found_in(tmp_path / "x")
+    assert (found.incomplete, found.notes) == ([], ())
+    [sample] = found.samples
+    assert (len(sample.controls), sample.prompts, sample.mask is None) == (2, ("make it snow",), False)
+    write(tmp_path / "one", f"{here}_start.png", f"{there}_end.png", f"{here}.txt")
+    assert len(found_in(tmp_path / "one").samples) == 1
+    write(tmp_path / "table", f"{here}/{here}.png")
+    row = {"file_name": f"{there}/{there}.png", "control_file_name": f"{there}/{here}.png", "prompt": "x"}
+    (tmp_path / "table" / "metadata.jsonl").write_text(json.dumps(row))
+    [sample] = found_in(tmp_path / "table").samples
+    assert sample.target.samefile(sample.controls[0])
+    members = {f"{here}.source.png": b"", f"{there}.target.png": b"", f"{there}.txt": b"a cup"}
+    assert len(found_in(write_tar(tmp_path / "x.tar", members)).samples) == 1
+    assert find_images(str(tmp_path / "table" / there / f"{there}.png"))[0][0].samefile(sample.target)
+
+
+def test_images_in_other_formats_are_named(tmp_path):
+    make_pairs(tmp_path, [(32, 32)] * 4)
+    for name in ("control_images/01", "training_images/02", "training_images/03", "control_images/03"):
+        (tmp_path / f"{name}.png").rename(tmp_path / f"{name}.gif")
+    assert [sample.key for sample in found_in(tmp_path).samples] == ["00"]
+    assert incomplete(tmp_path) == [
+        "training_images/01.png has no control image control_images/01.*: control_images/01.gif",
+        "control_images/02.png has no target image training_images/02.*: training_images/02.gif",
+        "training_images/03.gif",
+    ]
+
+
+def test_names_of_any_bytes_and_roots_listed_twice_have_keys_of_their_own(tmp_path):
+    make_pairs(tmp_path, [(32, 32)] * 3)
+    names = {"00": "photo.", "01": os.fsdecode(b"caf\xe9"), "02": "a\nb"}
+    for path in list(tmp_path.rglob("0?.*")):
+        path.rename(path.with_name(names[path.stem] + path.suffix))
+    assert [sample.key for sample in found_in(tmp_path).samples] == [r"a\nb", r"caf\udce9", "photo."]
+    assert len({sample.key for sample in find_samples([Root(tmp_path), Root(tmp_path)]).samples}) == 6
+
+
+def test_two_images_of_one_name_are_refused(tmp_path):
+    write(make_pairs(tmp_path, [(32, 32)]), "control_images/00.jpg")
+    with pytest.raises(UserError, match="two images of one name"):
+        found_in(tmp_path)
+
+
+def test_empty_folders_are_refused(tmp_path):
+    for name in ("images", "control"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=r"no images \(.bmp"):
+        found_in(tmp_path)
+
+
+# Pairs in one folder.
+
+
+@pytest.mark.parametrize("ends", USUAL_ENDINGS)
+@pytest.mark.parametrize("caption", ["a b{}.txt", "a b.txt"])
+def test_usual_endings(tmp_path, ends, caption):
+    control, target = ends
+    root = write(tmp_path, f"a b{control}.jpg", f"a b{target}.png", caption.format(target))
+    [sample] = found_in(root).samples
+    assert (sample.key, sample.controls) == ("a b", (root / f"a b{control}.jpg",))
+    assert (sample.target, sample.prompts) == (root / f"a b{target}.png", ("make it snow",))
+
+
+def test_configured_endings(tmp_path):
+    root = write(tmp_path, "a-raw.png", "a-done.png", "a.txt", "b_start.png", "b_end.png")
+    [sample] = found_in(root, pair_suffixes=("-raw", "-done")).samples
+    assert (sample.controls[0].name, sample.target.name) == ("a-raw.png", "a-done.png")
+    with pytest.raises(UserError, match="no pairs named X-in and X-out among its images"):
+        found_in(root, pair_suffixes=("-in", "-out"))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["b_before.png", "b_after.png"], "X_start, X_end and X_before, X_after: say which, as data"),
+        (
+            ["archive.tar"],
+            "pairs named X_start, X_end, and .*/archive.tar: move one .* or set data.pair_suffixes=.*_end",
+        ),
+        (["x.parquet"], "pairs named X_start, X_end, and .*/x.parquet: move one"),
+        (["data/x.parquet"], "pairs named X_start, X_end, and .*/data/x.parquet: move one"),
+    ],
+)
+def test_pairs_next_to_another_form_are_not_guessed(tmp_path, names, message):
+    root = write(tmp_path, "a_start.png", "a_end.png", "a.txt", *names)
+    with pytest.raises(UserError, match=message) as error:
+        found_in(root)
+    assert "\n" not in str(error.value)
+    assert [one.key for one in found_in(root, pair_suffixes=("_start", "_end")).samples] == ["a"]
+
+
+def test_masks_and_different_numbers_of_references_in_one_folder(tmp_path):
+    names = ["a_control.png", "a_target.png", "a.txt", "a_control_2.jpg", "a_control_1.png", "a_mask.png"]
+    root = write(tmp_path, *names, "a_b_control.png", "a_b_target.png", "a_b.txt")
+    found = found_in(root)
+    assert found.incomplete == []
+    one, two = sorted(found.samples, key=lambda sample: sample.key)
+    assert [path.name for path in one.controls] == ["a_control.png", "a_control_1.png", "a_control_2.jpg"]
+    assert (one.mask, len(two.controls), two.mask) == (root / "a_mask.png", 1, None)
+
+
+def test_incomplete_pairs_in_one_folder(tmp_path):
+    names = ["a_start.png", "a_end.png", "a.txt", "b_start.png", "b.txt", "c_end.png", "d_start.png", "d_end.png"]
+    names += ["e_start.png", "e_end.png", "e_end.txt", "other.png", "f_start.png", "f_end.heic", "_start.png"]
+    root = write(tmp_path, *names, "Thumbs.db", "._a_start.png", e__txt="make it rain")
+    found = found_in(root)
+    assert ([sample.key for sample in found.samples], found.passed_over) == (["a"], 2)
+    assert incomplete(root) == [
+        "c_end.png has no control image c_start.*",
+        "d_end.png has no caption d.txt",
+        "e.txt and e_end.txt hold different captions of one image. Keep one",
+        "b_start.png has no target image b_end.*",
+        "f_start.png has no target image f_end.*: f_end.heic",
+        "_start.png has no target image _start_end.*",
+        "other.png has no target image other_end.*",
+    ]
+
+
+def test_images_that_are_no_pairs_are_refused(tmp_path):
+    with pytest.raises(UserError, match="images, but no condition images"):
+        found_in(write(tmp_path, "weekend.png", "kick_start.png", "a.png", "a.txt"))
+
+
+@pytest.mark.parametrize("ends", [("", "_after"), ("_before", "")])
+def test_one_ending_may_be_empty(tmp_path, ends):
+    control, target = ends
+    names = [f"{name}{end}.png" for name in ("x", "y b") for end in ends]
+    more = ["x_mask.png", "x_control_1.jpg", f"z{control}.png", f"w{target}.png", "notes.md", f"v{control}.png"]
+    root = write(tmp_path, *names, *more, "x.txt", "y b.txt", f"v{target}.heic")
+    found = found_in(root, pair_suffixes=ends)
+    assert [(one.key, one.target.name) for one in found.samples] == [
+        ("x", f"x{target}.png"),
+        ("y b", f"y b{target}.png"),
+    ]
+    assert [one.name for one in found.samples[0].controls] == [f"x{control}.png", "x_control_1.jpg"]
+    assert found.samples[0].mask == root / "x_mask.png"
+    assert incomplete(root, pair_suffixes=ends) == [
+        f"w{target}.png has no control image w{control}.*",
+        f"v{control}.png has no target image v{target}.*: v{target}.heic",
+        f"z{control}.png has no target image z{target}.*",
+    ]
+
+
+# Images with captions.
+
+
+@pytest.fixture
+def album(tmp_path):
+    root = write(tmp_path / "album", "a.png", "b.jpg", "c.webp", "c_mask.png")
+    (root / "a.txt").write_text("\ufeffa cup of coffee \n", encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize("instance", [None, "a photo of sks cup"])
+def test_images_have_the_caption_next_to_them_or_the_instance_prompt(album, instance):
+    found = find_captioned([Root(album)], instance)
+    prompts = [("a", "a cup of coffee"), ("b", instance or ""), ("c", instance or "")]
+    assert [(sample.key, *sample.prompts) for sample in found.samples] == prompts
+    assert [sample.mask for sample in found.samples] == [None, None, album / "c_mask.png"]
+    assert ({sample.controls for sample in found.samples}, found.incomplete) == ({()}, [])
+
+
+def test_images_below_belong_to_it_but_not_hidden_ones_and_links_are_read_once(album, tmp_path):
+    write(album, "more/deep/a.png", ".thumbnails/a.png", "more/deep/a.txt")
+    other = write(tmp_path / "other", "d.png")
+    (other / "back").symlink_to(album)
+    (album / "linked").symlink_to(other)
+    keys = ["a", "b", "c", "linked/d", "more/deep/a"]
+    assert [sample.key for sample in find_captioned([Root(album)], None).samples] == keys
+    assert len({sample.key for sample in find_captioned([Root(album), Root(other)], None).samples}) == 10
+
+
+def test_other_files_and_folders_of_an_album_are_named(album):
+    write(album, "README.txt")
+    assert find_captioned([Root(album)], None).incomplete == []
+    write(album, "depth/a.png", "depth/b.png", "b.tags", "d.txt")
+    assert find_captioned([Root(album)], None).notes == (
+        f"no image has a caption in {album}/depth (2)",
+        f"{album}: not read, though named like images that are: *.tags (1)",
+    )
+    write(album, "d.heic")
+    [line] = find_captioned([Root(album)], None).incomplete
+    assert line.startswith(f"{album / 'd.heic'} is none of .bmp, .jpeg")
+    assert line.endswith("but has a caption")
+
+
+def test_kohyas_folders_are_told_how_to_repeat(album, tmp_path):
+    root = tmp_path / "set"
+    for name in ("10_sks dog", "2024_holiday", "001_scene"):
+        shutil.copytree(album, root / name)
+    [note] = find_captioned([Root(root)], None).notes
+    roots = f'[{{path: "{root}/10_sks dog", repeats: 10}}]'
+    assert note == f"the names of kohya's folders repeat nothing here; this does: data.root='{roots}'"
+    [told] = as_roots("root", OmegaConf.to_container(OmegaConf.create(f"root: {roots}"))["root"], {})
+    assert (told.path, told.repeats) == (f"{root}/10_sks dog", 10)
+    assert find_captioned([told], None).notes == ()
+
+
+def test_image_folder_with_captions_in_a_table_further_down(tmp_path):
+    write(tmp_path, "train/a.png")
+    (tmp_path / "train" / "metadata.csv").write_text("file_name,text\na.png,a cup\n")
+    assert [one.prompts for one in find_captioned([Root(tmp_path)], None).samples] == [("a cup",)]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (None, "no such folder"),
+        ([], r"no images \(.bmp"),
+        (["training_images/a.png", "control_images/a.png"], "is a set of pairs"),
+    ],
+)
+def test_folders_without_captioned_images_are_refused(tmp_path, names, message):
+    root = tmp_path / "x"
+    if names is not None:
+        root.mkdir()
+        write(root, *names)
+    with pytest.raises(UserError, match=message):
+        find_captioned([Root(root)], None)
+
+
+# Captions.
+
+
+def captions(folder, per_line=True):
+    return Listing.of(folder).captions("x", per_line)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"),
+    [
+        ("one\n\n two \r\nthree", ("one", "two", "three")),
+        ("\ufeffone", ("one",)),
+        ("\n \n", ("",)),
+        ("", ("",)),
+        *((f"a{mark}b\r\ntwo\rthree", (f"a{mark}b", "two", "three")) for mark in "\u2028\u2029\x85\x0b\x0c\x1c"),
+        ('{\n "scene": "a cup"\n}\n', ('{\n "scene": "a cup"\n}',)),
+        ('[\n "a cup",\n "a cat"\n]', ('[\n "a cup",\n "a cat"\n]',)),
+    ],
+)
+def test_each_line_of_a_text_is_a_caption_but_json_is_one(tmp_path, text, prompts):
+    (tmp_path / "x.txt").write_bytes(text.encode())
+    assert captions(tmp_path) == prompts
+    if any(prompts):
+        data = EditsDataModule(None, None, str(tmp_path / "x.txt"), None, [0], [1.0], None, None, 4096, 1)
+        assert tuple(prompt for *_, own in data.groups for prompt in own) == prompts, "prompts_file"
+
+
+STRUCTURED = {"scene": "a cup of tea", "colors": ["red", "blue"], "camera": {"lens": 50}}
+
+
+@pytest.mark.parametrize(
+    ("value", "prompts"),
+    [
+        ("one\ntwo", ("one\ntwo",)),
+        (["one", " two ", ""], ("one", "two")),
+        ({"caption": "one", "url": "x"}, ("one",)),
+        ({"captions": ["one", "two"], "caption": "three"}, ("one", "two")),
+        ({"prompt": "one"}, ("one",)),
+        ([], ("",)),
+        ({"url": "x"}, ()),
+        ({"id": 3, "hash": "f00"}, ()),
+        (STRUCTURED, (json.dumps(STRUCTURED),)),
+        ({"prompt": STRUCTURED, "seed": 1}, (json.dumps(STRUCTURED),)),
+        ({"captions": ["plain", STRUCTURED]}, ("plain", json.dumps(STRUCTURED))),
+    ],
+)
+def test_json_next_to_the_image(tmp_path, value, prompts):
+    (tmp_path / "x.json").write_text(json.dumps(value))
+    assert captions(tmp_path) == prompts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{broken", "x.json is not JSON: Expecting"),
+        ("3", "captions must be a text"),
+        ('{"caption": 3}', "a list of texts"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_malformed_json_is_a_line(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        captions(tmp_path)
+
+
+def test_two_files_with_different_captions_are_refused(tmp_path):
+    write(tmp_path, x__json='{"caption": "one two", "url": "x"}', x__txt="one\ntwo")
+    assert captions(tmp_path) == ("one", "two")
+    write(tmp_path, x__caption="three")
+    with pytest.raises(UserError, match=r"x.txt and .*x.caption and .*x.json hold different captions of one image"):
+        captions(tmp_path)
+    (tmp_path / "x.caption").unlink()
+    for other in ('{"width": 3}', "[[1, 2], [3, 4]]", '{"title": "about the file"}'):
+        write(tmp_path, x__json=other)
+        assert captions(tmp_path) == ("one", "two"), "a file without captions differs from none"
+
+
+def test_one_file_is_one_caption_if_configured(tmp_path):
+    paragraphs = "A cup.\n\nIt stands on a table."
+    root = make_pairs(tmp_path / "pairs", [(32, 32)])
+    (root / "training_images" / "00.txt").write_text(paragraphs)
+    tar = write_tar(tmp_path / "x.tar", {**tar_members([0]), "0000.txt": paragraphs.encode()})
+    for place in (root, tar):
+        assert found_in(place).samples[0].prompts == ("A cup.", "It stands on a table.")
+        assert found_in(place, caption_per_line=False).samples[0].prompts == (paragraphs,)
+
+
+@pytest.mark.parametrize("suffix", [".caption", ".TXT", ".Caption", ".JSON"])
+def test_captions_have_several_suffixes_in_any_case(tmp_path, suffix):
+    root = make_pairs(tmp_path, [(32, 32)])
+    (root / "training_images" / "00.txt").unlink()
+    (root / "training_images" / f"00{suffix}").write_text('"a cup"' if suffix == ".JSON" else "a cup")
+    [sample] = found_in(root).samples
+    assert (sample.prompts, sample.caption_file.name) == (("a cup",), f"00{suffix}")
+    assert find_captioned([Root(root / "training_images")], None).samples[0].prompts == ("a cup",)
+
+
+def test_missing_and_unreadable_captions_are_named(tmp_path):
+    root = make_pairs(tmp_path, [(32, 32)] * 5)
+    folder = root / "training_images"
+    for number in range(5):
+        (folder / f"0{number}.txt").unlink()
+    write(root, "training_images/00.tags", "control_images/00.txt")
+    (folder / "01.json").write_text('{"url": "x"}')
+    (folder / "02.txt").write_bytes("schön".encode("latin-1"))
+    os.mkfifo(folder / "03.txt")
+    (folder / "04.txt").symlink_to("/nowhere")
+    lines = incomplete(root)
+    assert lines[0].endswith("00.txt (there is training_images/00.tags, control_images/00.txt)")
+    assert lines[1].endswith("has no caption training_images/01.txt (there is training_images/01.json)")
+    assert lines[2].startswith("training_images/02.txt is not UTF-8 (byte 3)")
+    assert lines[3].startswith("cannot read training_images/03.txt: it is a pipe")
+    assert lines[4].startswith("cannot read training_images/04.txt: it is a link to /nowhere")
