@@ -8,7 +8,6 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3VLConfig,
@@ -17,11 +16,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from tests.support.tiny_pipelines import CHARACTERS
+from tests.support.tiny_parts import CHAT, VISION, build_tokenizer, qwen_vl_settings, spread
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-SPECIAL += ["<|video_pad|>"]
-# As Qwen's, without videos and tools.
+# Qwen's template, without videos and tools.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -29,7 +26,6 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
 CLASSES: dict[str, tuple[Any, ...]] = {
     "qwen3_vl": (
         Qwen3VLForConditionalGeneration,
@@ -51,40 +47,18 @@ CLASSES: dict[str, tuple[Any, ...]] = {
 
 
 def build_captioner(folder: Path, name: str) -> None:
-    """Write one whose answers differ from picture to picture."""
+    """Write a captioner whose answers differ from image to image."""
     model_class, config_class, vision, text, processor_class, video_class = CLASSES[name]
-    tokenizer = Qwen2Tokenizer(
-        vocab={piece: i for i, piece in enumerate([*CHARACTERS, "Ġ", "Ċ"])}, merges=[], extra_special_tokens=SPECIAL
-    )
-    ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
-    config = config_class(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-            **text,
-        },
-        vision_config={**VISION, **vision},
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-    )
+    tokenizer = build_tokenizer([*CHAT, *VISION])
+    settings = qwen_vl_settings(tokenizer)
+    text_config, vision_config = settings.pop("text_config") | text, settings.pop("vision_config") | vision
+    config = config_class(text_config=text_config, vision_config=vision_config, **settings)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(7)
-        model = model_class(config)
-        for parameter in model.parameters():  # transformers begins with numbers that let no picture be seen
-            torch.nn.init.normal_(parameter, std=0.5) if parameter.ndim > 1 else None
+        model = spread(model_class(config), 0.5)
     model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8, top_k=20)  # as the real ones
-    model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
-    model.generation_config.pad_token_id = ids["<|endoftext|>"]
+    end = text_config["eos_token_id"], text_config["pad_token_id"]
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = list(end), end[1]
     model.save_pretrained(folder)
     images = Qwen2VLImageProcessor(patch_size=vision.get("patch_size", 14), min_pixels=32 * 32)
     processor_class(images, tokenizer, video_class(), chat_template=TEMPLATE).save_pretrained(folder)

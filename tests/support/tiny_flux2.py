@@ -1,6 +1,5 @@
 """Tiny FLUX.2 pipelines of the real classes, random and in float32, in diffusers' folder layout."""
 
-import string
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     PixtralImageProcessor,
     PixtralProcessor,
-    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from tests.support.tiny_parts import QWEN3_TEMPLATE, build_scheduler
+from tests.support.tiny_parts import CHAT, QWEN3_TEMPLATE, build_scheduler, build_tokenizer, spread
 
 # As Mistral's.
 DEV_TEMPLATE = (
@@ -38,27 +36,8 @@ LANGUAGE_MODEL: dict[str, Any] = {
 }
 
 
-def tokenizer_of(special: list[str], template: str | None) -> Qwen2Tokenizer:
-    """One character a token, and each of `special`; the last of these pads."""
-    pieces = [*string.ascii_letters, *string.digits, *string.punctuation, "Ġ", "Ċ"]
-    return Qwen2Tokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)},
-        merges=[],
-        extra_special_tokens=special,
-        pad_token=special[-1],
-        chat_template=template,
-    )
-
-
-def random_embeddings(text_encoder: torch.nn.Module) -> torch.nn.Module:
-    """As large as trained ones: transformers begins with numbers that tell hardly one word from another."""
-    for parameter in text_encoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
-    return text_encoder
-
-
 def flux2_parts(guidance_embeds: bool) -> dict[str, Any]:
-    """All but text encoder and tokenizer."""
+    """Return all parts but text encoder and tokenizer."""
     vae = AutoencoderKLFlux2(
         block_out_channels=(8, 16, 16, 16),
         layers_per_block=1,
@@ -88,21 +67,21 @@ def flux2_parts(guidance_embeds: bool) -> dict[str, Any]:
 
 
 def build_flux2_klein(folder: Path) -> None:
-    """A Flux2KleinPipeline; its Qwen3 has the layers that are read, and one more."""
+    """Write a Flux2KleinPipeline, whose Qwen3 has the layers that are read and one more."""
     torch.manual_seed(6)
-    tokenizer = tokenizer_of(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|endoftext|>"], QWEN3_TEMPLATE)
+    tokenizer = build_tokenizer([*CHAT, "<think>", "</think>"], QWEN3_TEMPLATE, pad="<|endoftext|>")
     text_encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=28, **LANGUAGE_MODEL))
     parts = flux2_parts(guidance_embeds=False)
-    text_encoder = random_embeddings(text_encoder)
+    text_encoder = spread(text_encoder, 0.3)
     Flux2KleinPipeline(**parts, text_encoder=text_encoder, tokenizer=tokenizer).save_pretrained(folder)
 
 
 def build_flux2_dev(folder: Path) -> None:
-    """A Flux2Pipeline; to its tokenizer the system message, which would be longer than what is read, is one token."""
+    """Write a Flux2Pipeline; the system message, longer than the prompts of the tests, is one token."""
     torch.manual_seed(7)
     special = ["<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", SYSTEM_MESSAGE]
     special += ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "<pad>"]
-    tokenizer = tokenizer_of(special, None)
+    tokenizer = build_tokenizer(special, pad="<pad>")
     text_encoder = Mistral3ForConditionalGeneration(
         Mistral3Config(
             text_config={
@@ -117,5 +96,5 @@ def build_flux2_dev(folder: Path) -> None:
     )  # fmt: skip
     processor = PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=DEV_TEMPLATE)
     parts = flux2_parts(guidance_embeds=True)
-    text_encoder = random_embeddings(text_encoder)
+    text_encoder = spread(text_encoder, 0.3)
     Flux2Pipeline(**parts, text_encoder=text_encoder, tokenizer=processor).save_pretrained(folder)

@@ -1,17 +1,68 @@
-"""Parts that several tiny pipelines have."""
+"""Parts that several tiny pipelines share."""
 
+import string
+
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from transformers import Qwen2Tokenizer
 
-# As Qwen3's, of one turn: without thinking it would answer at once.
+# Qwen3's template for one turn; without thinking, it would answer at once.
 QWEN3_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
+CHARACTERS = string.ascii_letters + string.digits + ".,;:!?'\"()-+/&%#"
+CHAT = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def build_tokenizer(special: list[str], template: str | None = None, pad: str | None = None) -> Qwen2Tokenizer:
+    """Return a tokenizer with a token for each character, and for each text of `special`."""
+    more = {} if pad is None else {"pad_token": pad}
+    vocabulary = {piece: index for index, piece in enumerate([*CHARACTERS, "Ġ", "Ċ"])}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], extra_special_tokens=special, chat_template=template, **more)
+
+
+def qwen_vl_settings(tokenizer: Qwen2Tokenizer) -> dict:
+    """Return the settings of a vision-language model with this tokenizer: of its text and of its tokens."""
+    end, start_image, end_image, image, video = tokenizer.convert_tokens_to_ids(["<|endoftext|>", *VISION])
+    return {
+        "text_config": {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+            "bos_token_id": end,
+            "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            "pad_token_id": end,
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start_image,
+        "vision_end_token_id": end_image,
+    }
+
+
+def spread(model: torch.nn.Module, std: float) -> torch.nn.Module:
+    """Return a model with weights as large as trained ones: the first ones hardly tell one input from another."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std) if parameter.ndim > 1 else None
+    return model
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """Of FLUX.1's kind."""
+    """Return a scheduler of FLUX.1's kind."""
     return FlowMatchEulerDiscreteScheduler(
         shift=3.0,
         use_dynamic_shifting=True,

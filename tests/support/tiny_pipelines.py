@@ -1,7 +1,6 @@
 """Tiny pipelines of the real classes, random and in float32, in diffusers' folder layout."""
 
 import shutil
-import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,9 +43,15 @@ from transformers import (
 )
 
 from tests.support.tiny_flux2 import build_flux2_dev, build_flux2_klein
-from tests.support.tiny_parts import QWEN3_TEMPLATE, build_scheduler
-
-CHARACTERS = string.ascii_letters + string.digits + ".,;:!?'\"()-+/&%#"
+from tests.support.tiny_parts import (
+    CHARACTERS,
+    CHAT,
+    QWEN3_TEMPLATE,
+    VISION,
+    build_scheduler,
+    build_tokenizer,
+    qwen_vl_settings,
+)
 
 
 def build_vae(channels: int = 8) -> AutoencoderKL:
@@ -127,44 +132,12 @@ def build_flux_dev(folder: Path) -> None:
 
 
 def qwen_vl() -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLProcessor]:
-    """A vision-language model whose tokens are letters."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-    special += ["<|image_pad|>", "<|video_pad|>"]
-    pieces = [*CHARACTERS, "Ġ", "Ċ"]
-    tokenizer = Qwen2Tokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], extra_special_tokens=special
-    )
-    ids = {piece: tokenizer.convert_tokens_to_ids(piece) for piece in special}
+    """Return a vision-language model whose tokens are letters."""
+    tokenizer = build_tokenizer([*CHAT, *VISION])
     torch.manual_seed(5)
-    text_encoder = Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(
-            text_config={
-                "vocab_size": len(tokenizer),
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "rope_parameters": {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-                "bos_token_id": ids["<|endoftext|>"],
-                "eos_token_id": ids["<|im_end|>"],
-                "pad_token_id": ids["<|endoftext|>"],
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "out_hidden_size": 32,
-                "fullatt_block_indexes": [1],
-                "window_size": 56,
-            },
-            image_token_id=ids["<|image_pad|>"],
-            video_token_id=ids["<|video_pad|>"],
-            vision_start_token_id=ids["<|vision_start|>"],
-            vision_end_token_id=ids["<|vision_end|>"],
-        )
-    )
+    settings = qwen_vl_settings(tokenizer)
+    vision = settings.pop("vision_config") | {"fullatt_block_indexes": [1], "window_size": 56}
+    text_encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, **settings))
     return text_encoder, tokenizer, Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
 
 
@@ -209,12 +182,7 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
 
 def build_z_image(folder: Path) -> None:
     """A ZImagePipeline; text and pictures are padded with tokens that do something."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    pieces = [*CHARACTERS, "Ġ", "Ċ"]
-    tokenizer = Qwen2Tokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], extra_special_tokens=special
-    )
-    tokenizer.chat_template = QWEN3_TEMPLATE
+    tokenizer = build_tokenizer([*CHAT, "<think>", "</think>"], QWEN3_TEMPLATE)
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(6)
         transformer = ZImageTransformer2DModel(

@@ -19,6 +19,7 @@ from tests.support.commands import ROOT, compose, kill_when, wait_until
 from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_captioners import build_captioner
 
+pytestmark = pytest.mark.slow
 NAMES = ("qwen3_vl", "qwen2_5_vl")
 
 
@@ -138,7 +139,6 @@ def test_a_caption_is_never_overwritten_unless_told_to(run, arguments, bare):
     assert "7 of 7 samples get a new caption" in outcome.text
 
 
-@pytest.mark.slow
 def test_killed_and_started_again_it_writes_what_it_would_have_written(run, start, arguments, tmp_path):
     longer = "captioner.max_new_tokens=40"
     whole = write_pairs(tmp_path / "whole", [(64, 48)] * 40)
@@ -161,7 +161,6 @@ def test_killed_and_started_again_it_writes_what_it_would_have_written(run, star
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.slow
 def test_a_signal_ends_it_behind_the_batch_and_keeps_what_is_done(start, arguments, tmp_path, number, status):
     root = write_pairs(tmp_path / "many", [(64, 48)] * 40)
     process = start("predict", *arguments(root, "captioner.batch_size=1", "captioner.max_new_tokens=200"))
@@ -273,7 +272,6 @@ def test_the_page_shows_pictures_and_text_as_text(run, arguments, bare, tmp_path
     assert [page.count(f"<figcaption>{name}<") for name in ("before", "before, 2", "after")] == [6, 1, 6]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("format", ["nf4", "fp8"])
 def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):
