@@ -103,7 +103,7 @@ def test_rounding_is_reported_once(tmp_path):
 
 
 def test_batch_of_two_keeps_each_samples_own_control(pairs):
-    """The existing system gave the first sample's condition image to all."""
+    """An earlier system gave all samples the first one's condition image."""
     one, two = data_module(str(pairs)).pixels(2)
     batch = collate_pixels([one, two])
     assert torch.equal(batch.controls[0], torch.cat([one.controls[0], two.controls[0]]))
@@ -147,7 +147,7 @@ def test_val_count_says_where_all_pairs_are_of_the_same_pictures(tmp_path):
 
 
 def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(tmp_path):
-    """Its file is not even whole: no pixel is decoded to refuse it."""
+    """The file is truncated: it is refused without decoding a pixel."""
     root = make_pairs(tmp_path, [(32, 32)] * 4)
     bad = root / "control_images" / "01.png"
     Image.new("RGB", (5000, 4000)).save(bad)
@@ -164,7 +164,7 @@ def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(
 
 
 def test_pictures_of_several_frames_are_counted(tmp_path):
-    """Not what phones put into a JPEG beside the picture."""
+    """Additional images that phones store in a JPEG do not count."""
     root = make_pairs(tmp_path, [(32, 32)] * 3)
     frames = [photograph(name, 32, 32) for name in ("coffee", "astronaut")]
     (root / "control_images" / "00.png").unlink()
@@ -184,7 +184,7 @@ def test_pictures_are_held_out_by_their_places_whatever_they_are_called(tmp_path
 
 
 def test_what_stands_in_tables_is_held_out_by_its_bytes(tmp_path):
-    """A picture with several instructions is there once for each."""
+    """An image with several instructions appears once for each."""
     rows = [Row("a.parquet", number, number // 3) for number in range(9)]
     samples = [Sample(str(number), row, (), ("",)) for number, row in enumerate(rows)]
     shown = image_groups(samples)

@@ -20,7 +20,7 @@ def batches(count, **settings):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 def test_all_batches_are_full_and_of_one_size(batch_size):
-    """Also where a size has fewer samples than a batch: a half-full one would weigh its samples more than others."""
+    """This includes sizes with fewer samples than a batch: a half-full batch would give its samples more weight."""
     stream = [[index for index, _ in batch] for batch in batches(200, sizes=MIXED, batch_size=batch_size, seed=1)]
     assert {len(batch) for batch in stream} == {batch_size}
     assert all(len({MIXED[index] for index in batch}) == 1 for batch in stream)
@@ -63,7 +63,7 @@ def test_order_changes_with_epoch_and_seed_and_with_nothing_else():
 
 
 def plain(sizes, batch_size, seed, rank, world_size, start, repeats):
-    """The definition: draw by draw from the first epoch on."""
+    """Compute the order by its definition, draw by draw from the first epoch."""
     waiting, position, draw = {}, 0, 0
     for number in count():
         for index in np.random.default_rng((seed, number)).permutation(np.repeat(np.arange(len(sizes)), repeats)):
@@ -101,13 +101,13 @@ def test_any_start_gives_what_drawing_from_the_first_epoch_on_gives(order, block
 
 
 def test_order_is_that_of_larger_integers():
-    """Ones of half the size are shuffled: runs that were started before go on in the same order."""
+    """Shuffling integers of half the size keeps the order of earlier runs."""
     expected = np.random.default_rng((7, 2)).permutation(np.arange(5000))
     assert np.array_equal(SizeBatchSampler(["s"] * 5000, 1, seed=7).epoch(2), expected)
 
 
 def test_late_start_computes_few_orders(monkeypatch):
-    """Its own epoch's, and those in which what waits was drawn."""
+    """Only the orders of its epoch, and of those in which waiting samples were drawn, are computed."""
     sampler = SizeBatchSampler(["s"] * 100 + ["l"] * 3, {"s": 8, "l": 7}, seed=1, start=10**9)
     computed, epoch = [], sampler.epoch
     monkeypatch.setattr(sampler, "epoch", lambda number: computed.append(number) or epoch(number))

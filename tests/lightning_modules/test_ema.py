@@ -11,7 +11,7 @@ from lightning_modules.ema import EMA, RAMP_UP
 
 
 def weights_of(ema, history, batches):
-    """The average after steps of these many samples to these values."""
+    """Return the average after steps with these sample counts to these values."""
     parameter = nn.Parameter(torch.tensor([float(history[0])]))
     ema.start({"a": parameter})
     for value, samples in zip(history[1:], batches, strict=True):
@@ -24,7 +24,7 @@ def weights_of(ema, history, batches):
 
 
 def test_average_is_the_sum_of_all_values_by_the_samples_since():
-    """Of batches of different sizes; the half-life grows until it is the one that was set."""
+    """Batches have different sizes; the half-life grows up to its setting."""
     history, batches, half_life = [3.0, -1.0, 4.0, 1.5, -9.0, 2.6], [4, 1, 7, 30, 8], 2.5
     seen = [sum(batches[: n + 1]) for n in range(len(batches))]
     assert RAMP_UP * seen[2] < half_life < RAMP_UP * seen[3]
@@ -37,7 +37,7 @@ def test_average_is_the_sum_of_all_values_by_the_samples_since():
 
 
 def test_half_of_the_average_is_of_the_latest_half_life():
-    """In small steps, long after the start: 0 until then, 1 since."""
+    """In small steps, long after the start, the value is 0 before and 1 within the half-life."""
     average = weights_of(EMA(50, "ema"), [0] * 1001 + [1] * 25, [2] * 1025)
     assert average == pytest.approx(0.5, rel=1e-5)
 
@@ -51,7 +51,7 @@ def test_start_is_a_power_function_of_the_samples():
 
 
 def test_step_that_is_left_out_moves_nothing_and_does_not_count():
-    """Also as the first one, and where what is left of it is in the window."""
+    """The skipped step may be the first one, or within an accumulation window."""
     averages = []
     for left_out in (False, True):
         ema, parameter = EMA(2, "ema"), nn.Parameter(torch.tensor([1.0]))

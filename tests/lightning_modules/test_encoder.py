@@ -1,4 +1,4 @@
-"""From pixels and prompts to what a step sees."""
+"""The encoder: pixels and prompts to latents and embeddings."""
 
 import torch
 from hydra.utils import instantiate
@@ -8,7 +8,7 @@ from tests.support.commands import compose
 
 
 def test_all_captions_are_encoded_in_the_encoders_own_precision(tiny, pairs, monkeypatch):
-    """Also where the trainer's precision is mixed: else a cache would depend on the command that built it."""
+    """Mixed trainer precision does not matter; otherwise a cache would depend on the command that built it."""
     settings = [f"model.pretrained_model_name_or_path={tiny}", f"data.root={pairs}", "data=pairs"]
     cfg = compose("train", *settings)
     module, data = instantiate(cfg.model, adapter=None), instantiate(cfg.data)

@@ -54,14 +54,14 @@ WHOLE = "qwen_image_edit_plus"
 
 
 def offloads(quantization, adapter):
-    """Those that production allows; an orthogonal T-LoRA computes as a T-LoRA does, whatever waits."""
+    """Return the offload settings that production allows; an orthogonal T-LoRA computes like a T-LoRA."""
     if adapter == "ortho_tlora":
         return [{"none": "none"}]
     return [RESIDENT] if adapter == "full" else [RESIDENT, STREAMED]
 
 
 def slow(model, quantization, adapter, chosen):
-    """Whether others stand for it in the suite, in which is each family, format, adapter and offloading."""
+    """Return whether other cases represent it in the quick suite, which covers each family, format and adapter."""
     if quantization == "bf16":
         return model != WHOLE and (adapter != "lora" or chosen is STREAMED)
     of_a_library = "_" in quantization
@@ -84,7 +84,7 @@ def settings(*overrides):
 
 
 def build(repositories, cuda, model, quantization, adapter, streamed):
-    """As Lightning does."""
+    """Build a module as Lightning does."""
     path = f"model.pretrained_model_name_or_path={repositories[model]}"
     chosen = settings(f"model={model}", path, *MODELS[model].settings).copy()
     chosen.adapter = settings(*(ADAPTERS | OTHERS)[adapter]).adapter
@@ -109,7 +109,7 @@ def step(cuda, module, latents):
 
 
 def batch(module):
-    """Two samples with all that a batch may have."""
+    """Build two samples with every optional part of a batch."""
     target, _, controls, prompt = inputs(module)
     empty = {name: tensor[:1] for name, tensor in prompt.items()}
     return LatentBatch(["a", "b"], [0, 1], target, target, controls, prompt, empty, torch.ones(2, 1, 64, 96))
@@ -117,7 +117,7 @@ def batch(module):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """With models of two blocks."""
+    """Set up a fake GPU and models of two blocks."""
     config, fewer = transformer.transformer_config, {"num_layers": 1, "num_single_layers": 1}
     small = lambda *where: (found := config(*where)) | (fewer if "num_single_layers" in found else {})  # noqa: E731
     monkeypatch.setattr(transformer, "transformer_config", small)
@@ -128,7 +128,7 @@ def cuda(monkeypatch):
 
 
 def test_so_many_are_in_the_matrix():
-    """Only an adapter quantizes and streams its base; full training does neither."""
+    """Only with an adapter can the base be quantized and offloaded, not in full training."""
     resident, orthogonal, streamed = (8 * 2 + 1) * 2, 8, 8 * 2 * 2
     assert resident + orthogonal + streamed == 74
     assert sum(len(chosen) for *_, chosen in BUILDS) == len(MODELS) * 74

@@ -24,7 +24,7 @@ from tests.support.tiny_pipelines import build_pipeline
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory):
-    """A pipeline of the same kind with other weights, and another shift."""
+    """Save a pipeline of the same kind with other weights and another shift."""
     folder = tmp_path_factory.mktemp("other") / "tiny-turbo"
     build_pipeline(folder, seed=9)
     edit_json(folder / "scheduler/scheduler_config.json", use_dynamic_shifting=False, shift=7.0)
@@ -108,7 +108,7 @@ def test_in_a_quantized_offloaded_and_averaged_run(run, settings, distilled, fil
 
 @pytest.fixture
 def file(tiny, tmp_path):
-    """A training adapter."""
+    """Write a training adapter."""
     names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
     path = tmp_path / "undistil.safetensors"
     write(path, random_updates(names), {})

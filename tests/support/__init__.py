@@ -1,1 +1,1 @@
-"""What several tests need: commands, tiny pipelines, pictures, probes."""
+"""Shared parts of tests: commands, tiny pipelines, images, probes."""

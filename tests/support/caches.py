@@ -18,18 +18,18 @@ def cache_overrides(tiny, root, folder):
 
 
 def short(tiny, root, output, steps, data="cached", shown=False):
-    """Overrides of a short quiet run with a cache of its own."""
+    """Return overrides of a short quiet run with its own cache."""
     return [*commands.short(tiny, root, output, steps, data, shown), f"data.cache_dir={output.parent / 'cache'}"]
 
 
 def only(folder) -> Cache:
-    """The one cache in a cache_dir."""
+    """Return the only cache in a cache_dir."""
     (found,) = [path for path in folder.iterdir() if path.is_dir()]
     return Cache(found, {})
 
 
 def encoded(outcome) -> int:
-    """How many samples a command says it has encoded."""
+    """Return the number of samples that a command reports as encoded."""
     match = re.search(r"encoded (\d+) samples?", outcome.text)
     return int(match[1]) if match else 0
 

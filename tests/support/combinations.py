@@ -7,7 +7,7 @@ import pytest
 
 
 def first(kept: int, cases: Iterable[Any]) -> list[Any]:
-    """All of them; those behind the first `kept` are slow."""
+    """Return all cases, with those after the first `kept` marked as slow."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.slow] * (number >= kept))
         for number, case in enumerate(cases)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def compose(name: str, *overrides: str) -> DictConfig:
-    """The composed config of train.py or predict.py."""
+    """Compose the config of train.py or predict.py."""
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
@@ -37,7 +37,7 @@ def compose(name: str, *overrides: str) -> DictConfig:
 
 
 class Outcome:
-    """What a command left: exit status and what it printed."""
+    """The exit status and the output of a command."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status

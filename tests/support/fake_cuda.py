@@ -66,7 +66,7 @@ KERNELS = {
 
 
 def _place():
-    """The file and function that have called PyTorch."""
+    """Return the file and function that called PyTorch."""
     frame = sys._getframe(2)
     while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -95,20 +95,20 @@ class FakeCuda(TorchDispatchMode):
 
     @contextmanager
     def configuring(self):
-        """Inside, as Lightning configures a module."""
+        """Temporarily set the state in which Lightning configures a module."""
         with self._fake, self, FOREIGN:
             yield
 
     @contextmanager
     def step(self):
-        """Inside, as in a training step in bf16: autocast is the caller's."""
+        """Temporarily set the state of a bf16 training step; autocast is the caller's."""
         self._in_step, self._steps = True, self._steps + 1
         with self._fake, self:
             yield
         self._in_step = False
 
     def pin(self, tensor):
-        """Note that a tensor of the host is in pinned memory."""
+        """Note that a CPU tensor is in pinned memory."""
         reference = StorageWeakRef(tensor.untyped_storage())  # by which its number stays its own
         self._pinned[reference.cdata] = reference
         return tensor
@@ -180,7 +180,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 def backward(loss):
-    """What autograd's engine does, which would ask CUDA for its devices: nodes in their order, the latest first."""
+    """Run the backward pass like autograd's engine, which would query CUDA: nodes in order, the latest first."""
     order = count()
     given = {loss.grad_fn: {0: torch.ones_like(loss)}}
     waiting = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
@@ -206,7 +206,7 @@ def backward(loss):
 
 
 def _fitting(gradient, metadata):
-    """As the engine lets a node have it."""
+    """Return a gradient in the form that the engine passes to a node."""
     if gradient is None:
         return None
     assert gradient.device == metadata.device
@@ -220,7 +220,7 @@ def swap_tensors(one, other, swap=torch.utils.swap_tensors):
 
 
 def load_model(cls, repository, subfolder, revision, dtype, device):
-    """diffusers' loading, by ours."""
+    """Load a model for diffusers with our loading."""
     model = transformer.TransformerSource(cls.__name__, repository, revision, dtype, None, 0).empty()
     assemble(model, transformer.transformer_weights(repository), dtype=dtype, device=device, quantization=None)
     return model.requires_grad_(False).eval()

@@ -16,44 +16,44 @@ SIZE = (512, 384)
 
 
 def picture(name: str) -> Image.Image:
-    """A photograph in colour, large enough to be looked at."""
+    """Return a colour photograph, large enough for inspection."""
     return photograph(name, *SIZE).convert("RGB")
 
 
 def depth(image: Image.Image) -> Image.Image:
-    """A smooth grey picture that follows a photograph, as a depth map does."""
+    """Return a smooth grey image that follows a photograph, like a depth map."""
     return ImageOps.posterize(image.convert("L").filter(ImageFilter.GaussianBlur(6)).convert("RGB"), 3)
 
 
 def without_an_object(image: Image.Image) -> Image.Image:
-    """A part is painted over."""
+    """Paint over a part."""
     image = image.copy()
     ImageDraw.Draw(image).ellipse((180, 120, 300, 240), fill=(128, 128, 120))
     return image
 
 
 def with_another_ground(image: Image.Image) -> Image.Image:
-    """All but the middle is another photograph."""
+    """Replace everything but the middle by another photograph."""
     mask = Image.new("L", image.size, 0)
     ImageDraw.Draw(mask).ellipse((130, 60, 380, 320), fill=255)
     return Image.composite(image, picture("gravel").rotate(180), mask)
 
 
 def with_a_small_change(image: Image.Image) -> Image.Image:
-    """A dot of a fiftieth of the picture's width."""
+    """Draw a dot of a fiftieth of the image's width."""
     image = image.copy()
     ImageDraw.Draw(image).ellipse((100, 100, 112, 112), fill=(220, 30, 30))
     return image
 
 
 def coarse(image: Image.Image) -> Image.Image:
-    """As a control of super-resolution."""
+    """Coarsen an image, as for a control of super-resolution."""
     small = image.resize((image.width // 4, image.height // 4), Image.Resampling.BICUBIC)
     return small.resize(image.size, Image.Resampling.BICUBIC)
 
 
 def noisy(image: Image.Image) -> Image.Image:
-    """As a control of noise removal."""
+    """Add noise, as for a control of denoising."""
     noise = np.random.default_rng(0).normal(0, 12, (*image.size[::-1], 3))
     return Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
 
@@ -94,14 +94,14 @@ def moved(image: Image.Image, x: float, y: float, scale: float = 1.0) -> tuple[I
 
 
 def recompressed(image: Image.Image, quality: int) -> Image.Image:
-    """The picture as JPEG leaves it."""
+    """Return an image after JPEG compression."""
     file = io.BytesIO()
     image.save(file, "JPEG", quality=quality)
     return Image.open(file).convert("RGB")
 
 
 def save_pair(root: Path, name: str, control: Image.Image, target: Image.Image, caption: str) -> None:
-    """As PNG in folders."""
+    """Save a pair as PNG files in folders."""
     for folder in ("training_images", "control_images"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     control.save(root / "control_images" / f"{name}.png")
@@ -110,7 +110,7 @@ def save_pair(root: Path, name: str, control: Image.Image, target: Image.Image, 
 
 
 def save_edits(root: Path) -> Path:
-    """A pair for each of `EDITS`, each of a photograph of its own."""
+    """Save a pair for each of `EDITS`, each with another photograph."""
     for name, photo in zip(EDITS, PHOTOGRAPHS, strict=True):
         save_pair(root, name, *EDITS[name](picture(photo)), f"{name.replace('_', ' ')} the {photo}")
     return root

@@ -52,7 +52,7 @@ RANK, ALPHA = 4, 6.0
 
 
 def flux(heads: int = 4, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) -> FluxTransformer2DModel:
-    """One double and one single block, random."""
+    """Build a random transformer with one double and one single block."""
     torch.manual_seed(0)
     return FluxTransformer2DModel(
         in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=dim, num_attention_heads=heads,
@@ -61,7 +61,7 @@ def flux(heads: int = 4, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) 
 
 
 def qwen(heads: int = 2, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) -> QwenImageTransformer2DModel:
-    """Two blocks, random."""
+    """Build a random transformer with two blocks."""
     torch.manual_seed(0)
     return QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=2, attention_head_dim=dim, num_attention_heads=heads,
@@ -70,7 +70,7 @@ def qwen(heads: int = 2, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) 
 
 
 def z_image(heads: int = 3, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) -> ZImageTransformer2DModel:
-    """One block of each kind, random."""
+    """Build a random transformer with one block of each kind."""
     torch.manual_seed(0)
     return ZImageTransformer2DModel(
         in_channels=4, dim=heads * dim, n_layers=1, n_refiner_layers=1, n_heads=heads, n_kv_heads=heads,
@@ -80,7 +80,7 @@ def z_image(heads: int = 3, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6
 
 @torch.no_grad()
 def velocity(transformer: torch.nn.Module) -> Tensor:
-    """A forward on 4x4 tokens and 5 of text."""
+    """Run a forward pass on 4x4 image tokens and 5 text tokens."""
     generator = torch.Generator().manual_seed(1)
     dtype = transformer.dtype
     x, text, pooled = (torch.randn(*s, generator=generator).to(dtype) for s in ((1, 16, 16), (1, 5, 32), (1, 32)))
@@ -99,7 +99,7 @@ def velocity(transformer: torch.nn.Module) -> Tensor:
 
 
 def draw(transformer: torch.nn.Module, groups: dict[str, list[str]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each native layer a down (r, in) and an up (out, r)."""
+    """Draw, for each native layer, a down (r, in) and an up (out, r) matrix."""
     generator = torch.Generator().manual_seed(3)
     drawn = {}
     for native, layers in groups.items():
@@ -111,7 +111,7 @@ def draw(transformer: torch.nn.Module, groups: dict[str, list[str]]) -> dict[str
 
 
 def of_diffusers(drawn, groups, transformer) -> dict[str, tuple[Tensor, Tensor]]:
-    """The same by diffusers' layers; the halves of norm_out.linear stand the other way round there."""
+    """Convert to diffusers' layers, where the halves of norm_out.linear are swapped."""
     found = {}
     for native, layers in groups.items():
         down, up = drawn[native]
@@ -154,7 +154,7 @@ FORMS = {
 
 
 def foreign_file(folder: Path, form: str, native, diffusers, dtype=torch.float32) -> tuple[Path, float]:
-    """A file of a form, and the scale of its updates."""
+    """Write a file of a format, and return the scale of its updates."""
     prefix, by_native, flat, halves, place = FORMS[form]
     names = {
         "AB": ("lora_A.weight", "lora_B.weight"),

@@ -16,7 +16,7 @@ MISSING = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": REVISION}
 
 
 def entry(folder: Path, path: Path) -> dict:
-    """A file or folder as the hub lists it."""
+    """Return a file or folder as listed by the hub."""
     name = str(path.relative_to(folder))
     if path.is_dir():
         return {"type": "directory", "path": name, "oid": "0"}

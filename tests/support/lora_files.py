@@ -26,12 +26,12 @@ TARGETS = {
 
 
 def layer_names(model, transformer):
-    """All names of a transformer's layers."""
+    """Return the names of all layers of a transformer."""
     return LayerNames(transformer, FAMILIES[model].layers.native)
 
 
 def random_updates(names, targets="default", rank=3, dora=False, seed=0, size=0.1):
-    """An update of each layer that is a target."""
+    """Draw an update of each target layer."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape):
@@ -49,12 +49,12 @@ def random_updates(names, targets="default", rank=3, dora=False, seed=0, size=0.
 
 
 def dense(update):
-    """(out, in), in float64."""
+    """Return the update as a float64 matrix (out, in)."""
     return update.up.double() @ update.down.double()
 
 
 def relative(one, other):
-    """How far two LoRAs are apart, by whole matrices, as a share of the first one."""
+    """Return the distance of two LoRAs, over all matrices, relative to the first."""
     zero = torch.zeros(1, 1, dtype=torch.float64)
     different = whole = 0.0
     for name in dict.fromkeys([*one, *other]):  # of the real model one matrix after the other

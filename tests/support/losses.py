@@ -7,7 +7,7 @@ from lightning_modules.edit_module import EditModule
 
 
 def losses(module: EditModule, batch: LatentBatch) -> Tensor:
-    """Of each sample (B,), at the timesteps and with the noise of its draw."""
+    """Return the loss of each sample (B,) at the timestep and with the noise of its draw."""
     shift = module.base.dynamic_shift(module.geometry.tokens(batch).target)
     noised = module.flow.noised(batch, shift, module.normalize)
     return module.objective.losses(batch, noised, module.denoise, module.global_step)

@@ -8,7 +8,7 @@ from tests.support.tiny_adapters import gradients as of_transformer
 
 
 def latent_batch(draws, rejected=False, masked=False):
-    """For the tiny FLUX Kontext: what a sample is follows from its draw alone, of which there are up to eight."""
+    """Build a batch for the tiny FLUX Kontext; each sample follows from its draw, of which there are up to eight."""
     generator, count = torch.Generator().manual_seed(2), 8
     targets, controls, others, stds = torch.randn(4, count, 8, 4, 6, generator=generator)
     masks = (torch.rand(count, 1, 32, 48, generator=generator) > 0.4).float()
@@ -29,18 +29,18 @@ def latent_batch(draws, rejected=False, masked=False):
 
 
 def noised(module, latents):
-    """At the timesteps and with the noise of its draws."""
+    """Add noise at the timesteps of the batch's draws."""
     shift = module.base.dynamic_shift(module.geometry.tokens(latents).target)
     return module.flow.noised(latents, shift, module.normalize)
 
 
 def losses(module, latents):
-    """Of each sample (B,)."""
+    """Return the loss of each sample (B,)."""
     return module.objective.losses(latents, noised(module, latents), module.denoise, 0)
 
 
 def gradients(module, latents):
-    """Of what trains, and the losses, by name."""
+    """Return the losses, and the gradients of the trainable parameters by name."""
     module.transformer.zero_grad()
     found = losses(module, latents)
     found.sum().backward()

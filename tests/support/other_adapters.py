@@ -16,7 +16,7 @@ KINDS = ("lokr", "loha", "oft")
 
 
 def build_other(tiny, adapter, *more, dtype="float32", model="flux_kontext"):
-    """A module with a fresh adapter."""
+    """Build a module with a fresh adapter."""
     settings = [*OTHERS[adapter], f"model.dtype={dtype}", *more]
     length = {"max_sequence_length": 16} if model.startswith("flux_kontext") else {}
     module = instantiate(
@@ -27,5 +27,5 @@ def build_other(tiny, adapter, *more, dtype="float32", model="flux_kontext"):
 
 
 def short_of(arguments, adapter):
-    """Overrides of a short run, of another adapter than LoRA."""
+    """Return overrides of a short run with an adapter other than LoRA."""
     return [*(one for one in arguments if not one.startswith("adapter.")), *OTHERS[adapter]]

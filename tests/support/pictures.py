@@ -9,12 +9,12 @@ from PIL import Image
 
 
 def photograph(name: str, width: int, height: int) -> Image.Image:
-    """A real photograph, scaled."""
+    """Return a real photograph, scaled."""
     return Image.fromarray(getattr(skimage.data, name)()).resize((width, height), Image.Resampling.LANCZOS)
 
 
 def make_pairs(root: Path, sizes, target=lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)) -> Path:
-    """Pairs in folders: photographs, and the same mirrored."""
+    """Write pairs of photographs and their mirror images into folders."""
     for folder in ("training_images", "control_images"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     names = ("astronaut", "chelsea", "coffee", "rocket", "retina")
@@ -27,7 +27,7 @@ def make_pairs(root: Path, sizes, target=lambda image: image.transpose(Image.Tra
 
 
 def pixels(path):
-    """Of a picture, or of the only one that was predicted of an image of that name."""
+    """Return the pixels of an image, or of the only prediction for an image of that name."""
     if not path.is_file():
         [path] = path.parent.glob(f"{path.stem}_p00_*.png")
     return np.asarray(Image.open(path)).astype(int)
@@ -38,5 +38,5 @@ def records(folder):
 
 
 def level(picture):
-    """A PNG's pixels."""
+    """Return the pixels of a PNG."""
     return np.asarray(Image.open(picture)).astype(int)

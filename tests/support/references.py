@@ -28,7 +28,7 @@ Images = list[Image.Image]
 
 
 def condition_images(sizes, shift=0) -> Images:
-    """Photographs of these (width, height), others for each shift."""
+    """Return photographs of these (width, height), other ones for each shift."""
     return [photograph(NAMES[(index + shift) % 3], *size) for index, size in enumerate(sizes)]
 
 

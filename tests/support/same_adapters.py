@@ -30,7 +30,7 @@ def adapt_like(transformer: torch.nn.Module, own: torch.nn.Module) -> None:
 
 
 def assert_same_gradients(own: torch.nn.Module, stock: torch.nn.Module) -> None:
-    """Of the adapters of two transformers; a layer that the image does not depend on has none, or zeros."""
+    """Assert equal gradients of the adapters of two transformers; layers without influence have none, or zeros."""
     ours, theirs = ({n: p.grad for n, p in one.named_parameters() if p.requires_grad} for one in (own, stock))
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -40,7 +40,7 @@ def assert_same_gradients(own: torch.nn.Module, stock: torch.nn.Module) -> None:
 
 
 def stock_shift(stock: Any, latents: torch.Tensor) -> float:
-    """The shift of the timesteps by the pipelines' own function, for a target of these latents (B, C, h, w)."""
+    """Return the timestep shift of the pipelines' own function for a target of these latents (B, C, h, w)."""
     config = stock.scheduler.config
     *_, height, width = latents.shape
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")

@@ -1,4 +1,4 @@
-"""Whether two runs learned the same."""
+"""Comparisons of the results of two runs."""
 
 import csv
 
@@ -14,12 +14,12 @@ SMOOTH_ADAM = "optimizer.eps=1e-4"
 
 
 def column(run_folder, name):
-    """Of metrics.csv."""
+    """Return a column of metrics.csv."""
     return [row[name] for row in csv.DictReader((run_folder / "metrics.csv").open())]
 
 
 def assert_close(one, other):
-    """Of the LoRA files of two runs."""
+    """Assert that the LoRA files of two runs are close."""
     ours, theirs = (safetensors.torch.load(lora_bytes(folder)) for folder in (one, other))
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
@@ -27,7 +27,7 @@ def assert_close(one, other):
 
 
 def assert_close_models(one, other):
-    """Of the models of two runs with adapter=full, text encoders included."""
+    """Assert that the models of two adapter=full runs are close, including text encoders."""
     files = list((other / "model/last").glob("t*/*.safetensors"))
     assert files
     for path in files:

@@ -32,12 +32,12 @@ def as_rank(rank: int, port: int) -> None:
 
 
 def start_two(start, runs, **more):
-    """Two processes such as torchrun starts."""
+    """Start two processes as torchrun does."""
     return start_ranks(start, [runs, runs], **more)
 
 
 def start_ranks(start, runs, **more):
-    """Two processes such as torchrun starts, each with runs of its own."""
+    """Start two processes as torchrun does, each with its own runs."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     script = "tests.support.several_runs"

@@ -24,7 +24,7 @@ def made(tiny, adapter, base, *more):
 
 
 def step(module, t=(0.2, 0.7)):
-    """Loss and gradients under autocast."""
+    """Return loss and gradients under autocast."""
     module.transformer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         loss = velocity(module, list(t)).float().square().mean()
@@ -40,7 +40,7 @@ def assert_same(one, other):
 
 
 def with_a_block_of_each_kind(module):
-    """To compile less."""
+    """Keep one block of each kind, to compile less."""
     transformer = module.transformer
     del transformer.transformer_blocks[1:]
     del transformer.single_transformer_blocks[:-1]
@@ -71,7 +71,7 @@ def inputs(module, samples=2, width=12, text=None):
 
 
 def family(repositories, model, *more):
-    """A family's module with an adapter on every layer, in float32."""
+    """Build a family's module in float32 with an adapter on every layer."""
     path = f"model.pretrained_model_name_or_path={repositories[model]}"
     settings = [path, "model.dtype=float32", "adapter.rank=4", "adapter.target_modules=all-linear", *more]
     module = instantiate(compose("train", f"model={model}", *settings).model, _convert_="all")

@@ -1,4 +1,4 @@
-"""What the stock pipelines of diffusers make of the same request."""
+"""Images of diffusers' stock pipelines for the same request."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def shrink_condition_images(monkeypatch, vae: int, condition: int) -> None:
 
 
 def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=None, **settings):
-    """What the stock pipeline makes with a LoRA, its condition images as small as the run's.
+    """Return the stock pipeline's image with a LoRA, its condition images as small as the run's.
 
     Args:
         prepare: called with the pipeline and the LoRA when they are loaded.
@@ -40,7 +40,7 @@ def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=No
 
 
 def same_request(model, root):
-    """The stock pipeline's arguments and predict.py's, with the first sample's condition images, and guided."""
+    """Return guided arguments of the stock pipeline and of predict.py for the first sample's condition images."""
     tiny = MODELS[model]
     request = ["seed=11", "width=64", "height=32", "num_inference_steps=3"]
     request += [f"{name}={value}" for name, value in tiny.guidance.items()]

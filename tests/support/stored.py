@@ -1,4 +1,4 @@
-"""The same pairs in all forms in which people have data sets."""
+"""The same pairs in all forms of data sets."""
 
 import io
 import json
@@ -11,7 +11,7 @@ NAMES = ("astronaut", "chelsea", "coffee")
 
 
 def picture(number: int, name: str = "PNG") -> bytes:
-    """The bytes of a photograph, 32x32, no two alike."""
+    """Return the bytes of a photograph of 32x32, each different."""
     content = io.BytesIO()
     photograph(NAMES[number % 3], 32 + number, 32).crop((number, 0, 32 + number, 32)).save(content, name)
     return content.getvalue()
@@ -22,7 +22,7 @@ def prompt(number: int) -> str:
 
 
 def data_set(count: int = 4):
-    """Rows with Image features, as the hub's editing sets have."""
+    """Build rows with Image features, as in editing data sets on the hub."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -110,7 +110,7 @@ def as_image_folder(folder: Path) -> Path:
 
 
 def as_nested(folder: Path) -> Path:
-    """Two folders of pictures, deeper than what is named, beside what systems leave."""
+    """Write two folders of images in subfolders, next to files of operating systems."""
     deep = folder / "one" / "only"
     for name in ("training_images", "control_images"):
         (deep / name).mkdir(parents=True)

@@ -132,7 +132,7 @@ class Streams(TorchDispatchMode):
         self._seen = before
 
     def _know(self, storage):
-        """Its number, by which the sanitizer knows it until it is let go."""
+        """Return the id by which the sanitizer knows a tensor until it is freed."""
         number = storage._cdata
         if number not in self._known:
             self._known.add(number)
@@ -201,7 +201,7 @@ class Streams(TorchDispatchMode):
         return target
 
     def _loosely(self, tensor):
-        """Gives the tensor as long as its memory is not let go."""
+        """Return the tensor while its memory is in use."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._pinned or storage._cdata in self._kept:
             return lambda: tensor

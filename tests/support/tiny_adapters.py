@@ -16,7 +16,7 @@ LAYER = "transformer_blocks.0.attn.to_q"
 
 
 def build(tiny, adapter, *more, dtype="float32"):
-    """A module with a fresh adapter, its forwards masked by each sample's t."""
+    """Build a module with a fresh adapter, masked by each sample's t."""
     settings = [f"adapter={adapter}", f"adapter.rank={RANK}", "adapter.alpha=6", *more]
     module = instantiate(
         compose("train", "model=flux_kontext", f"model.dtype={dtype}", *settings).model,
@@ -45,24 +45,24 @@ def batch(samples=2):
 
 
 def velocity(module, t):
-    """What the module predicts for a sample at each t."""
+    """Predict a sample's velocity at each t."""
     x_t, controls, prompt = batch(len(t))
     return module.denoise(x_t, torch.tensor(t), controls, prompt)
 
 
 def gradients(module):
-    """Of what trains, by name."""
+    """Return the gradients of the trainable parameters by name."""
     return {name: parameter.grad.clone() for name, parameter in trainable(module.transformer).items()}
 
 
 def export(module, path):
-    """Its adapter as a run would save it."""
+    """Save the adapter as a run would."""
     adapter = module.adapter
     write(path, adapter.deltas(module.transformer), {"adapter": adapter.metadata()})
 
 
 def quantize(transformer):
-    """Every attention projection in 4 bits, by bitsandbytes."""
+    """Quantize every attention projection to 4 bits with bitsandbytes."""
     for name, module in list(transformer.named_modules()):
         if isinstance(module, torch.nn.Linear) and ".attn." in name:
             four = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, quant_type="nf4")
@@ -71,7 +71,7 @@ def quantize(transformer):
 
 
 def load(tiny, tmp_path, *adapters, names=("a", "b")):
-    """A stock pipeline with adapters that have learned."""
+    """Load a stock pipeline with trained adapters."""
     stock = FluxKontextPipeline.from_pretrained(tiny)
     stock.set_progress_bar_config(disable=True)
     for name, (adapter, *more) in zip(names, adapters, strict=False):
@@ -90,7 +90,7 @@ def picture(pipeline, steps=2, **more):
 
 
 def gate_of(pipeline, adapter_name):
-    """What `attach_rank_schedule` put into a stock pipeline."""
+    """Return the gate that `attach_rank_schedule` put into a stock pipeline."""
     hooks = pipeline.transformer.get_submodule(LAYER).lora_A[adapter_name]._forward_hooks
     [gate] = [hook.__self__ for hook in hooks.values()]
     return gate

@@ -41,7 +41,7 @@ class Hub:
         self._stored: dict[str, bytes] = {}
 
     def respond(self, path: str, body: bytes) -> Any:
-        """The right answer to a request."""
+        """Answer a request."""
         if CREATE in path:
             self.created.append(json.loads(body))
             return {"url": f"{self.address}/{NAME}", "name": NAME}
@@ -74,7 +74,7 @@ class Hub:
 
 @contextmanager
 def upload_hub() -> Iterator[Hub]:
-    """A hub that is there for a while."""
+    """Temporarily run a hub."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -50,14 +50,14 @@ class Warm:
         return self.returncode
 
     def end(self) -> None:
-        """Nothing of it goes on."""
+        """End the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
         self.stdout.close()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """What it has printed, when it has ended."""
+        """Return the output once the process has ended."""
         self.wait(timeout)
         return self.stdout.read(), None
 
@@ -70,7 +70,7 @@ def command(
     environment: dict[str, str],
     before: Callable[[], None] | None,
 ) -> None:
-    """What a new process of train.py or predict.py does."""
+    """Do the work of a new process of train.py or predict.py."""
     os.setsid()
     with open(output, "wb") as file:
         for number in (1, 2):

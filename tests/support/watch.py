@@ -34,7 +34,7 @@ SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "e
 
 
 class _Marks:
-    """Which tensors would be on a device: what stems from weights or from a batch that was copied there."""
+    """Mark tensors that would be on a GPU: those derived from weights or from a copied batch."""
 
     def __init__(self):
         self.storages = set()

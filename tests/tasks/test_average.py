@@ -17,7 +17,7 @@ FILE = "pytorch_lora_weights.safetensors"
 
 @pytest.fixture(scope="module")
 def whole(tiny, pairs, tmp_path_factory):
-    """A T-LoRA with an EMA, of five savings."""
+    """Run a T-LoRA with an EMA that saves five times."""
     from tests.support.warm import Warm
 
     folder = tmp_path_factory.mktemp("averaged") / "run"
@@ -40,7 +40,7 @@ def raw(run, step):
 
 @pytest.mark.parametrize("std", [0.05, 0.10, 0.20, 0.28])
 def test_exponent_has_the_standard_deviation(std):
-    """Of t^gamma on [0, 1], by its moments."""
+    """The reference is computed from the moments of t^gamma on [0, 1]."""
     gamma = ema_exponent(std)
     mean = (gamma + 1) / (gamma + 2)
     assert math.sqrt((gamma + 1) / (gamma + 3) - mean**2) == pytest.approx(std, rel=1e-9)
@@ -49,7 +49,7 @@ def test_exponent_has_the_standard_deviation(std):
 
 @pytest.mark.parametrize("std", [0.05, 0.10, 0.20])
 def test_weights_are_those_of_an_average_kept_at_each_saving(std):
-    """By its update (equation 127 of the paper); late savings weigh more, and all together one."""
+    """The reference is the update of equation 127 of the paper; later files weigh more, and the weights sum to one."""
     steps = [100, 200, 300, 400, 470]
     weights = ema_weights(steps, std)
     kept = [0.0] * len(steps)
@@ -105,7 +105,7 @@ def test_average_is_a_lora_like_any_other(run, tiny, whole, photo, tmp_path):
 
 
 def copy(source, target, change=lambda header: None, edit=lambda tensors: tensors):
-    """A file with another header, and other tensors."""
+    """Copy a file with another header and other tensors."""
     found, header = tensors(source)
     change(header)
     target.parent.mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_what_is_no_run_of_savings_is_one_line(run, learned, whole, tmp_path):
 
 
 def test_averages_are_averaged_with_a_note(run, whole, tmp_path):
-    """A run of which only the averages are left."""
+    """Only the averages of the run exist."""
     shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("*-raw"))
     text = run("predict", "task=average", f"lora={tmp_path / 'run'}", f"output_dir={tmp_path / 'mean'}").text
     assert "EMA weights of 5 files" in text

@@ -50,7 +50,7 @@ def test_every_model_is_known_without_weights(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", first(1, ["qwen_image_edit_plus", "embedded", "flux_dev", "z_image"]))
 def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
-    """Of each kind of transformer; of those that are large two blocks of each kind."""
+    """Every kind of transformer is planned, large ones with two blocks of each kind."""
     captions = model in MODELS and MODELS[model].data == "captions"
     data = ["data=captions", f"data.root={pairs}/training_images"] if captions else [f"data.root={pairs}"]
     more = [f"output_dir={tmp_path / 'out'}", "data.val_count=3"]
@@ -81,7 +81,7 @@ def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
 
 @pytest.mark.parametrize("model", first(1, ["flux_kontext_fp8", "flux2_klein_4b"]))
 def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositories, pairs, tmp_path, monkeypatch, model):
-    """With no file but the JSON ones, to the last line: quantized, and with statistics in the autoencoder's weights."""
+    """Only JSON files exist; the plan is complete, also quantized and with statistics in the autoencoder's weights."""
     name = compose("train", f"model={model}").model.pretrained_model_name_or_path
     folder = repositories[model.removesuffix("_fp8")]
     files = {str(path.relative_to(folder)): json.loads(path.read_text()) for path in folder.rglob("*.json")}
@@ -130,7 +130,7 @@ def test_optimizer_state_is_what_the_optimizer_keeps(name, expected):
 
 @pytest.fixture
 def planned(run, tiny, tmp_path):
-    """The plan of a tiny run on pictures of two sizes, its module, and the data."""
+    """Return the plan of a tiny run on images of two sizes, its module and the data."""
     root = make_pairs(tmp_path / "data", [(64, 48)] * 2 + [(128, 96)] * 3)
     own_cache = ["data.resolution=null", f"data.cache_dir={tmp_path / 'cache'}"]
     overrides = [*short(tiny, root, tmp_path / "run", 1), *own_cache]
@@ -151,7 +151,7 @@ def test_cache_is_as_large_as_planned(run, planned, tmp_path):
 
 
 def test_activations_are_what_a_real_step_holds(planned):
-    """The same step on real tensors, its memory counted in the same way."""
+    """The same step runs on real tensors, and its memory is counted in the same way."""
     plan, _, _, _, cfg = planned
     samples, (images, _) = plan.batch.samples, plan.batch.size
     assert (samples, images) == (2, ((128, 96), (128, 96)))

@@ -25,7 +25,7 @@ ADAPTER = {"rank": 3, "alpha": 6.0, "target_modules": "all-linear"}
 
 @pytest.fixture(scope="module")
 def names(repositories):
-    """Of each model's layers."""
+    """Return the layer names of each model."""
     found = {}
     for model in ("flux_kontext", "qwen_image_edit"):
         found[model] = layer_names(model, DiffusionPipeline.from_pretrained(repositories[model]).transformer)
@@ -180,7 +180,7 @@ def test_training_starts_from_an_export_with_the_same_update(
 
 @pytest.mark.slow
 def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, made, names, repositories, run):
-    """The tiny model is none that is known by its layers."""
+    """The layers of the tiny model match no known model."""
     lora, updates = made("elsewhere", format="kohya", header=False)
     assert "fits none of the models" in run("predict", "task=export", f"lora={lora}", ok=False).error
     model = ["model=flux_kontext", f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"]

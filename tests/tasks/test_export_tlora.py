@@ -31,7 +31,7 @@ def weights_of(run):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_first_components_are_what_the_mask_leaves(tiny, adapter):
-    """At a timestep of each rank, in a layer's own forward: of an orthogonal T-LoRA a component is two rows."""
+    """Each rank is tested in a layer's own forward pass; a component of an orthogonal T-LoRA has two rows."""
     module = build(tiny, adapter)
     learn(module)
     [gate] = module.rank_gates
@@ -51,7 +51,7 @@ def test_first_components_are_what_the_mask_leaves(tiny, adapter):
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, names, tmp_path, adapter):
-    """An orthogonal T-LoRA's component is two rows: its rank 2 is one of 4 to other programs."""
+    """A component of an orthogonal T-LoRA has two rows: its rank 2 is rank 4 to other programs."""
     lora = learned(adapter)
     text = run("predict", "task=export", f"lora={lora}", "rank=2", "format=kohya", f"output_dir={tmp_path}").text
     [path] = tmp_path.glob("*.safetensors")

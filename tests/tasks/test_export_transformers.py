@@ -73,7 +73,7 @@ def test_a_merge_and_a_constant_rank_are_fused(run, learned, tiny, tmp_path):
 
 
 def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, photo, tmp_path):
-    """At full rank it makes the pictures of the fine-tuned transformer; biases and norms are named."""
+    """At full rank it reproduces the fine-tuned transformer's images; biases and norms are named."""
     short_run = [one for one in short(tiny, pairs, tmp_path / "run", 4) if "adapter.rank" not in one]
     run("train", *short_run, "adapter=full", "optimizer.lr=1e-3", "scheduler=constant")
     tuned = tmp_path / "run" / "model" / "last"

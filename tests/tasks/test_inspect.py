@@ -12,7 +12,7 @@ from tests.support.pictures import make_pairs
 
 
 def content(folder):
-    """Names, checksums and times of all that a folder holds."""
+    """Return names, checksums and times of all files in a folder."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {(path, hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
 

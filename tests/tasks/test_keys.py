@@ -17,7 +17,7 @@ from tests.support.commands import ROOT, compose
 
 
 class TakesAny:
-    """What reads its arguments by itself."""
+    """A class that reads its arguments itself."""
 
     def __init__(self, **settings):
         self.settings = settings
@@ -31,7 +31,7 @@ def keys_of(script):
 
 
 def misspelt(key, chance):
-    """The key with one letter replaced, added, left out or swapped with the next."""
+    """Return the key with one letter replaced, added, removed or swapped with the next."""
     place = chance.choice([number for number, letter in enumerate(key) if letter != "."])
     letter, before, here, after = chance.choice(LETTERS), key[:place], key[place], key[place + 1 :]
     made = [before + letter + after, before + letter + here + after, before + after]
@@ -46,7 +46,7 @@ def composed():
 
 @pytest.mark.parametrize("script", TASKS)
 def test_any_key_misspelt_by_a_letter_is_refused_wherever_it_is_given(composed, script):
-    """On the command line, with a +, in a sweep, and in one's own YAML."""
+    """It may be on the command line, with a +, in a sweep, or in your own YAML."""
     chance, known = random.Random(0), declared(script)
     for key in keys_of(script):
         wrong = misspelt(key, chance)
@@ -66,7 +66,7 @@ def test_any_key_misspelt_by_a_letter_is_refused_wherever_it_is_given(composed, 
 
 
 def with_it(cfg, key):
-    """What composing a + or one's own YAML leaves, which is what is looked at then."""
+    """Return the config that a + or your own YAML leads to."""
     cfg = deepcopy(cfg)
     with open_dict(cfg):
         OmegaConf.update(cfg, key, 1, force_add=True)
@@ -287,7 +287,7 @@ def test_options_and_settings_may_stand_in_any_order():
 
 
 def test_the_command_refuses_what_only_an_own_yaml_says(run, tmp_path):
-    """Each place once as a whole command: no folder is made, and Hydra's own words are not seen."""
+    """Each place is tested once as a whole command: no folder is created, and Hydra's own messages are hidden."""
     own = tmp_path / "conf" / "experiment"
     own.mkdir(parents=True)
     (own / "mine.yaml").write_text("# @package _global_\nsample_evry: 5\nema: {halflife: 3}\n")

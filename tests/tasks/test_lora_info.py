@@ -31,7 +31,7 @@ LARGEST = "transformer_blocks.3.attn.to_k"
 
 @pytest.fixture(scope="module")
 def flux():
-    """The names of FLUX.1 Kontext's layers, at its own size."""
+    """Return the layer names of FLUX.1 Kontext at full size."""
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return next(model.names for model in known_models() if model.name == "flux_kontext")
 
@@ -49,7 +49,7 @@ def updates(flux):
 
 
 def dense(updates):
-    """All numbers of all layers."""
+    """Return all values of all layers."""
     return torch.cat([(one.up.double() @ one.down.double()).flatten() for one in updates.values()])
 
 
@@ -216,7 +216,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_header_can_break_the_terminal(info, updates, tmp_path, count):
-    """The tests' terminal has 250 columns."""
+    """The terminal of the tests has 250 columns."""
     path, other = tmp_path / "x.safetensors", tmp_path / f"{'long' * 50}.safetensors"
     write(path, updates, {})
     write(other, updates, {})

@@ -31,7 +31,7 @@ ELSEWHERE = ("callbacks.validation.metrics.", "adapter.init_lora_weights", "mode
 
 
 def leaves(node, path=""):
-    """The settings that are given themselves, not by interpolation of another; by name."""
+    """Return the settings that are not interpolated from others, by name."""
     for name in node:
         key = f"{path}{name}"
         if str(name).startswith("_") or (
@@ -64,7 +64,7 @@ def composed():
 
 
 def parse(override):
-    """The key and the value of an override, as Hydra reads it."""
+    """Return the key and value of an override as parsed by Hydra."""
     parsed = OverridesParser.create().parse_override(override)
     return {parsed.key_or_group: parsed.value()}
 

@@ -38,7 +38,7 @@ def xyz(*numbers):
 
 
 def profile(space, kind=b"mntr", connection=b"XYZ ", **tags):
-    """An ICC profile of these tags."""
+    """Build an ICC profile with these tags."""
     tags = {"wtpt": xyz(0.9642, 1, 0.8249), **tags}
     place = 132 + 12 * len(tags)
     table, data = struct.pack(">I", len(tags)), b""
@@ -56,7 +56,7 @@ def of_primaries(columns, curve):
 
 
 def of_ink():
-    """A table of 2 x 2 x 2 x 2 colours of Lab for inks, as printers have: an A2B0 tag of 8 bits."""
+    """Build a table of 2 x 2 x 2 x 2 Lab colours for inks, as in printer profiles: an 8-bit A2B0 tag."""
     ramp = bytes(range(256))
     inks = np.indices((2, 2, 2, 2)).reshape(4, -1).T
     lightness = 255 - inks @ [40, 60, 20, 200]
@@ -76,7 +76,7 @@ PROFILES = {
 
 
 def by_littlecms(image, icc):
-    """What LittleCMS makes of an image."""
+    """Convert an image with LittleCMS."""
     source = SRGB if icc is None else ImageCms.ImageCmsProfile(io.BytesIO(icc))
     return np.asarray(ImageCms.profileToProfile(image, source, SRGB, outputMode="RGB")).astype(int)
 
@@ -111,7 +111,7 @@ def test_embedded_profile_is_read_as_littlecms_reads_it(tmp_path, name, mode, su
 
 
 def test_p3_control_is_the_picture_of_its_own_export(tmp_path):
-    """(200, 60, 50) of Display P3 is (217, 42, 39) of sRGB, in a size that is reduced, too."""
+    """Display P3 (200, 60, 50) is sRGB (217, 42, 39), also at a reduced size."""
     image = photograph("coffee", 512, 384)
     image.paste((200, 60, 50), (0, 0, 64, 64))
     image.save(tmp_path / "p3.png", icc_profile=PROFILES["P3"])
@@ -143,7 +143,7 @@ def test_alpha_and_rotation_keep_working(tmp_path, mode):
 
 
 def test_sixteen_bits_of_linear_grey_keep_their_shadows(tmp_path):
-    """In 8 bits the darkest levels would be 0 and 13, and none between."""
+    """In 8 bits the darkest levels would be 0 and 13, with none between."""
     icc = profile(b"GRAY", kTRC=gamma(1.0))
     ramp = np.tile(np.linspace(0, 800, 48).astype(np.uint16), (32, 1))
     Image.fromarray(ramp).save(tmp_path / "x.png", icc_profile=icc)
@@ -245,7 +245,7 @@ def test_values_of_a_mask_are_no_colours(tmp_path):
 
 
 def test_cache_knows_a_picture_otherwise_only_where_its_profile_changes_it(tmp_path):
-    """Checksums of plain pictures are those that caches have always had."""
+    """Checksums of images without a profile stay as they were."""
     image = photograph("astronaut", *SIZE)
     for name, icc in (("plain", None), ("p3", PROFILES["P3"]), ("damaged", b"junk" * 40)):
         image.save(tmp_path / f"{name}.png", icc_profile=icc)
@@ -265,7 +265,7 @@ def test_cache_knows_a_picture_otherwise_only_where_its_profile_changes_it(tmp_p
 
 
 def test_profile_of_primaries_is_adobes(tmp_path):
-    """The columns of a profile that is computed are those of the file that Adobe publishes, to 16 bits."""
+    """The columns of the computed profile equal those of Adobe's published file, to 16 bits."""
     icc = matrix_profile(((0.64, 0.33), (0.21, 0.71), (0.15, 0.06), (0.3127, 0.329)), 563 / 256)
     made = ImageCms.ImageCmsProfile(io.BytesIO(icc)).profile
     columns = [getattr(made, f"{name}_colorant")[0] for name in ("red", "green", "blue")]

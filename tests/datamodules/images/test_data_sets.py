@@ -20,7 +20,7 @@ def _own_data_set_cache(monkeypatch, tmp_path):
 
 
 def parquet(folder, **columns):
-    """A plain table, without what `datasets` says of its columns."""
+    """Write a plain table without the column metadata of `datasets`."""
     pq.write_table(pa.table(columns), folder / "x.parquet")
     return folder / "x.parquet"
 

@@ -1,4 +1,4 @@
-"""Which part of a picture is seen, and at what size."""
+"""The part of an image that training uses, and its size."""
 
 import itertools
 import math
@@ -54,7 +54,7 @@ def test_buckets_are_multiples_of_about_the_area_and_close_together(side, multip
 
 
 def test_qwens_controls_get_the_same_pixels_as_their_targets():
-    """Its pipelines resize every condition image to a megapixel, in steps of 32."""
+    """Qwen's pipelines resize every condition image to a megapixel, in steps of 32."""
     assert all(
         size_of_area(*size, MEGAPIXEL) == size
         for size in bucket_table(MEGAPIXEL, 32, ConditionImages(vae_image_size=MEGAPIXEL))
@@ -223,7 +223,7 @@ def test_wrong_words_are_refused(settings, message):
 
 
 def marked(path, size, spot, grow):
-    """A grey picture with a white spot, a share of its sides from the left and the top; `grow` stretches it all."""
+    """Draw a grey image with a white spot, at a share of its sides from left and top; `grow` stretches everything."""
     width, height = size
     rows, columns = np.mgrid[0:height, 0:width]
     distance = np.hypot(columns / width - spot[0], (rows / height - spot[1]) * height / width)
@@ -233,7 +233,7 @@ def marked(path, size, spot, grow):
 
 
 def center(pixels):
-    """Where the spot is: (x, y) in pixels."""
+    """Return the position of the spot, (x, y) in pixels."""
     bright = np.clip(pixels.mean(0).numpy() - pixels.min().item() - 0.2 * np.ptp(pixels.numpy()), 0, None)
     rows, columns = np.mgrid[0 : bright.shape[0], 0 : bright.shape[1]]
     return (columns * bright).sum() / bright.sum(), (rows * bright).sum() / bright.sum()
@@ -252,7 +252,7 @@ def center(pixels):
 def test_target_control_and_mask_agree_to_the_pixel(
     tmp_path_factory, width, height, multiple, grown, buckets, upscale, which
 ):
-    """Of any sizes, in every crop, mirrored or not."""
+    """Sizes are arbitrary; every crop is tested, mirrored or not."""
     folder = tmp_path_factory.mktemp("marked")
     paths = [folder / f"{name}.png" for name in ("target", "control", "mask")]
     spot = (0.4, 0.45)

@@ -18,7 +18,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def ask(tmp_path):
-    """The lines that a process of its own prints of roots, as it reads the server's address while it imports."""
+    """Return the lines about roots printed by a new process, which reads the server's address at import."""
 
     def ask(address, *roots):
         environment = {"HF_ENDPOINT": address or "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "home")}

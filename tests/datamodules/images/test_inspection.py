@@ -1,4 +1,4 @@
-"""What is measured on pictures to find faults in pairs of them."""
+"""Measurements on images that find faults in pairs."""
 
 import io
 
@@ -94,7 +94,7 @@ def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
 
 @pytest.mark.slow
 def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
-    """On the small copies a sharp picture of 3200 pixels is as the blurred one."""
+    """On the small copies a sharp image of 3200 pixels equals a blurred one."""
     large = noisy(picture("gravel").resize((3200, 2400), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
     large.save(tmp_path / "target.png")
     large.filter(ImageFilter.GaussianBlur(0.8)).save(tmp_path / "blurred.png")
@@ -117,7 +117,7 @@ def test_a_picture_may_be_of_any_size(tmp_path):
 
 
 def test_several_controls_are_looked_at_each_for_what_it_is(tmp_path):
-    """A style of another proportion before the picture that is edited; a control that is the target; a lost one."""
+    """Cases: a style image of other proportions first, a control equal to the target, a missing control."""
     image = picture("coffee")
     for name, one in (("style", picture("rocket").resize((300, 400))), ("control", image), ("target", image)):
         one.save(tmp_path / f"{name}.png")
@@ -175,7 +175,7 @@ def test_copies_are_near_and_other_pictures_are_not():
 
 
 def test_near_prints_are_found_among_very_many(monkeypatch):
-    """As comparing each with each finds them, in blocks of any size."""
+    """Blocks of any size find the same prints as comparing all pairs."""
     random = np.random.default_rng(0)
     hashes = random.integers(0, 2**64, 3000, dtype=np.uint64)
     for one in range(0, 3000, 100):
@@ -189,7 +189,7 @@ def test_near_prints_are_found_among_very_many(monkeypatch):
 
 
 def test_a_held_out_control_that_is_learned_is_a_leak(tmp_path):
-    """Another file of the same picture; one file with several edits is how such sets are made."""
+    """Another file of the same image is a leak; one file with several edits is normal."""
     controls = [Print.of(picture("coffee")), Print.of(recompressed(picture("coffee"), 90))]
     targets = [Print.of(picture("rocket")), Print.of(picture("astronaut"))]
     one = Sample("one", tmp_path / "1.png", (tmp_path / "a.png",), ("fly",))

@@ -22,7 +22,7 @@ from tests.support.pictures import make_pairs, photograph
 
 @pytest.fixture
 def root(tmp_path):
-    """Three pairs, of which the last has no rejected picture."""
+    """Write three pairs, of which the last has no rejected image."""
     root = make_pairs(tmp_path / "pairs", [(48, 32)] * 3)
     (root / "rejected_images").mkdir()
     for number in range(2):
@@ -31,7 +31,7 @@ def root(tmp_path):
 
 
 def as_table(root, columns):
-    """The same in a table whose columns have these names."""
+    """Write the same samples as a table with these column names."""
     rows = []
     for number in range(3):
         folders = ("control_images", "training_images", "rejected_images")

@@ -20,7 +20,7 @@ SIZE = (48, 32)
 
 
 def own_size(path):
-    """The pixels of a picture that keeps its size."""
+    """Decode an image at its own size."""
     return load_image(path, Window.whole(floor_size(*image_size(path))))
 
 
@@ -195,7 +195,7 @@ def test_picture_that_is_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, m
 
 
 def test_giant_picture_is_decoded_in_part_and_without_a_warning(tmp_path, recwarn):
-    """Of 100 megapixels, 400 MB as PIL holds them, 6."""
+    """Decoding 100 megapixels (400 MB in PIL) takes 6 MB."""
     Image.new("RGB", (10_000, 10_000)).save(tmp_path / "x.jpg")
     assert open_image(tmp_path / "x.jpg", 2**19).size == (2500, 2500)
     assert not recwarn.list

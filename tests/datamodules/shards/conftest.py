@@ -33,7 +33,7 @@ def moto_server():
 
 @pytest.fixture
 def s3(moto_server, tmp_path, monkeypatch):
-    """An S3 server, and no other setting of AWS in the environment."""
+    """Start an S3 server, and clear all other AWS settings of the environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     settings = {

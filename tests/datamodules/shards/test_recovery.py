@@ -22,7 +22,7 @@ PARTS = {"dtype": "bfloat16"}
 
 
 def rebuilt(cache):
-    """The content after a build that has nothing to encode."""
+    """Return the content after a build that encodes nothing."""
     cache.recover()
     cache.merge()
     return content(cache)

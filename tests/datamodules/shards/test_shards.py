@@ -236,7 +236,7 @@ def test_stream_draws_captions_by_the_draws_of_its_batches(captioned, threads):
 
 
 def test_views_of_one_sample_may_meet_in_a_batch(tmp_path):
-    """Crops, flips and resolutions of a sample have its key; only a repeated id may not be in a batch twice."""
+    """Crops, flips and resolutions of a sample share its key; only a repeated id may not be in a batch twice."""
     cache = captions_of(Cache(tmp_path / "cache", {}), 2 * CAPTIONS, key="all the same")
     shards, _ = find_shards(cache.folder.as_uri())
     stream = ShardStream(shards, lambda tokens: 3, 0, 7, 0, 1, 0, empty_prompt=False, stride=3)

@@ -40,7 +40,7 @@ def test_folder_over_http_yields_every_sample(cache, server):
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 1), (3, 3)])
 def test_every_sample_is_seen_equally_often_by_all_processes_together(cache, server, world, workers):
-    """With fewer shards than workers as well; nothing is repeated before all have been seen about once."""
+    """This holds with fewer shards than workers as well; nothing repeats before all have been seen about once."""
     shards, _ = find_shards(server)
     seen = Counter()
     epochs = world * workers * 2

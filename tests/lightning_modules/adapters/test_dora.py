@@ -29,7 +29,7 @@ def weight_of(layer):
 
 
 def expected(layer, x, weight):
-    """By the formula, the norm a constant; gradients reach m, A and B."""
+    """Compute the formula with the norm as a constant; gradients reach m, A and B."""
     down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     whole = weight + layer.scaling[ADAPTER] * up @ down
     magnitude = layer.lora_magnitude_vector[ADAPTER].weight
@@ -65,7 +65,7 @@ def test_layer_is_the_formula_on_the_dequantized_weight(tiny, base):
 
 
 def test_under_autocast_what_was_learned_is_not_lost_in_16_bits(tiny):
-    """Magnitudes that moved by less than bf16 has digits for."""
+    """Magnitudes moved by less than bf16 can resolve."""
     module = build(tiny, "dora")
     learn(module, 1e-3)
     layer = module.transformer.get_submodule(LAYER)
@@ -146,7 +146,7 @@ def test_a_row_of_zeros_stays_one_and_finite(tiny):
 
 
 def test_file_starts_another_run_as_it_was(tiny, tmp_path):
-    """Also from a LoRA, whose rows have the lengths that they have."""
+    """A LoRA also starts a DoRA, with the lengths of its rows."""
     for adapter in ("dora", "lora"):
         trained = build(tiny, adapter)
         learn(trained)

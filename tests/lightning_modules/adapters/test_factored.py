@@ -51,7 +51,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_outputs_and_gradients_are_those_of_peft(name):
-    """And the weights that it merges into are ours."""
+    """The merged weights are equal as well."""
     adapter, config = PAIRS[name]
     torch.manual_seed(0)
     base = Two()

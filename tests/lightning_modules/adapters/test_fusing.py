@@ -158,7 +158,7 @@ def test_rows_without_numbers_stay_and_those_beyond_the_dtype_are_refused(tiny, 
 
 
 def test_what_was_fused_is_extracted_again(tiny, tmp_path):
-    """The difference has the updates' rank: nothing of it is lost."""
+    """The difference has the rank of the updates, so nothing is lost."""
     source = source_of(tiny)
     updates = updates_of(source.meta)
     write_fused(source, updates, tmp_path / "fused", CPU)

@@ -80,7 +80,7 @@ def test_fused_adapter_cannot_be_given_a_schedule(tiny, tmp_path):
 
 @pytest.mark.parametrize("kind", ["timestep", "normalised", "step_index", "constant"])
 def test_each_forward_of_a_stock_pipeline_has_the_rank_of_its_step(tiny, tmp_path, kind):
-    """Against the formulas, of the scheduler's timesteps; in bf16, whose own rounds them; both passes of true CFG."""
+    """The formulas are applied to the scheduler's timesteps, also rounded to bf16, in both passes of true CFG."""
     stock = load(tiny, tmp_path, ["tlora", "adapter.rank=16", "adapter.min_rank=2", f"adapter.rank_schedule={kind}"])
     stock.to(torch.bfloat16)
     attach_rank_schedule(stock, tmp_path / "a")
@@ -176,7 +176,7 @@ def test_header_says_what_happens_without_the_schedule_and_damaged_ones_are_told
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_gradient_checkpointing_has_the_mask_of_its_forward_whatever_ran_in_between(tiny, adapter, autocast):
-    """Another forward, at another t, between the forward and the backward: a sample picture, say."""
+    """Another forward pass at another t runs between forward and backward, such as a sample image."""
     plain = build(tiny, adapter, "model.gradient_checkpointing=false")
     checkpointed = build(tiny, adapter, "model.gradient_checkpointing=true")
     for module in (plain, checkpointed):

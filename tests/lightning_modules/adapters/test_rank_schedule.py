@@ -1,4 +1,4 @@
-"""How many components work at which timestep, and what a forward without an answer does."""
+"""The number of active components at each timestep, and forward passes without one."""
 
 import math
 from decimal import Decimal, getcontext
@@ -28,7 +28,7 @@ SETTINGS += [
 
 
 def exact_rank(t: int, rank: int, min_rank: int, alpha: float, t_min: int = 0) -> int:
-    """The paper's formula in whole numbers, or, for a fractional exponent, to 80 digits."""
+    """Compute the paper's formula in integers or, for a fractional exponent, to 80 digits."""
     left, span = 1000 - t, rank - min_rank
     if alpha == int(alpha):
         return left ** int(alpha) * span // (1000 - t_min) ** int(alpha) + min_rank
@@ -50,7 +50,7 @@ def test_active_rank_equals_exact_arithmetic_at_every_timestep(rank, min_rank, a
 
 @pytest.mark.parametrize(("rank", "min_rank", "alpha"), SETTINGS)
 def test_active_rank_is_exact_for_timesteps_that_were_divided_by_1000(rank, min_rank, alpha):
-    """The transformers are called with t / 1000 in float32."""
+    """Transformers are called with t / 1000 in float32."""
     timesteps = torch.tensor(EVERY_TIMESTEP, dtype=torch.float32) / 1000 * 1000
     expected = [exact_rank(t, rank, min_rank, alpha) for t in EVERY_TIMESTEP]
     assert RankSchedule("timestep", rank, min_rank, alpha).active_ranks(timesteps).tolist() == expected
@@ -78,7 +78,7 @@ def test_active_ranks_are_the_authors(rank, min_rank, alpha, expected):
 
 
 def flux_timesteps(steps: int) -> torch.Tensor:
-    """Of FLUX at 1024x1024."""
+    """Return FLUX's timesteps at 1024x1024."""
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist(), mu=1.15)
     return scheduler.timesteps
@@ -100,7 +100,7 @@ def test_mask_lets_the_first_components_through_and_each_sample_has_its_own():
 
 @pytest.mark.parametrize("kind", ["timestep", "normalised", "step_index", "constant"])
 def test_nothing_waits_for_the_device(kind):
-    """A tensor on the meta device has no numbers that could be read."""
+    """A tensor on the meta device has no values that could be read."""
     timesteps, sampling = torch.empty(3, device="meta"), torch.empty(28, device="meta")
     for all_timesteps in (None, sampling):
         mask = RankSchedule(kind, 16, 2, 1.5).mask(timesteps, all_timesteps)

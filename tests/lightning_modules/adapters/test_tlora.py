@@ -86,7 +86,7 @@ def test_full_mask_is_plain_lora_bitwise(tiny):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_autocast_trains_float32_weights_close_to_float32(tiny, adapter):
-    """The relative error of bf16 products, 2**-8 for each, a few of them in a row."""
+    """The tolerance is a few consecutive bf16 products, with a relative error of 2**-8 each."""
     runs = []
     for enabled in (False, True):
         module = build(tiny, adapter, "adapter.target_modules=[to_k,to_q,to_v,to_out.0]")
@@ -101,7 +101,7 @@ def test_autocast_trains_float32_weights_close_to_float32(tiny, adapter):
 
 
 def delta(transformer, adapter_name, x, gate, timesteps):
-    """What the adapter adds in a layer."""
+    """Return the adapter's contribution in a layer."""
     layer = transformer.get_submodule(LAYER)
     gate.open(timesteps, None, torch.float32)
     return layer.lora_B[adapter_name](layer.lora_A[adapter_name](x)) * layer.scaling[adapter_name]
@@ -175,7 +175,7 @@ def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
 
 
 def test_dropout_is_a_function_of_the_batch_s_draws_and_leaves_the_global_generator(tiny):
-    """The same again whatever was drawn before, another for other draws, and another for each sample of a batch."""
+    """It repeats for equal draws, whatever was drawn before, and differs for other draws and between samples."""
     module = build(tiny, "tlora", "adapter.dropout=0.5", "model.timesteps.logit_std=0", "model.vae_encode_mode=mode")
     learn(module, spread=1.0)
     x_t, controls, prompt = batch(1)

@@ -32,14 +32,14 @@ STREAMED = ["model.offload.blocks=2", "model.gradient_checkpointing=full"]
 
 @pytest.fixture(scope="module")
 def updates(tiny):
-    """Of the attention layers, and of a layer that no adapter of the tests trains."""
+    """Draw updates of the attention layers, and of a layer that no adapter of the tests trains."""
     names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
     return random_updates(names, "all-linear", size=0.15)
 
 
 @pytest.fixture(scope="module")
 def file(updates, tmp_path_factory):
-    """A training adapter from elsewhere."""
+    """Write a training adapter."""
     path = tmp_path_factory.mktemp("training_adapter") / "undistil.safetensors"
     write(path, updates, {})
     return path
@@ -47,7 +47,7 @@ def file(updates, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def summed(tiny, updates, tmp_path_factory):
-    """The tiny pipeline with the updates in its transformer's weights."""
+    """Return the tiny pipeline with the updates in its transformer's weights."""
     from diffusers import FluxKontextPipeline
 
     pipeline = FluxKontextPipeline.from_pretrained(tiny)
@@ -65,7 +65,7 @@ def build_to_check(tiny, *more):
 
 
 def step(module):
-    """The loss and the gradients of a step."""
+    """Return the loss and the gradients of a step."""
     learn(module)
     loss = velocity(module, [0.3, 0.8]).square().mean()
     loss.backward()
@@ -115,7 +115,7 @@ def test_a_dora_is_refused(tiny, tmp_path):
 
 @pytest.fixture
 def shown(tiny, pairs, tmp_path):
-    """Overrides of a run of two steps with two sets of pictures of held-out pairs."""
+    """Return overrides of a run of two steps with two sets of images of held-out pairs."""
 
     def shown(name, *more, steps=2):
         pictures = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=2", "data.val_count=2"]
@@ -276,7 +276,7 @@ def test_a_plan_counts_it(run, shown, file, pairs):
 
 @pytest.mark.slow
 def test_compiled_blocks_go_on_compiled(tiny, file, monkeypatch):
-    """It comes and goes in the layers themselves."""
+    """It is switched on and off within the layers."""
     expected = step(build(tiny, "lora", f"model.training_adapter={file}", *STREAMED))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()

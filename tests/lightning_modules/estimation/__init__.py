@@ -1,1 +1,1 @@
-"""What a step computes and holds."""
+"""Work and memory of a step."""

@@ -72,7 +72,7 @@ def build_full(repositories, adapter):
 
 
 def test_the_dial_computes_again_what_it_says(tiny):
-    """A forward pass for all blocks, half of one for every second; with `selective` none of the large products."""
+    """`full` recomputes a forward pass, `every_2` half of one, `selective` none of the large products."""
     work = {}
     for position in ("none", "selective", "every_2", "full"):
         module = build(tiny, "lora", f"model.gradient_checkpointing={position}")

@@ -1,1 +1,1 @@
-"""How a transformer is run: kernels, checkpointing, offloading."""
+"""Running a transformer: kernels, checkpointing, offloading."""

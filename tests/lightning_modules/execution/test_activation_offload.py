@@ -1,4 +1,4 @@
-"""What autograd keeps, on the host until its turn: copied once each way, ahead of its use, and gone behind it."""
+"""Offloaded activations: copied once each way, ahead of their use, and released after it."""
 
 import weakref
 from contextlib import nullcontext
@@ -47,7 +47,7 @@ class Counted(ActivationOffload):
         self.ahead, self._back = [], []
 
     def left(self):
-        """Bytes that came back and are still there."""
+        """Return the bytes that came back and are still allocated."""
         return sum(size for reference, size in self._back if reference() is not None)
 
     def _pack(self, tensor):
@@ -100,7 +100,7 @@ def inside(module, offload):
     ),
 )
 def test_offloaded_activations_give_the_same_bits_and_leave_nothing(tiny, adapter, base, more):
-    """With everything that may be computed again, or kept; and whatever came before."""
+    """Tested with every checkpointing policy, and after any previous step."""
     module = made(tiny, adapter, base, "model.offload.activations=true", *more)
     assert isinstance(module.execution.saved_tensors(), ActivationOffload)
     plain = step(module)
@@ -129,7 +129,7 @@ class Block(nn.Module):
 
 
 def blocks_step(blocks, checkpointed, offload=None):
-    """Gradients of blocks, one after the other."""
+    """Return the gradients of consecutive blocks."""
     blocks.zero_grad()
     generator = torch.Generator().manual_seed(1)
     x, scale = (torch.randn(4, 8, generator=generator).requires_grad_() for _ in range(2))
@@ -161,7 +161,7 @@ def test_blocks_tensors_come_back_once_ahead_and_go_behind_their_use(checkpointe
 
 
 def test_tensor_is_kept_as_it_was_at_each_use(monkeypatch):
-    """The sine of x and the cosine of 2x, in the same memory."""
+    """The operations are the sine of x and the cosine of 2x in the same memory."""
     monkeypatch.setattr(offload, "SideStream", SideStream)  # autograd alone would refuse it
     x = torch.randn(50, requires_grad=True)
     counted = Counted(nn.Module())

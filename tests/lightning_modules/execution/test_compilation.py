@@ -78,7 +78,7 @@ def test_compiled_by_inductor_differs_by_rounding(tiny):
 
 
 def sized(module, height):
-    """A step on pictures of another height."""
+    """Run a step on images of another height."""
     x_t, controls, prompt = batch()
     x_t, controls = torch.randn(2, 8, height, 6), [torch.randn(2, 8, height, 6) for _ in controls]
     module.denoise(x_t, torch.tensor([0.2, 0.7]), controls, prompt).square().mean().backward()
@@ -110,7 +110,7 @@ def test_one_graph_serves_all_sizes_where_there_are_several(tiny, pairs, tmp_pat
 
 
 def test_rounding_to_fp8_has_few_graphs_in_training_and_pictures(tiny, monkeypatch):
-    """By the compiled rounding of a GPU, on all layers: with its graphs used up it would be slow, and say nothing."""
+    """It uses a GPU's compiled rounding on all layers; beyond its limit of graphs it would silently be slow."""
     monkeypatch.setattr(fp8, "has_tensor_cores", lambda *_: True)
     monkeypatch.setattr(fp8, "FUSES", ("cpu",))
     monkeypatch.setattr(fp8.torch, "compile", partial(torch.compile, backend="eager"))

@@ -34,7 +34,7 @@ def test_every_position_of_the_dial_gives_the_same_bits(tiny, adapter, base):
 
 @every_model
 def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repositories, model):
-    """To rounding: matrix products of other shapes add in another order."""
+    """They agree up to rounding, since matrix products of other shapes add in another order."""
     module = family(repositories, model)
     last = list(blocks(module.transformer).values())[-1]
     if type(module).trim_last_block is Family.trim_last_block:
@@ -64,7 +64,7 @@ def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repos
     ids="-".join,
 )
 def in_bf16(repositories, request):
-    """A family's module as it trains, every layer of it."""
+    """Build a family's module for training, with an adapter on every layer."""
     model, adapter = request.param
     every = ["adapter.target_modules=all-linear"] if adapter == "lora" else []
     path = f"model.pretrained_model_name_or_path={repositories[model]}"
@@ -85,7 +85,7 @@ def test_all_that_ddp_waits_for_has_a_gradient(in_bf16):
 
 
 def test_kernels_of_attention_get_one_dtype(in_bf16):
-    """Where norms are in float32, as under CUDA's autocast: of all families, in every block."""
+    """Norms are in float32, as under CUDA's autocast; all blocks of all families are tested."""
     seen = []
     with OnCuda(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
         fused = F.scaled_dot_product_attention

@@ -32,7 +32,7 @@ def build(tiny, *more):
 
 
 def step(module):
-    """The velocity and the gradients of a batch."""
+    """Return the velocity and the gradients of a batch."""
     x_t, controls, prompt = batch()
     with torch.autocast("cpu", torch.bfloat16):
         velocity = module.denoise(x_t, torch.tensor([0.2, 0.7]), controls, prompt)
@@ -190,7 +190,7 @@ QUANTIZED = {
 
 @pytest.mark.parametrize("base", QUANTIZED)
 def test_components_that_rest_are_copied_to_the_device_alone(tiny, base):
-    """What they had become there is lost; what trains is kept."""
+    """Changes on the device are lost, except of trainable weights."""
     device = torch.device("cpu")
     quantization = None
     if QUANTIZED[base] is not None:

@@ -1,4 +1,4 @@
-"""What comes and goes beside the computing, on streams that run late: the same bits, and no order left to chance."""
+"""Copies alongside the computation, on streams that run late: the same bits, in a defined order."""
 
 import gc
 
@@ -57,7 +57,7 @@ def test_pictures_on_late_streams_have_the_same_bits(tiny, seed):
 
 
 def let_go(tiny, side_stream):
-    """A model whose first block is on its way for a next picture."""
+    """Build a model whose first block is being copied for the next image."""
     with Streams(None, side_stream) as streams:
         module = offloading(tiny, "lora", "bf16", 4, activations=False)
         picture(module)
@@ -105,7 +105,7 @@ def test_event_that_is_left_out_is_found(tiny, without, blocks, activations, see
 
 @pytest.mark.parametrize(("blocks", "activations"), [(4, False), (0, True)])
 def test_value_that_is_used_before_its_copy_is_not_a_number(tiny, monkeypatch, blocks, activations):
-    """By the values alone, too."""
+    """The values show it as well."""
     monkeypatch.setattr(Streams, "_launch", lambda *_: None)
     with Streams(None, NoWait):
         loss = step(offloading(tiny, "lora", "bf16", blocks, activations))

@@ -26,7 +26,7 @@ class Seen(Exception):
 
 
 def preprocessed(stock, image):
-    """A reference as the stock pipeline's autoencoder sees it."""
+    """Preprocess a reference as the stock pipeline does for its autoencoder."""
 
     def stop(images, **_):
         raise Seen(images)

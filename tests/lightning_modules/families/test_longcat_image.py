@@ -46,7 +46,7 @@ def test_every_size_is_the_pipelines(area):
 
 @pytest.mark.parametrize("size", [(96, 48), (50, 71), (33, 100)])
 def test_pixels_are_the_pipelines(module, stock, tmp_path, size):
-    """Of both encoders; the text encoder's are the same whether the file is read for it alone or not."""
+    """Pixels of both encoders are compared; those of the text encoder do not depend on how the file was read."""
     image = photograph("chelsea", *size)
     raw = raw_sample(module, image, tmp_path)
     pixels, small = REFERENCE.seen(stock, image)
@@ -69,7 +69,7 @@ def test_text_encoder_sees_the_same_part_of_a_picture_as_the_autoencoder(module,
 
 
 def test_embeddings_of_odd_prompts_are_the_pipelines(module, stock, tmp_path):
-    """Of one that is too long, too, for which the pipeline fails."""
+    """This includes prompts that are too long, for which the pipeline fails."""
     image = photograph("astronaut", 96, 48)
     [seen] = raw_sample(module, image, tmp_path).prompt_images
     for prompt in (" ", "'", '""', "it's 'a\"b' \"", "x" * LENGTH):
@@ -112,7 +112,7 @@ def test_shapes_of_prompts_are_known_without_weights(module, tmp_path):
 
 
 def test_images_of_several_sizes_are_no_batch(module, tmp_path):
-    """Their texts are of several lengths, and nothing of them is masked."""
+    """Their texts have different lengths and no mask."""
     samples = [raw_sample(module, photograph("cat", *size), tmp_path) for size in ((64, 64), (200, 20))]
     samples[1].controls = samples[0].controls  # which could not even be collated
     with pytest.raises(UserError, match=r"a batch has prompt_embeds of \[5\d\d, 5\d\d\] tokens.* data.batch_size=1"):

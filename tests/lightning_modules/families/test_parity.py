@@ -123,7 +123,7 @@ def test_images_are_the_pipelines(built, name, sizes, guided, tmp_path):
 
 @cases()
 def test_losses_and_gradients_are_those_of_an_independent_computation(built, name, sizes, tmp_path):
-    """In a batch of two, each sample sees only its own images, prompt and timestep, and no padding."""
+    """Each sample of a batch of two sees only its own images, prompt and timestep, and no padding."""
     reference, module, stock = built(name)
     raws, images = two_samples(module, sizes, tmp_path)
     own = losses(module, module.encoder(collate_pixels(raws)))
@@ -137,7 +137,7 @@ def test_losses_and_gradients_are_those_of_an_independent_computation(built, nam
 
 @pytest.mark.parametrize("name", MASKED)
 def test_padding_has_no_influence(built, name, tmp_path):
-    """It would have one without its mask."""
+    """Without its mask padding would have an influence."""
     _, module, _ = built(name)
     raws, _ = two_samples(module, [(96, 48)] if name.endswith("edit") else [], tmp_path)
     latents = module.encoder(collate_pixels(raws))
@@ -152,7 +152,7 @@ def test_padding_has_no_influence(built, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit", "flux2_klein_4b", "z_image", "longcat_image_edit"])
 def test_dropped_caption_is_the_empty_prompt(built, name, tmp_path):
-    """With the sample's own condition images, and of whatever length it is."""
+    """The empty prompt has the sample's own condition images, and any length."""
     _, module, _ = built(name)
     raws, _ = two_samples(module, [] if name == "z_image" else [(96, 64)], tmp_path)
     batch = collate_pixels(raws)
@@ -170,7 +170,7 @@ def test_dropped_caption_is_the_empty_prompt(built, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit", "z_image", "longcat_image_edit"])
 def test_images_sampled_together_are_those_sampled_alone(built, name, tmp_path):
-    """Of two prompts of different lengths, guided, at a size that is not the condition image's."""
+    """The two prompts have different lengths and guidance, at a size unlike the condition image's."""
     reference, module, _ = built(name)
     raws, _ = two_samples(module, [] if name == "z_image" else [(96, 48)], tmp_path)
     guided = reference.guided

@@ -24,7 +24,7 @@ def test_sizes_are_the_pipelines(size, area):
 @pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
 @pytest.mark.slow
 def test_edited_picture_equals_the_pipelines_at_their_own_sizes(name, repositories, tmp_path):
-    """One megapixel for the autoencoder, as everybody predicts: nothing here is made smaller."""
+    """The autoencoder sees one megapixel, as in real predictions."""
     module = instantiate(
         compose("train", f"model={name}", f"model.pretrained_model_name_or_path={repositories[name]}").model,
         dtype="float32",

@@ -76,7 +76,7 @@ def test_what_sees_a_batch_as_one_row_is_found(module):
 
 @pytest.mark.parametrize("kind", ["timestep", "normalised", "step_index", "constant"])
 def test_each_forward_of_the_stock_pipeline_has_the_rank_of_its_step(repository, stock, tmp_path, kind):
-    """Against the formulas, of the scheduler's timesteps; in bf16, whose own rounds them; and none is left behind."""
+    """The formulas are applied to the scheduler's timesteps, also rounded to bf16; no mask remains afterwards."""
     ranks_of = ["adapter.rank=16", "adapter.min_rank=3", f"adapter.rank_schedule={kind}"]
     module = build(repository, "adapter=tlora", *ranks_of)
     header = {"adapter": module.adapter.metadata()}
@@ -118,7 +118,7 @@ def test_after_pictures_samples_have_their_own_timesteps(repository):
 
 
 def loss_and_gradients(repository, change):
-    """Of a T-LoRA on every layer, with prompts of two lengths at two timesteps: masks of ranks and of attention.
+    """Return loss and gradients of a T-LoRA on every layer, with two prompt lengths and timesteps, hence both masks.
 
     Args:
         change: what is done to the module before.
@@ -154,7 +154,7 @@ def test_however_blocks_are_computed_loss_and_gradients_are_the_same_bits(reposi
 
 @pytest.mark.slow
 def test_compiled_blocks_differ_by_the_order_of_sums(repository, monkeypatch):
-    """In what all blocks have of the timestep; the rest are the same bits."""
+    """Only the shared computation from the timestep differs; the rest has the same bits."""
     expected = loss_and_gradients(repository, lambda module: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
@@ -168,7 +168,7 @@ def test_compiled_blocks_differ_by_the_order_of_sums(repository, monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_blocks_take_every_batch(module, monkeypatch):
-    """Of one sample and of two, padded and not: refiners and layers are one class, whose graphs have a limit."""
+    """Batches have one or two samples, padded or not; refiners and layers share a class with a limit of graphs."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     for refiners in (module.transformer.noise_refiner, module.transformer.context_refiner):

@@ -61,7 +61,7 @@ def test_kronecker_is_torch_s_product():
 
 
 def test_rotation_is_cayley_s_to_the_series_error_and_turns_back():
-    """The first term that is left out is of the fourth power."""
+    """The first omitted term is of the fourth power."""
     skew = 0.02 * numbers(6, 28)
     delta, unit = Rotation(skew), torch.eye(48)
     q = torch.block_diag(*skew_symmetric(skew))

@@ -148,7 +148,7 @@ def test_settings_of_peft_are_followed(tmp_path, peft):
 @pytest.mark.parametrize("name", ["lora_magnitude_vector", "dora_scale", "lora_magnitude_vector.default.weight"])
 @pytest.mark.parametrize("form", ["diffusers", "kohya"])
 def test_dora_by_all_its_names(tmp_path, form, name):
-    """The update W + BA, each row of a length of its own (arXiv 2402.09353)."""
+    """The expected weight is W + BA with a new length for each row (arXiv 2402.09353)."""
     transformer, dense = foreign_files.flux(), foreign_files.flux()
     groups = {name: layers for name, layers in FLUX.items() if "final" not in name}
     native = draw(transformer, groups)
@@ -182,7 +182,7 @@ def test_another_models_file_is_told_by_its_names_or_widths(names, tmp_path):
 
 
 def test_a_loader_that_makes_something_else_of_a_file_is_caught(tmp_path, monkeypatch):
-    """What diffusers did with `transformer.` and lora_down, lora_up, alpha: it dropped alpha, and nobody was told."""
+    """diffusers silently dropped alpha from files with `transformer.`, lora_down, lora_up and alpha."""
     transformer = foreign_files.flux()
     native = draw(transformer, FLUX)
     path, _ = foreign_file(tmp_path, "transformer. with down and up", native, of_diffusers(native, FLUX, transformer))
@@ -209,7 +209,7 @@ def test_the_same_layer_by_two_names_is_refused(tmp_path):
 
 
 def mixed_ranks(names, dora=False):
-    """Layers of ranks of their own, and one whose name others end with."""
+    """Build layers with different ranks, and one whose name is the ending of others."""
     generator = torch.Generator().manual_seed(0)
     chosen = [name for name in names.shapes if name.endswith(("proj_out", "to_q", "to_k", "to_v", "proj_mlp"))]
     return {
@@ -373,7 +373,7 @@ def test_a_pickle_of_tensors_is_read_and_one_with_code_is_refused_as_such(names,
 
 
 def test_layers_that_cannot_be_fused_keep_diffusers_names_for_comfyui(names, tmp_path):
-    """The default DoRA of FLUX.1: single blocks without proj_mlp, which is a part of linear1 in ComfyUI."""
+    """The default DoRA of FLUX.1 adapts single blocks without proj_mlp, a part of linear1 in ComfyUI."""
     layers = [f"single_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")]
     updates = {}
     for seed, layer in enumerate(layers):

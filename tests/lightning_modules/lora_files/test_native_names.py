@@ -16,12 +16,12 @@ from tests.support import foreign_files
 
 
 def rows_of(meaning, up, sides):
-    """Rows of a file -> those of each layer."""
+    """Return the rows of each layer in the rows of a file."""
     return swap_halves(up, meaning.swapped).split([one.out_features for one in sides])
 
 
 def named_natively(names):
-    """A file of all layers by their native names, and what each layer of diffusers gets of it."""
+    """Build a file of all layers by their native names, and the expected part of each diffusers layer."""
     assert {layer for layers in names.native.values() for layer in layers} == names.shapes.keys()
     generator = torch.Generator().manual_seed(0)
     state, expected = {}, {}
@@ -36,7 +36,7 @@ def named_natively(names):
 
 
 def test_native_names_are_those_of_diffusers_converters():
-    """At the width at which these work; where they swap the halves of norm_out they do so in both factors."""
+    """Tested at the width that the converters support; they swap the halves of norm_out in both factors."""
     with torch.device("meta"):
         transformer = foreign_files.FluxTransformer2DModel(guidance_embeds=True)
     state, expected = named_natively(LayerNames(transformer, NATIVE_NAMES))
@@ -53,7 +53,7 @@ def test_native_names_are_those_of_diffusers_converters():
 
 
 def test_native_names_of_flux2_are_those_of_diffusers_converters():
-    """Of LoRA files, where it forgets that norm_out's halves are swapped; and of whole models, where it does not."""
+    """The converter of LoRA files forgets that norm_out's halves are swapped, that of whole models does not."""
     sizes = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)}
     heads = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16}
     with torch.device("meta"):
@@ -72,7 +72,7 @@ def test_native_names_of_flux2_are_those_of_diffusers_converters():
 
 
 def test_native_names_of_z_image_are_those_of_diffusers_converter():
-    """As kohya's files have them; of the two layers that it leaves out, as ComfyUI's table of names."""
+    """Names are those of kohya's files, and for the two layers missing there, those of ComfyUI's table."""
     with torch.device("meta"):
         transformer = foreign_files.ZImageTransformer2DModel()
     names = LayerNames(transformer, ZImage.layers.native)

@@ -22,7 +22,7 @@ DOWN, UP = GOOD
 
 
 def raw(header: bytes, data: bytes = b"") -> bytes:
-    """A safetensors file by hand."""
+    """Write a safetensors file by hand."""
     return struct.pack("<Q", len(header)) + header + data
 
 
@@ -186,7 +186,7 @@ def test_both_commands_say_so_before_they_start(refuses, tiny, photo, tmp_path, 
 
 
 def test_training_starts_from_files_of_others(run, runs, tiny, pairs, tmp_path):
-    """Names differ, not layers; alpha is taken into account."""
+    """Only names differ, not layers; alpha is applied."""
     settings = ["adapter.alpha=8", "optimizer.weight_decay=0"]
     file = runs(1, *settings, "optimizer.lr=1e-2").folder / "lora/last/pytorch_lora_weights.safetensors"
     state = {}
@@ -204,7 +204,7 @@ def test_training_starts_from_files_of_others(run, runs, tiny, pairs, tmp_path):
 
 
 def test_a_header_is_looked_at_without_reading_weights(names, tmp_path):
-    """The end of a file that is cut off is not there to be read."""
+    """A truncated file has no end to read."""
     (tmp_path / "x.safetensors").write_bytes(stored(GOOD))
     file = LoRAFile(tmp_path / "x.safetensors")
     (tmp_path / "x.safetensors").write_bytes(stored(GOOD)[:-40])

@@ -1,1 +1,1 @@
-"""What a step minimizes, against independent computations."""
+"""Objectives, compared with independent computations."""

@@ -61,7 +61,7 @@ def make_batch(samples=3, mask=True, weights=False):
 
 
 def row(batch, number):
-    """A sample alone."""
+    """Return a single sample of a batch."""
     picked = batch.map(lambda tensor: tensor[number : number + 1] if len(tensor) > 1 else tensor)
     return replace(picked, keys=batch.keys[number : number + 1], draws=batch.draws[number : number + 1])
 
@@ -126,7 +126,7 @@ def test_a_batch_gives_what_its_samples_give_alone(mask):
 
 
 def test_area_of_a_mask_does_not_weigh_its_sample():
-    """Where the error is the same everywhere, so is the loss."""
+    """With the same error everywhere, the loss is the same."""
     batch = make_batch(1)
     batch.mask[:] = 0
     batch.mask[:, :, :8, :8] = 1

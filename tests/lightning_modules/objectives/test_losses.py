@@ -64,7 +64,7 @@ def test_cosine_weighting_is_diffusers_cosmap():
 
 
 def pair(side=8, change=2.0):
-    """Latents that differ in one place of (1, 2, side, side)."""
+    """Return latents (1, 2, side, side) that differ at one position."""
     control = torch.randn(1, 2, side, side, generator=torch.Generator().manual_seed(0))
     target = control.clone()
     target[:, :, 2, 3] += change

@@ -34,7 +34,7 @@ class Line:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_loss_and_gradients_of_a_line_are_the_closed_form(masked):
-    """By hand: with e = mean w (a x + b - u)^2, de/da = mean 2 w x (a x + b - u), and the sigmoid's derivative."""
+    """Derived by hand: e = mean w (a x + b - u)^2, de/da = mean 2 w x (a x + b - u), and the sigmoid's derivative."""
     beta, latents = 30.0, latent_batch(DRAWS, rejected=True, masked=masked)
     latents.weights = torch.tensor([1.0, 0.5, 2.0])
     given = FlowMatching(UNIFORM, "sample", 5).noised(latents, 1.0, lambda tensor: tensor)
@@ -70,7 +70,7 @@ def made(tiny, adapter="lora", *more):
 
 
 def test_tiny_flux_by_two_models(tiny):
-    """The base is a module of its own, without what was learned; one t and one noise for both pictures."""
+    """The base is a separate untrained module; both images share t and noise."""
     module, base = made(tiny), build(tiny, "lora")
     latents = latent_batch(DRAWS, rejected=True)
     result = gradients(module, latents)

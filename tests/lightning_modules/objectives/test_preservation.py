@@ -1,4 +1,4 @@
-"""What the base says beside an adapter, however both are executed, and what is made of it."""
+"""Preservation: the base's output next to an adapter, under every kind of execution."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ PRESERVE = ["objective.preserve.outside=0.5", "objective.preserve.prompts=[sharp
 
 
 def bare(module):
-    """The module's transformer as it is without an adapter."""
+    """Return the module's transformer without an adapter."""
     transformer = module.base.load_transformer()
     module.trim_last_block(transformer)
     return transformer
@@ -34,12 +34,12 @@ def made(tiny, adapter, base, *more):
 
 
 def autocast(module):
-    """As Lightning's."""
+    """Return Lightning's autocast."""
     return torch.autocast("cpu", torch.bfloat16, enabled=module.base.dtype != torch.float32, cache_enabled=False)
 
 
 def asked():
-    """Of a denoiser."""
+    """Return the predictions of a denoiser."""
     x_t, controls, prompt = batch()
     return x_t, torch.tensor([0.2, 0.7]), controls, prompt
 
@@ -73,7 +73,7 @@ def test_after_an_error_in_the_base_the_adapter_is_there_again(tiny):
 
 
 def test_after_a_picture_that_failed_forwards_without_gradient_have_their_own_timesteps(tiny):
-    """As contrastive guidance has: the ranks are not those of the sampling step that was interrupted."""
+    """The ranks are not those of the interrupted sampling step; contrastive guidance needs this."""
     module, calls = made(tiny, "tlora", "float32"), []
     before = module.denoise(*asked()).detach()
     latents = samples()
@@ -89,7 +89,7 @@ def test_after_a_picture_that_failed_forwards_without_gradient_have_their_own_ti
 
 @pytest.mark.parametrize("more", [[], ["model.offload.blocks=2", "model.gradient_checkpointing=full"]])
 def test_training_adapter_stays_in_the_base(tiny, tmp_path, more):
-    """A part of the weights, or beside them."""
+    """The training adapter belongs to the base in every form."""
     assistant = build(tiny, "lora", "adapter.rank=2")
     learn(assistant)
     export(assistant, tmp_path / "pytorch_lora_weights.safetensors")
@@ -102,7 +102,7 @@ def test_training_adapter_stays_in_the_base(tiny, tmp_path, more):
 
 
 def samples(masked=False):
-    """A batch whose targets are as large as its controls."""
+    """Build a batch with targets as large as the controls."""
     x_t, controls, prompt = batch()
     other = {name: tensor.flip(1) for name, tensor in prompt.items()}
     mask = None
@@ -115,7 +115,7 @@ def samples(masked=False):
 
 
 def stepped(module, latents, step=0):
-    """Losses and gradients as of a training step."""
+    """Return losses and gradients of a training step."""
     noised = module.flow.noised(latents, 1.0, module.normalize)
     with autocast(module):
         losses = module.objective.losses(latents, noised, module.denoise, step)
@@ -152,7 +152,7 @@ def test_terms_and_their_gradients_are_those_of_an_independent_computation(tiny)
 
 
 def test_weight_of_a_root_counts_for_all_terms(tiny):
-    """As of prior-preservation pictures: the sample's loss, and its share of what must stay."""
+    """It applies to the sample's loss and its preservation term, as for prior-preservation images."""
     module, latents = made(tiny, "lora", "float32", *PRESERVE, "objective.edit_weight.floor=0.1"), samples()
     plain = stepped(module, latents)["losses"]
     latents.weights = torch.tensor([1.0, 0.2])
@@ -160,7 +160,7 @@ def test_weight_of_a_root_counts_for_all_terms(tiny):
 
 
 def test_an_adapter_that_has_not_learned_has_nothing_to_lose(tiny):
-    """At the start the model is its base: terms and their gradients are zero, in the bits."""
+    """At the start the model equals its base: terms and gradients are exactly zero."""
     module, plain = (build(tiny, "lora", *more) for more in (PRESERVE, []))
     assert_same(stepped(module, samples()), stepped(plain, samples()))
 
@@ -190,7 +190,7 @@ EXECUTIONS = {
     ),
 )
 def test_however_it_is_executed_a_step_is_bitwise_the_same(tiny, adapter, base, execution):
-    """The base's forward comes between a forward and its backward, which computes blocks again."""
+    """The base's forward pass runs between a forward pass and its backward pass, which recomputes blocks."""
     more = [*PRESERVE, "objective.contrastive_guidance=3"]
     plain = made(tiny, adapter, base, *more)
     other = made(tiny, adapter, base, *more, *EXECUTIONS[execution])

@@ -30,7 +30,7 @@ def negate(module):
 
 @pytest.mark.parametrize("adapter", ["lora", "tlora"])
 def test_backward_samples_are_exchanged_pictures_with_the_negated_update(tiny, adapter):
-    """Losses and gradients against two plain modules, of which one has its up projections negated by hand."""
+    """Losses and gradients are compared with two plain modules, one with negated up projections."""
     module, forwards = (made(tiny, adapter, "model.vae_encode_mode=mode") for _ in range(2))
     backwards = made(tiny, adapter, "model.vae_encode_mode=mode")
     negate(backwards)
@@ -58,7 +58,7 @@ def test_backward_samples_are_exchanged_pictures_with_the_negated_update(tiny, a
 
 
 def test_an_orthogonal_update_is_turned_as_a_whole(tiny):
-    """It has a part that is learned and one that cancels its start."""
+    """It has a trainable part and one that cancels the start."""
     module = made(tiny, "ortho_tlora")
     x_t, controls, prompt = batch(2)
     t = torch.tensor([0.2, 0.7])
@@ -76,7 +76,7 @@ def test_an_orthogonal_update_is_turned_as_a_whole(tiny):
 
 @pytest.mark.parametrize("model", first(1, ["flux_kontext", "flux2_klein_4b"]))
 def test_signs_of_a_batch_are_those_of_its_samples_alone(repositories, model):
-    """On every layer of the transformers that sliders are for, also with modulations."""
+    """Every layer of the supported transformers is adapted, including modulation."""
     module = family(repositories, model)
     x_t, t, controls, prompt = inputs(module)
 

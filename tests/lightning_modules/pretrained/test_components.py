@@ -1,4 +1,4 @@
-"""What is loaded, remembered and timed."""
+"""Components: loading, keeping, timing."""
 
 import torch
 

@@ -35,7 +35,7 @@ LIBRARIES = {"torch", "lightning_modules", "diffusers", "transformers", "peft", 
 
 
 def tensors(root: Any) -> Iterator[tuple[str, Tensor]]:
-    """All that an object leads to by attributes, items, hooks and their closures, with the way to each."""
+    """Yield all tensors reachable from an object by attributes, items, hooks and closures, with their paths."""
     seen: set[int] = set()
     waiting: deque[tuple[str, Any]] = deque([("", root)])
     while waiting:
@@ -64,7 +64,7 @@ def tensors(root: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def content(module: Any) -> dict[str, Tensor]:
-    """All tensors by the way to them, but for those of the one model that has no content."""
+    """Return all tensors by path, except those of the model without content."""
     vars(module.base.source).pop("meta", None)
     return dict(tensors(module))
 
@@ -96,7 +96,7 @@ def test_variant_is_configured_the_same_on_any_device(repositories, variant):
 
 
 def test_prediction_is_configured_the_same_on_any_device(repositories, tiny, tmp_path):
-    """With a T-LoRA, and a start from it, too."""
+    """This includes a T-LoRA and a start from one."""
     file = tmp_path / "x.safetensors"
     export(build(tiny, "ortho_tlora"), file)
     assert_nothing_follows(settings(repositories, "flux_kontext"), adapter=None, loras=AppliedLoRAs([file]))

@@ -67,7 +67,7 @@ def test_the_transformer_counts_that_trains(tiny, copy):
 
 @pytest.mark.parametrize("model", ["flux_kontext", "flux_dev", "qwen_image_edit", "qwen_image_edit_plus", "embedded"])
 def test_known_bases_are_not_distilled_unless_renamed(model):
-    """By their real names and configurations; FLUX.1's guidance was distilled, its steps were not."""
+    """Real names and configurations are tested; FLUX.1's guidance was distilled, its steps were not."""
     with without_network(compose("train", f"model={model}").model) as module:
         assert module.base.sign_of_distillation() is None
         module.base.name = "owner/FLUX.1-turbo"

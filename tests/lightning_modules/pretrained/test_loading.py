@@ -88,7 +88,7 @@ def test_unreachable_hub_says_what_to_do():
 
 
 def cached_like(folder: Path, cache: Path, repository: str, listed: bool) -> None:
-    """The hub's cache after a download of all that is in a folder; newer versions of its client keep a listing too."""
+    """Build the hub's cache after downloading a folder; newer clients also keep a listing."""
     place = cache / f"models--{repository.replace('/', '--')}"
     snapshot = place / "snapshots" / COMMIT
     (place / "blobs").mkdir(parents=True)
@@ -108,7 +108,7 @@ def cached_like(folder: Path, cache: Path, repository: str, listed: bool) -> Non
 
 @pytest.mark.slow
 def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pairs, tmp_path):
-    """A transformer alone, and a plan of a whole pipeline; HF_HUB_OFFLINE=1 spares the client's attempts, a minute."""
+    """A transformer loads, and a whole pipeline is planned; HF_HUB_OFFLINE=1 avoids a minute of retries."""
     cached_like(tiny, tmp_path, "owner/pipeline", listed=False)
     cached_like(tiny / "transformer", tmp_path, "owner/transformer", listed=False)
     code = (
@@ -128,7 +128,7 @@ def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pai
 
 
 def test_file_that_is_known_to_lack_in_the_cache_is_not_taken_for_absent(tiny, tmp_path, monkeypatch):
-    """The listing has it, and so it is to be downloaded; another revision was not downloaded at all."""
+    """The listing contains it, so it must be downloaded; another revision was not downloaded at all."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     cached_like(tiny / "vae", tmp_path, "owner/partial", listed=True)
     assert repository_file("owner/partial", "config.json").is_file()

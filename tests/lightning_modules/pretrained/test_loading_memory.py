@@ -15,7 +15,7 @@ from tests.support.quantized import quantization
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """A FLUX transformer of 1 GB in bf16, of the real widths."""
+    """Save a FLUX transformer of 1 GB in bf16 with the real widths."""
     folder = tmp_path_factory.mktemp("large")
     loading_memory.write_transformer(folder, depth=1)
     return folder
@@ -23,7 +23,7 @@ def repository(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """A part of T5-XXL, in float32."""
+    """Save a part of T5-XXL in float32."""
     folder = tmp_path_factory.mktemp("encoder") / "repository"
     loading_memory.write_encoder(folder, torch.float32, layers=1)
     return folder

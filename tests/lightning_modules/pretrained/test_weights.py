@@ -25,14 +25,14 @@ LAYER = "transformer_blocks.0.attn.to_q"
 
 @pytest.fixture(scope="module")
 def source(repositories):
-    """A tiny FLUX transformer in bf16."""
+    """Save a tiny FLUX transformer in bf16."""
     return FluxTransformer2DModel.from_pretrained(
         repositories["flux_kontext"], subfolder="transformer", torch_dtype=torch.bfloat16
     )
 
 
 def write(transformer, folder, replace, config=None, extra=None):
-    """Its folder, with the tensors of each linear layer but proj_out as `replace` gives them: suffix -> tensor."""
+    """Write its folder, with the tensors (suffix -> tensor) of `replace` for each linear layer but proj_out."""
     transformer.save_pretrained(folder)
     state = load_file(folder / NAME)
     for name, module in transformer.named_modules():
@@ -47,7 +47,7 @@ def write(transformer, folder, replace, config=None, extra=None):
 
 
 def by_bitsandbytes(make):
-    """What one of its own layers saves."""
+    """Return the saved tensors of a bitsandbytes layer."""
 
     def replace(module):
         layer = make(module)
@@ -65,7 +65,7 @@ def four_bit(quant_type, double):
 
 
 def fp8(scale_name=None, shape=(), dtype=E4M3, hints=()):
-    """One scale for a layer, as published files have it; without a name plain numbers."""
+    """Return fp8 tensors with one scale per layer, as in published files, or without a scale."""
 
     def replace(module):
         scale = module.weight.abs().max().float() / torch.finfo(dtype).max
@@ -100,7 +100,7 @@ def checkpoint(request, source, tmp_path_factory):
 
 
 def test_layers_are_loaded_as_they_are(checkpoint, source):
-    """Not upcast: dtype and bytes are those on disk. What they stand for is near the original."""
+    """dtype and bytes are those on disk, not upcast; the dequantized values are close to the original."""
     folder, format = checkpoint
     state = load_file(folder / NAME)
     model = load(folder)
@@ -144,7 +144,7 @@ def test_what_task_quantize_writes_loads_bitwise(run, repositories, tmp_path, fo
 
 
 def damaged(folder, tmp_path, change):
-    """A copy whose tensors `change` has changed."""
+    """Write a copy whose tensors `change` has modified."""
     shutil.copytree(folder, tmp_path / "damaged")
     state = load_file(folder / NAME)
     change(state)
@@ -222,7 +222,7 @@ def test_sharded_weights_are_read_from_all_files(source, tmp_path):
 
 
 def int8(shape=(), note=None):
-    """Integers and a scale for a layer or for each row, as ComfyUI's int8_tensorwise has them."""
+    """Return int8 tensors with a scale per layer or row, as in ComfyUI's int8_tensorwise."""
 
     def replace(module):
         weight = module.weight.float()
@@ -312,7 +312,7 @@ def test_weights_of_another_variant_are_named(tmp_path):
 
 @pytest.mark.parametrize("build", [flux, qwen, z_image])
 def test_fp8_in_every_layer_computes_as_its_numbers_do(build, tmp_path):
-    """In the embedders as well, of whose weights diffusers asks for the dtype."""
+    """This includes the embedders, whose weights' dtype diffusers queries."""
     plain = build()
     plain.save_pretrained(tmp_path)
     state = load_file(tmp_path / NAME)

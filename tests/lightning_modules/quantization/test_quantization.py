@@ -1,4 +1,4 @@
-"""Which layers are quantized, when, and their memory."""
+"""The choice of quantized layers, the time of quantization, and memory."""
 
 import bitsandbytes
 import pytest

@@ -36,7 +36,7 @@ def forward_and_backward(layer, dtype):
 @pytest.mark.parametrize(("format", "backend"), WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_the_dequantized_weight(format, backend, dtype):
-    """In float32 to its rounding; under autocast input, weight and output are rounded to bf16, 2^-9 each at most."""
+    """They agree up to float32 rounding; autocast rounds input, weight and output to bf16, by at most 2^-9 each."""
     layer = quantization(format, backend).quantize(linear(dtype))
     x, y, grad, x_grad = forward_and_backward(layer, dtype)
     weight = layer.dequantize(torch.float32)
@@ -91,7 +91,7 @@ def test_fp8_scales_are_powers_of_two_and_bf16_dequantizes_exactly():
     ],
 )
 def test_kernels_are_probed_separately_at_a_model_s_size(monkeypatch, refused, line):
-    """On tensors without content, with a double of the product that fails as on a GPU without some kernels."""
+    """Tensors have no content, and a stand-in for the product fails as on a GPU without some kernels."""
     probed = []
 
     def scaled_mm(a, b, *, use_fast_accum, **_):
@@ -141,7 +141,7 @@ def test_tensor_cores_are_not_used_if_sides_do_not_fit(tensor_cores, monkeypatch
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_nonfinite_values_stay_so_on_tensor_cores(tensor_cores, value):
-    """A diverging step is then skipped, as on other bases."""
+    """So a diverging step is skipped, as on other bases."""
     layer = quantization("fp8").quantize(linear())
     x = torch.randn(2, 128)
     x[0, 3] = value

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 
 @pytest.mark.slow
 def test_results_are_pytorchs_to_the_bit():
-    """All byte values, at sides that no tile divides."""
+    """All byte values are tested, at sizes that no tile divides."""
     code = (
         "import torch\n"
         "from lightning_modules.quantization.triton_kernels import scale_rows, transpose\n"
