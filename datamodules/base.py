@@ -1,4 +1,4 @@
-"""What a run and its callbacks may ask of their data."""
+"""The data of a run, as the model, its callbacks and the trainer see it."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from datamodules.sizes import Sizes
 
 
 class Example(NamedTuple):
-    """A sample as a batch of one, and its pictures, controls first, each (1, 3, h, w); none for latents alone."""
+    """A sample as a batch of one, and its images, controls first, each (1, 3, h, w); no images for latents only."""
 
     pictures: list[Tensor]
     batch: RawBatch | LatentBatch
@@ -29,55 +29,42 @@ PromptShapes = Callable[[str, list[tuple[int, int]]], Mapping[str, tuple[int, ..
 
 
 class Asking(Protocol):
-    """What a step minimizes, as far as the data has to do with it.
+    """The demands of an objective on the data.
 
     Attributes:
-        needs_empty_prompt: whether batches must have the empty prompt's conditioning.
-        preserve_prompts: of which each sample of a training batch gets one beside its own.
+        needs_empty_prompt: whether batches must contain the empty prompt's conditioning.
+        preserve_prompts: each sample of a training batch gets one of them alongside its own.
     """
 
     needs_empty_prompt: bool
     preserve_prompts: tuple[str, ...]
 
 
-class Model(Protocol):
-    """What the data needs to know of the model."""
-
-    @property
-    def base(self) -> "NamedBase":
-        """The frozen pipeline."""
-
-    @property
-    def encoder(self) -> "Fingerprinted":
-        """What makes latents of pictures and prompts."""
-
-    @property
-    def objective(self) -> Asking | None:
-        """What it is trained for; None where it is not."""
-
-    @property
-    def condition_images(self) -> ConditionImages:
-        """How many it takes, and at what sizes."""
-
-    @property
-    def geometry(self) -> "ImageGeometry":
-        """Of which numbers the sides of its pictures are multiples."""
-
-
 class NamedBase(Protocol):
-    """A pipeline that messages name."""
+    """A frozen pipeline with the name that messages use."""
 
     name: str
 
 
+class Fingerprinted(Protocol):
+    """Encoders that specify what their outputs depend on."""
+
+    def fingerprint_parts(self, memo: Path) -> Mapping[str, Any]:
+        """Return all settings and versions that the outputs depend on, besides the inputs.
+
+        Args:
+            memo: a file with the checksums of a local model's files.
+        """
+
+
 class ImageGeometry(Protocol):
-    """What a model's pipeline makes pictures of.
+    """The images of a model's pipeline.
 
     Attributes:
-        side_multiple: of which both sides are multiples.
-        preferred_sizes: the (width, height) that it resizes a picture to; empty if it takes any.
-        resolution: side of a square picture.
-        text: the prompt tensor (L, ...) that has as many rows as there are text tokens.
+        side_multiple: a divisor of both sides.
+        preferred_sizes: the (width, height) that it resizes an image to; empty if it takes any.
+        resolution: side of a square image.
+        text: the name of the prompt tensor (L, ...) that has a row for each text token.
     """
 
     @property
@@ -93,19 +80,27 @@ class ImageGeometry(Protocol):
     def resolution(self) -> int: ...
 
 
-class Fingerprinted(Protocol):
-    """Encoders that know what their outputs depend on."""
+class Model(Protocol):
+    """The part of the model that the data depends on; `objective` is None outside of training."""
 
-    def fingerprint_parts(self, memo: Path) -> Mapping[str, Any]:
-        """All of it, beside their inputs.
+    @property
+    def base(self) -> NamedBase: ...
 
-        Args:
-            memo: a file that remembers the checksums of a local model's files.
-        """
+    @property
+    def encoder(self) -> Fingerprinted: ...
+
+    @property
+    def objective(self) -> Asking | None: ...
+
+    @property
+    def condition_images(self) -> ConditionImages: ...
+
+    @property
+    def geometry(self) -> ImageGeometry: ...
 
 
 def model_of(trainer: L.Trainer) -> Model:
-    """The trainer's model."""
+    """Return the trainer's model."""
     return cast(Model, trainer.lightning_module)
 
 
@@ -114,7 +109,7 @@ class DataModule(L.LightningDataModule):
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> Self:
-        """The data module of a trainer, which must be of this class."""
+        """Return the data module of a trainer, which must be of this class."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, cls), f"{type(data).__name__} is not a {cls.__name__}"
         return data
@@ -127,11 +122,11 @@ class DataModule(L.LightningDataModule):
 
 
 class PromptData(DataModule, ABC):
-    """Data of trainer.predict, whose prompts are encoded before anything else."""
+    """Data of trainer.predict, whose prompts are encoded before all other inputs."""
 
     @abstractmethod
     def all_prompts(self) -> list[PromptRequest]:
-        """The prompts that this process encodes first; none if each is encoded together with its sample."""
+        """Return the prompts that this process encodes first; none if each is encoded together with its sample."""
 
 
 class TrainingData(DataModule, ABC):
@@ -139,14 +134,14 @@ class TrainingData(DataModule, ABC):
 
     Attributes:
         batch_size: samples per step and process.
-        max_tokens_per_batch: instead, the most tokens of a batch; None where batch_size applies.
+        max_tokens_per_batch: instead, the most tokens of a batch; None if batch_size applies.
         caption_dropout_rate: share of the samples whose prompt is replaced by the empty one.
-        needs_encoders: whether batches are pixels, which the training step has to encode.
-        needs_empty_prompt, preserve_prompts: of `Asking`.
-        notes: what may be a mistake, one line each.
+        needs_encoders: whether batches are pixels, which the training step encodes.
+        needs_empty_prompt, preserve_prompts: see `Asking`.
+        notes: possible mistakes, one line each.
         validation: the held-out samples, as a data module of their own; None if there are none.
-        sizes: of each view of a sample; none where samples are streamed.
-        encodings: the folder of the model's cache, for encodings of samples that are shown; None where encoders stay.
+        sizes: of each view of a sample; empty if samples are streamed.
+        encodings: the folder of the model's cache, for encodings of sample images; None if the encoders stay loaded.
     """
 
     batch_size: int
@@ -161,24 +156,24 @@ class TrainingData(DataModule, ABC):
     encodings: Path | None = None
 
     def serve(self, objective: Asking | None) -> None:
-        """Let batches have what an objective asks for; None asks for nothing."""
+        """Make batches meet the demands of an objective, if there is one."""
         if objective is not None:
             self.needs_empty_prompt = objective.needs_empty_prompt
             self.preserve_prompts = objective.preserve_prompts
 
     @property
     def with_empty_prompt(self) -> bool:
-        """Whether training batches have the empty prompt's conditioning."""
+        """Whether training batches contain the empty prompt's conditioning."""
         return self.caption_dropout_rate > 0 or self.needs_empty_prompt
 
     @property
     @abstractmethod
     def sample_count(self) -> int:
-        """How many samples there are, not counting held-out ones."""
+        """Number of samples, without held-out ones."""
 
     @cached_property
     def fingerprint(self) -> list[Any]:
-        """The number of training samples and a hash of what is known of them, to compare when a run is resumed."""
+        """Number of training samples and a hash of their identities, to compare when a run is resumed."""
         known = hashlib.sha256()
         for part in self.identities():
             known.update(f"{part}\n".encode(errors="surrogatepass"))
@@ -186,35 +181,35 @@ class TrainingData(DataModule, ABC):
 
     @abstractmethod
     def identities(self) -> Iterable[object]:
-        """The facts that tell one set of training samples from another."""
+        """Return the facts that distinguish one set of training samples from another."""
 
     def captions(self) -> Counter[str]:
-        """How many samples have each caption; none where batches do not carry the prompts as text."""
+        """Return the number of samples with each caption; empty if batches do not contain the prompts as text."""
         return Counter()
 
     @abstractmethod
     def describe(self) -> str:
-        """The training data in one line, for the summary."""
+        """Return the training data in one line, for the summary."""
 
     @abstractmethod
     def size_counts(self) -> Counter[tuple[int, int]]:
-        """How many targets there are of each (width, height)."""
+        """Return the number of targets of each (width, height)."""
 
     @abstractmethod
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
-        """Whether all batches have the same shapes, as far as is known before prompts are encoded."""
+        """Return whether all batches are known to have the same shapes before prompts are encoded."""
 
     @abstractmethod
     def batches_per_epoch(self) -> float:
-        """Of this process; estimated where the samples' sizes are not known."""
+        """Return this process's batches in an epoch; estimated if the samples' sizes are not known."""
 
     @abstractmethod
     def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
-        """This process's batches, on the CPU, without end, from the trainer's position on."""
+        """Return this process's batches, on the CPU, without end, from the trainer's position on."""
 
     @abstractmethod
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
-        """These of the samples in order, each as a batch of one.
+        """Return these samples in order, each as a batch of one.
 
         Args:
             empty_prompt: whether latent batches include the empty prompt's conditioning.
@@ -222,15 +217,15 @@ class TrainingData(DataModule, ABC):
 
     @abstractmethod
     def pixels(self, count: int) -> list[RawBatch]:
-        """The first `count` samples as pixels, each as a batch of one; none if the data is latents alone."""
+        """Return the first `count` samples as pixels, each as a batch of one; none if the data is latents only."""
 
     @abstractmethod
     def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
-        """Return these of the samples with their pictures.
+        """Return these samples with their images.
 
         Args:
-            negative_prompt: to guide away from; a cache holds the conditioning of "" only, and with another prompt
-                batches are pixels where there are some. None where it is not needed.
+            negative_prompt: to guide away from; None if it is not needed. A cache contains the conditioning of "" only:
+                with another prompt batches are pixels, if there are images.
         """
 
     def train_dataloader(self) -> Prefetcher:

@@ -1,4 +1,4 @@
-"""Batches: what the data gives to the model."""
+"""Batches, the interface between the data and the model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 
-# A prompt, and the condition images that its text encoder sees with it.
+# A prompt and the condition images that its text encoder sees with it.
 PromptRequest = tuple[str, tuple[Path, ...]]
-# Tensors with this ending are read on the host and never moved to a device.
+# Tensors with this ending are read on the CPU and never moved to a device.
 ON_HOST = "_mask"
 
 
 class Batch:
-    """What raw and encoded batches have in common."""
+    """The common base of raw and encoded batches."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The batch with `function` applied to its tensors, except those that stay on the host."""
+        """Return the batch with `function` applied to its tensors, except those that stay on the CPU."""
         changes: dict[str, Any] = {}
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
@@ -33,18 +33,18 @@ class Batch:
         return replace(self, **changes)  # type: ignore[type-var]
 
     def to(self, device: torch.device) -> Self:
-        """The batch on a device; the copy is asynchronous."""
+        """Return the batch on a device; the copy is asynchronous."""
         return self.map(lambda tensor: copy_to(tensor, device))
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors except those that stay on the host."""
+        """Yield all tensors except those that stay on the CPU."""
         found: list[Tensor] = []
         self.map(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return iter(found)
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; the copy is asynchronous."""
+    """Return a tensor on a device; the copy is asynchronous."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -56,17 +56,17 @@ class RawBatch(Batch):
 
     Attributes:
         keys: the samples' names, for messages.
-        draws: each sample's number in the order in which the run draws samples. All randomness of a sample (noise,
-            timestep, caption dropout) is a function of the seed and this number alone.
+        draws: each sample's index in the order in which the run draws samples. All randomness of a sample (noise,
+            timestep, caption dropout) is a function of the seed and this index only.
         prompts: one instruction per sample.
         target: (B, 3, H, W); None in prediction.
         controls: the condition images, each (B, 3, h, w) at a size of its own.
         mask: (B, 1, H, W) in [0, 1], the weight of each pixel in the loss.
         prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
-            empty for models whose text encoder sees no images. They stay on the host.
-        weights: (B,), of each sample in the loss; None where all are 1.
-        preserve_prompts: one of `Objective.preserve_prompts` per sample; empty where there are none.
-        rejected: (B, 3, H, W), what is to be liked less than the target; None where it is not known.
+            empty for models whose text encoder sees no images. They stay on the CPU.
+        weights: (B,), of each sample in the loss; None if all are 1.
+        preserve_prompts: one of `Objective.preserve_prompts` per sample; empty if there are none.
+        rejected: (B, 3, H, W), the image that is preferred less than the target; None if there is none.
     """
 
     keys: list[str]
@@ -85,27 +85,27 @@ class RawBatch(Batch):
 
     @property
     def images(self) -> list[Tensor]:
-        """The controls, then the target if there is one."""
+        """Return the controls, then the target if there is one."""
         return [image for image in (*self.controls, self.target) if image is not None]
 
 
 @dataclass
 class LatentBatch(Batch):
-    """Samples encoded by the frozen encoders: all that a training step needs.
+    """Samples encoded by the frozen encoders, complete for a training step.
 
     Latents are the autoencoder's outputs, before shift and scale.
 
     Attributes:
-        keys, draws, mask, weights, prompts: as in `RawBatch`; prompts are empty where only the shards of a cache are
+        keys, draws, mask, weights, prompts: as in `RawBatch`; prompts are empty if only the shards of a cache are
             known.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
-        rejected_mean, rejected_std: the same of the rejected picture's; None where there is none.
+        rejected_mean, rejected_std: the same for the rejected image; None if there is none.
         controls: the modes of the condition images' latents, each (B, C, h, w).
         prompt: the family's text conditioning by diffusers' argument names, each (B, ...), padded with zeros to the
-            longest of the batch; masks are padded too, and stay on the host.
-        empty_prompt: the same of the empty prompt, by which caption dropout replaces `prompt`; in prediction, of the
-            negative prompt. One row may serve all samples.
-        preserve_prompt: the same of one of `Objective.preserve_prompts` for each sample; empty where there are none.
+            longest of the batch; masks are padded as well, and stay on the CPU.
+        empty_prompt: the same for the empty prompt, with which caption dropout replaces `prompt`; in prediction, for
+            the negative prompt. One row may serve all samples.
+        preserve_prompt: the same for one of `Objective.preserve_prompts` for each sample; empty if there are none.
     """
 
     keys: list[str]
@@ -124,10 +124,10 @@ class LatentBatch(Batch):
 
 
 def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """By name, (L_1, ...), (L_2, ...), ... -> (B, longest, ...), padded with zeros; other dimensions must agree.
+    """Stack tensors by name: (L_1, ...), (L_2, ...), ... -> (B, longest, ...), padded with zeros.
 
     Raises:
-        UserError: sequences without a mask are of several lengths: the model would take the padding for text.
+        UserError: sequences without a mask differ in length: the model would take the padding for text.
     """
 
     def stack(name: str) -> Tensor:
@@ -145,6 +145,6 @@ def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def pad_to(tensor: Tensor, length: int) -> Tensor:
-    """(B, L, ...) -> (B, length, ...), zeros at the end."""
+    """Pad with zeros at the end: (B, L, ...) -> (B, length, ...)."""
     missing = length - tensor.shape[1]
     return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(len(tensor), missing, *tensor.shape[2:])], 1)

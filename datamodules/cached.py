@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from datamodules.streamed import StreamedDataModule
 
 
-# Settings that change the encodings, with the values that change nothing.
-IMAGES_ONLY = {
-    **{"buckets": "auto", "upscale": False, "crop": "center", "crop_count": 4, "flip": False},
-    **{"prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None},
-    **{"caption_per_line": True, "alpha_mask": False},
-}
-
-
 def cached(shards: str | None, **settings: Any) -> "PairsDataModule | StreamedDataModule":
     """Return the data module for `data=cached` and `data=captions`.
 
@@ -48,12 +40,6 @@ def cached(shards: str | None, **settings: Any) -> "PairsDataModule | StreamedDa
         where = f"data.shards={without_credentials(shards)}"
         if settings["root"] is not None:
             raise UserError(f"{where} and data.root={settings['root']}: both are set. Leave one out.")
-        for name, plain in IMAGES_ONLY.items():
-            if settings[name] != plain:
-                raise UserError(
-                    f"data.{name}={settings[name]} applies to images, and {where} contains encodings. Leave it out, or "
-                    "encode data.root with it."
-                )
     if settings["cache_dir"] is None:
         if shards is not None or settings["max_tokens_per_batch"] is not None:
             raise UserError("data.shards and data.max_tokens_per_batch need cached latents. Set data.cache_dir.")

@@ -1,23 +1,23 @@
-"""Errors that the user can fix, and what their messages may show."""
+"""Errors that the user can fix, and the parts of their messages."""
 
 import re
 
 
 class UserError(Exception):
-    """An error that the user can fix: one line that says what is wrong, where, and what to do.
+    """An error that the user can fix: one line with the problem, its place and the fix.
 
     train.py and predict.py print it without a traceback and exit with status 1.
     """
 
 
 def listing(names: list[str], shown: int = 3) -> str:
-    """The first few names, the rest counted: `a, b, c and 12 more`."""
+    """Return the first few names and the number of the others: `a, b, c and 12 more`."""
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def count_of(count: int, plural: str) -> str:
-    """Return a number with what it counts: `3 pairs have`, `1 pair has`."""
+    """Return a number with its noun: `3 pairs have`, `1 pair has`."""
     if count != 1:
         return f"{count:,} {plural}"
     noun, *rest = plural.split(" ")
@@ -30,12 +30,12 @@ UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """A file's name, which may hold any bytes, as part of one line of text."""
+    """Return a file's name, which may contain any bytes, as part of one line of text."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def without_credentials(text: str) -> str:
-    """The text with credentials masked: passwords and queries of URLs, tokens, keys."""
+    """Mask the credentials in a text: passwords and queries of URLs, tokens, keys."""
     text = re.sub(r"(?i)\b(bearer|basic) [\w+/=.~-]{16,}", r"\1 ***", text)
     text = re.sub(r"\b(hf_\w{8,}|A[KS]IA\w{12,}|gh[pousr]_\w{20,})", "***", text)
     text = re.sub(r"\b(?!abfss?:)(\w+://)[^/\s]*@", r"\1***@", text)

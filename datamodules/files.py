@@ -1,4 +1,4 @@
-"""Files that are replaced atomically, and read with one-line errors."""
+"""Files: replaced atomically, read with one-line errors."""
 
 import errno
 import hashlib
@@ -20,14 +20,14 @@ from yaml import YAMLError
 
 from datamodules.errors import UserError
 
-# What parsers raise for malformed content; RuntimeError is PyTorch's.
+# The errors of parsers for malformed content; RuntimeError is PyTorch's.
 DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError)
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 PICKLE = "a pickle of PyTorch"
 # The suffixes by which programs know pickles.
 PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
-# How files of other kinds begin that people have in place of safetensors, JSON or images.
+# The first bytes of files that people have instead of safetensors, JSON or images.
 KINDS = {
     rb"GGUF": "a GGUF file",
     rb"version https://git-lfs": "a Git LFS pointer: the file itself was not downloaded (`git lfs pull` does it)",
@@ -47,14 +47,11 @@ KINDS = {
 
 @contextmanager
 def reading(path: str | Path, remedy: str) -> Iterator[None]:
-    """Wraps code that reads a file that may be damaged, missing or unreadable.
+    """Turn the errors of reading a file that may be damaged, missing or unreadable into a UserError.
 
     Args:
         path: of the file, for the message.
-        remedy: what the user should do, in the imperative.
-
-    Raises:
-        UserError: one line with the file, what is wrong with it, and the remedy.
+        remedy: the fix, in the imperative.
     """
     try:
         yield
@@ -71,7 +68,7 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """Return what a file is by its first bytes, in words; None for safetensors and for what is not known."""
+    """Return the kind of a file by its first bytes, in words; None for safetensors and unknown kinds."""
     with path.open("rb") as file:
         start = file.read(512)
     if not start:
@@ -84,13 +81,13 @@ def kind_of_file(path: Path) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
 
 
 def short_name(name: str, most: int) -> str:
-    """A name of at most `most` bytes: a longer one is cut off, with a checksum to keep it unique."""
+    """Shorten a name to at most `most` bytes, with a checksum to keep it unique."""
     raw = os.fsencode(name)
     if len(raw) <= most:
         return name
@@ -98,12 +95,12 @@ def short_name(name: str, most: int) -> str:
 
 
 def _beside(path: Path, end: str) -> Path:
-    """A temporary name beside `path`, unique to this process; file systems allow 255 bytes."""
+    """Return a temporary name next to `path`, unique to this process; file systems allow 255 bytes."""
     return path.with_name(f".{short_name(path.name, 200)}.{os.getpid()}.{end}")
 
 
 def require_file(path: Path) -> None:
-    """Raise an OSError unless it is a regular file or a link to one: opening a pipe would block."""
+    """Raise an OSError unless the path is a regular file or a link to one: opening a pipe would block."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -117,21 +114,21 @@ def require_file(path: Path) -> None:
 
 
 class Packed(ABC):
-    """A file inside of a larger one: a member of a tar, a cell of a table. Its `str` names it in messages.
+    """A file inside a larger one: a member of a tar, a cell of a table. Its `str` names it in messages.
 
     Implementations are hashable, and travel to data workers.
     """
 
     @abstractmethod
     def read(self) -> bytes:
-        """Its bytes; raises what reading a file raises."""
+        """Return its bytes; raises the errors of reading a file."""
 
     @abstractmethod
     def signature(self) -> tuple[str, int, int, int]:
-        """Its name, unique on this machine, and three numbers, one of which changes whenever the bytes do."""
+        """Return its name, unique on this machine, and three numbers, one of which changes whenever the bytes do."""
 
     def open(self, mode: str = "rb") -> BytesIO:
-        """As a file's path does."""
+        """Open it like a file's path."""
         return BytesIO(self.read())
 
 
@@ -144,7 +141,7 @@ def file_signature(path: Path | Packed) -> tuple[str, int, int, int]:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, with or without a byte order mark; raises UserError where it is not one."""
+    """Return the text of a UTF-8 file, with or without a byte order mark; raises a UserError if it is none."""
     try:
         require_file(path)
         return path.read_text(encoding="utf-8-sig")
@@ -155,10 +152,10 @@ def read_text(path: Path) -> str:
 
 
 def remove_temporary(paths: Iterable[Path], is_writing: Callable[[int], bool] = psutil.pid_exists) -> None:
-    """Remove temporary files and folders that killed processes have left.
+    """Remove temporary files and folders of killed processes.
 
     Args:
-        is_writing: whether the process with this number may be writing; by default any that runs here.
+        is_writing: whether the process with this id may be writing; by default any that runs here.
     """
     for path in paths:
         process = path.name.split(".")[-2]
@@ -198,7 +195,7 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder, which replaces `folder` at the end; if writing fails, it is removed.
 
     Args:
-        keep: do not replace a folder that another process has put there meanwhile.
+        keep: do not replace a folder that another process has created meanwhile.
 
     Raises:
         UserError: the folder could not be written (disk full, no permission).
@@ -223,7 +220,7 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
 
 
 def _let_others_read(folder: Path) -> None:
-    """Give its files the permissions that new ones have here: safetensors lets nobody else read what it writes."""
+    """Give its files the permissions of new files: safetensors lets nobody else read its files."""
     new = folder / ".new"
     new.touch()
     mode = new.stat().st_mode & 0o777
@@ -234,7 +231,7 @@ def _let_others_read(folder: Path) -> None:
 
 
 def link_or_copy(source: str | Path, place: str | Path) -> None:
-    """Give a file a second name; where the file system has no links, copy it."""
+    """Give a file a second name; copy it if the file system has no links."""
     try:
         os.link(source, place)
     except OSError:
@@ -242,6 +239,6 @@ def link_or_copy(source: str | Path, place: str | Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file's bytes."""
+    """Return the checksum of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,19 +11,19 @@ from torch.utils.data import Sampler
 
 from datamodules.sizes import Numbers, Sizes
 
-# Keep the randomness of captions, and of what must stay, apart from that of the order.
+# Separate the randomness of captions and of preserved prompts from that of the order.
 CAPTIONS, PRESERVED = 0x63617074, 0x6B656570
 # Draws that are collected into batches at once.
 BLOCK = 2**16
 
 
 def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
-    """How many samples of `tokens` tokens make a batch; one that exceeds the budget by itself is a batch of one."""
+    """Return how many samples of `tokens` tokens make a batch; a sample above the budget is a batch of its own."""
     return batch_size if max_tokens_per_batch is None else max(1, int(max_tokens_per_batch // tokens))
 
 
 def drawn_caption(seed: int | None, draw: int, count: int) -> int:
-    """Which of a sample's captions a draw has; a function of the run's seed and the draw's number alone.
+    """Return the index of the caption for a draw, a function of the run's seed and the draw's index only.
 
     Args:
         seed: None for the first caption.
@@ -32,7 +32,7 @@ def drawn_caption(seed: int | None, draw: int, count: int) -> int:
 
 
 def drawn_preserved(seed: int, draw: int, count: int) -> int:
-    """Which of the prompts that are to be preserved a draw has, likewise."""
+    """Return the index of the preserved prompt for a draw, likewise."""
     return _drawn(seed, PRESERVED, draw, count)
 
 
@@ -41,23 +41,22 @@ def _drawn(seed: int, what: int, draw: int, count: int) -> int:
 
 
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Yields this rank's batches without end: lists of (index of the sample, number of the draw).
+    """This rank's batches, without end: lists of (index of the sample, index of the draw).
 
     The order of the samples in an epoch is a function of (seed, epoch). Samples are collected by size; once there are
-    batch_size * world_size of one size they become a batch, of which each rank takes its slice. What is left at the
-    end of an epoch waits for the next one: all batches are full, so that each draw weighs as much as any other, also of
-    a size that few samples have. One process with batch size N * B sees what N processes with batch size B see; and if
-    all samples have one size, the order does not depend on the batch size.
+    batch_size * world_size of one size they become a batch, of which each rank takes its slice. The rest at the end of
+    an epoch waits for the next one: all batches are full, so each draw has the same weight, even for a rare size. One
+    process with batch size N * B sees the same samples as N processes with batch size B; and if all samples have one
+    size, the order does not depend on the batch size.
 
-    To start later costs about as much as an epoch's order: how many samples of each size were drawn before, and so how
-    many of them wait, follows from counts. Which ones wait is read from the last orders: of a size with fewer samples
-    than a batch, from as many as its batch spans.
+    Starting at a later batch takes about as long as drawing an epoch's order: the number of samples of each size that
+    were drawn before, and so the number that waits, follows from counts; the last orders contain the waiting ones.
 
     Args:
-        sizes: for each sample, what the samples of a batch must have in common.
-        batch_size: samples per batch and rank; or one number for each size.
-        repeats: how often an epoch has each sample; None for once.
-        start: how many batches to skip, to resume a run.
+        sizes: for each sample, its size; the samples of a batch have the same.
+        batch_size: samples per batch and rank; or a number for each size.
+        repeats: how often an epoch contains each sample; None for once.
+        start: number of batches to skip, to resume a run.
     """
 
     def __init__(
@@ -86,23 +85,23 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         self._full = np.array([limits[size] * world_size if n else 1 for size, n in drawn], dtype=np.int64)
 
     def _once(self) -> Numbers:
-        """The samples of an epoch, not shuffled."""
+        """Return the samples of an epoch, not shuffled."""
         # Half the memory of Python's own integers' type; the order is the same.
         indices: Numbers = np.arange(len(self._codes), dtype=np.int32 if len(self._codes) < 2**31 else np.int64)
         return indices if self._repeats is None else np.repeat(indices, self._repeats)
 
     def epoch(self, number: int) -> Numbers:
-        """The order in which an epoch draws its samples."""
+        """Return the order in which an epoch draws its samples."""
         order = self._once()
         np.random.default_rng((self.seed, number)).shuffle(order)
         return order
 
     def batches_per_epoch(self) -> float:
-        """Of each rank, on average."""
+        """Return each rank's batches in an epoch, on average."""
         return sum(n / full for n, full in zip(self._counts.tolist(), self._full.tolist(), strict=True))
 
     def batches(self) -> Iterator[list[int]]:
-        """The batches of all ranks together, without end."""
+        """Yield the batches of all ranks together, without end."""
         return (batch for _, batch in self._batches_from(0))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -112,7 +111,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
             yield [(batch[i], draw + i) for i in mine]
 
     def _batches_from(self, start: int) -> Iterator[tuple[int, list[int]]]:
-        """The batches of all ranks from this position on, each with the number of its first draw."""
+        """Yield the batches of all ranks from this position on, each with the index of its first draw."""
         if not self._counts.any():
             return
         number = self._epoch_of(start)
@@ -131,38 +130,38 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
                 draw += len(batch)
 
     def _epoch_of(self, position: int) -> int:
-        """The epoch whose draws complete the batch at a position."""
+        """Return the epoch whose draws complete the batch at a position."""
         most = int((position + len(self._full)) / self.batches_per_epoch()) + 2
         return bisect_right(range(1, most), position, key=lambda epochs: self._complete(epochs * self._counts))
 
     def _complete(self, drawn: Numbers) -> int:
-        """How many batches so many draws of each size make."""
+        """Return how many batches these numbers of draws of each size make."""
         return int((drawn // self._full).sum())
 
     def _count(self, block: Numbers) -> Numbers:
-        """How many of these draws are of each size."""
+        """Return the number of these draws of each size."""
         return np.bincount(self._codes[block], minlength=len(self._counts))
 
     def _blocks_after(self, number: int) -> Iterator[Numbers]:
         return chain.from_iterable(_blocks(self.epoch(later)) for later in count(number + 1))
 
     def _blocks_before(self, number: int) -> Iterator[Numbers]:
-        """From the last one back."""
+        """Yield the blocks of the earlier epochs, the last one first."""
         return chain.from_iterable(reversed(_blocks(self.epoch(earlier))) for earlier in reversed(range(number)))
 
     def _by_size(self, block: Numbers) -> Iterator[tuple[int, Numbers]]:
-        """The sizes that some draws have, each with their places among these, in order."""
+        """Return the sizes of some draws, each with their positions among these, in order."""
         codes = self._codes[block]
         places = np.argsort(codes, kind="stable")
         present, first = np.unique(codes[places], return_index=True)
         return zip(present.tolist(), np.split(places, first[1:]), strict=True)
 
     def _waiting(self, drawn: Numbers, backwards: Iterator[Numbers]) -> dict[int, Numbers]:
-        """By size the last draws of which there is no batch yet.
+        """Return by size the last draws that no batch contains yet.
 
         Args:
-            drawn: how many there were of each size.
-            backwards: these in blocks, the last one first.
+            drawn: the number of draws of each size.
+            backwards: the draws in blocks, the last one first.
         """
         missing = drawn % self._full
         parts: dict[int, list[Numbers]] = {}
@@ -175,7 +174,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         return {size: np.concatenate(found[::-1]) for size, found in parts.items()}
 
     def _collect(self, block: Numbers, waiting: dict[int, Numbers]) -> list[Numbers]:
-        """The batches that some draws complete, in the order in which they do; the rest joins those that wait."""
+        """Return the batches that some draws complete, in that order; the rest joins the waiting draws."""
         found: list[tuple[int, Numbers]] = []
         for size, places in self._by_size(block):
             mine, full = block[places], int(self._full[size])

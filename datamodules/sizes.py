@@ -1,4 +1,4 @@
-"""The sizes of many samples, each kept as a small number."""
+"""The sizes of many samples, stored as small codes."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -10,11 +10,11 @@ Numbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class Sizes(Sequence[Any]):
-    """What stands for each sample is one of a few kinds: a list of ten million takes 10 or 20 MB.
+    """A sequence of few different values: a list of ten million takes 10 or 20 MB.
 
     Args:
         kinds: all different.
-        codes: for each sample the number of its kind.
+        codes: for each sample the index of its kind.
     """
 
     def __init__(self, kinds: Sequence[Hashable], codes: Numbers | Sequence[int]) -> None:
@@ -23,7 +23,7 @@ class Sizes(Sequence[Any]):
 
     @classmethod
     def of(cls, sizes: Iterable[Hashable]) -> "Sizes":
-        """Those of a list; the kinds in the order in which they come."""
+        """Build from a list; the kinds keep the order of their first appearance."""
         if isinstance(sizes, Sizes):
             return sizes
         known: dict[Hashable, int] = {}
@@ -31,11 +31,11 @@ class Sizes(Sequence[Any]):
         return cls(list(known), codes)
 
     def take(self, numbers: Numbers | Sequence[int]) -> "Sizes":
-        """Those of the samples with these numbers."""
+        """Return the sizes of the samples with these indices."""
         return Sizes(self.kinds, self.codes[np.asarray(numbers, dtype=np.intp)])
 
     def counts(self) -> Counter[Any]:
-        """How many samples there are of each."""
+        """Return the number of samples of each kind."""
         found = np.bincount(self.codes, minlength=len(self.kinds)).tolist()
         return Counter({kind: count for kind, count in zip(self.kinds, found, strict=True) if count})
 

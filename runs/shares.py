@@ -13,7 +13,7 @@ NOTHING: Any = object()
 
 @functools.cache
 def cpu_group() -> Any:
-    """Create the processes' group for the CPU, on first use: what it exchanges does not wait for the GPUs."""
+    """Create the processes' group for the CPU, on first use: its exchanges do not wait for the GPUs."""
     return distributed.new_group(backend="gloo")
 
 
@@ -23,17 +23,17 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def divides(trainer: L.Trainer) -> bool:
-    """Whether processes compute each by itself: those of a base that is split take all samples together."""
+    """Return whether each process computes alone; those of a sharded base compute all samples together."""
     return trainer.world_size > 1 and trainer.lightning_module.device_mesh is None
 
 
 def share(trainer: L.Trainer, count: int) -> slice:
-    """Which of so many samples this process takes."""
+    """Return this process's share of `count` samples."""
     return slice(trainer.global_rank, count, trainer.world_size) if divides(trainer) else slice(0, count, 1)
 
 
 def of_first(trainer: L.Trainer, mine: Made) -> Made:
-    """What the first process has, in every process. Waits for it."""
+    """Return the first process's value in every process; waits for it."""
     if trainer.world_size == 1:
         return mine
     held = [mine]
@@ -42,10 +42,10 @@ def of_first(trainer: L.Trainer, mine: Made) -> Made:
 
 
 def of_all(trainer: L.Trainer, mine: list[Made]) -> list[Made]:
-    """What was made of all samples, in their order, in every process. Waits for all of them.
+    """Return the results for all samples, in their order, in every process; waits for all processes.
 
     Args:
-        mine: of this process's share; its tensors are on the CPU.
+        mine: the results for this process's share; their tensors are on the CPU.
     """
     if not divides(trainer):
         return mine

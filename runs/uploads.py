@@ -1,4 +1,4 @@
-"""The upload of a run's weights to huggingface.co, which must never cost the run."""
+"""The upload of a run's weights to huggingface.co, which never fails the run."""
 
 import logging
 import shlex
@@ -14,14 +14,12 @@ from runs.signals import stop
 
 log = logging.getLogger("retouch")
 
-# Seconds before each further try.
-PAUSES = (2.0, 8.0, 30.0)
-# Seconds that the hub may be silent for.
-SILENCE = 120.0
-# Answers of the hub after which a further try may do better; others of these hundreds are final.
-PASSING = {408, 409, 412, 423, 425, 429}
-# Temporary files that are written next to the weights.
-HIDDEN = (".*", "**/.*")
+PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt
+SILENCE = 120.0  # seconds without an answer after which an attempt has failed
+# Statuses of the hub after which another attempt may succeed; others from 400 to 499 are final.
+TRANSIENT = (408, 409, 412, 423, 425, 429)
+# Temporary files next to the weights.
+HIDDEN = [".*", "**/.*"]
 
 
 def check_upload(repository: str | None) -> None:
@@ -40,23 +38,21 @@ def check_upload(repository: str | None) -> None:
     if not valid:
         raise UserError(f"hub.push={repository}: give owner/name, of letters, digits, -, _ and .")
     if constants.HF_HUB_OFFLINE:
-        raise UserError(
-            f"hub.push={repository} needs the network, and HF_HUB_OFFLINE=1 keeps off it: unset one of them"
-        )
+        raise UserError(f"hub.push={repository}: it needs the network, but HF_HUB_OFFLINE=1 is set. Unset one of them.")
     if get_token() is None:
         raise UserError(
-            f"hub.push={repository} needs a token that may write: log in with `hf auth login`, or set HF_TOKEN"
+            f"hub.push={repository}: it needs a token that may write. Log in with `hf auth login`, or set HF_TOKEN."
         )
 
 
 def upload(run: RunFolder, kind: str, repository: str, private: bool) -> None:
-    """Upload `last` as the repository's root and `best` as its folder best/, and log the result in one line.
+    """Upload `last` as the repository's root and `best` as its folder best/; log the result in one line.
 
-    A failed upload is tried again. A signal ends the wait for it.
+    A failed upload is retried. A signal ends the wait for it.
 
     Args:
         kind: the adapter's folder.
-        private: whether a repository that is created for it is private.
+        private: whether a repository that is created for the upload is private.
     """
     folders = {"": run.weights(kind, "last"), "best": run.weights(kind, "best")}
     folders = {place: folder for place, folder in folders.items() if folder.is_dir()}
@@ -64,9 +60,8 @@ def upload(run: RunFolder, kind: str, repository: str, private: bool) -> None:
         return
     with best_effort(f"upload to {repository}"):
         failures: list[str] = []
-        thread = threading.Thread(
-            target=lambda: failures.append(_try(folders, repository, private)), name="upload", daemon=True
-        )
+        work = lambda: failures.append(_attempts(folders, repository, private))  # noqa: E731
+        thread = threading.Thread(target=work, name="upload", daemon=True)
         if stop.signal is None:
             log.info(f"uploading to {repository}")
             thread.start()
@@ -77,29 +72,31 @@ def upload(run: RunFolder, kind: str, repository: str, private: bool) -> None:
         failure = failures[0] if failures else f"stopped by {stop.signal.name if stop.signal else 'an error'}"
         if failure:
             end = " --private" if private else ""
-            commands = [
-                f"hf upload {repository} {shlex.quote(str(folder))} {place or '.'}{end}"
-                for place, folder in folders.items()
+            by_hand = [
+                f"hf upload {repository} {shlex.quote(str(f))} {place or '.'}{end}" for place, f in folders.items()
             ]
-            log.warning(f"note: not uploaded to {repository}: {failure}; by hand: {' && '.join(commands)}")
+            log.warning(f"note: not uploaded to {repository}: {failure}; by hand: {' && '.join(by_hand)}")
         else:
             from huggingface_hub import constants
 
             log.info(f"uploaded: {constants.ENDPOINT}/{repository}")
 
 
-def _try(folders: Mapping[str, Path], repository: str, private: bool) -> str:
-    """Upload, several times if need be; return the reason of a failure, else an empty text."""
+def _attempts(folders: Mapping[str, Path], repository: str, private: bool) -> str:
+    """Upload, with several attempts; return the reason of the failure, or an empty text."""
     for pause in (*PAUSES, None):
         try:
             _send(folders, repository, private)
             return ""
         except Exception as error:  # of the network's libraries, or of files: none of them may end the run
-            failure, final = describe(error), is_final(error)
-        if pause is None or final:
+            cause = error.__cause__ if isinstance(error, RuntimeError) else None
+            failure = " ".join(reason(one) for one in (error, cause) if one is not None)
+            response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+            status = 0 if response is None else response.status_code
+        if pause is None or (400 <= status < 500 and status not in TRANSIENT):
             break
         time.sleep(pause)
-    return failure
+    return without_credentials(failure).rstrip(".:")
 
 
 def _send(folders: Mapping[str, Path], repository: str, private: bool) -> None:
@@ -110,32 +107,7 @@ def _send(folders: Mapping[str, Path], repository: str, private: bool) -> None:
     api = HfApi(library_name="retouch")
     api.create_repo(repository, private=private, exist_ok=True)
     for place, folder in folders.items():
+        message = f"Upload {place or 'weights'}"
         api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            path_in_repo=place,
-            ignore_patterns=list(HIDDEN),
-            commit_message=f"Upload {place or 'weights'}",
+            repo_id=repository, folder_path=folder, path_in_repo=place, ignore_patterns=HIDDEN, commit_message=message
         )
-
-
-def answer(error: BaseException | None) -> int | None:
-    """The status that the hub answered with, if it has; an error may stand for another."""
-    while error is not None:
-        if (response := getattr(error, "response", None)) is not None:
-            return int(response.status_code)
-        error = error.__cause__
-    return None
-
-
-def is_final(error: BaseException) -> bool:
-    """Whether a further try would get the same answer."""
-    status = answer(error)
-    return status is not None and 400 <= status < 500 and status not in PASSING
-
-
-def describe(error: BaseException) -> str:
-    """In one line that others may read."""
-    cause = error.__cause__
-    text = reason(error) if cause is None or not isinstance(error, RuntimeError) else f"{reason(error)} {reason(cause)}"
-    return without_credentials(text).rstrip(".:")

@@ -1,4 +1,4 @@
-"""A Slurm job that is told to end before its time is over is queued again, and resumes then."""
+"""A Slurm job that is signalled before its time is over is requeued, and resumes then."""
 
 import os
 import shutil
@@ -12,13 +12,13 @@ from tasks.terminal import is_first_process
 
 @contextmanager
 def queued_again(resume: str | None) -> Iterator[None]:
-    """Around what a signal may stop: by one of `BEFORE_THE_END` the first process has Slurm queue the job again.
+    """Requeue the job, in the first process, if one of the signals of `BEFORE_THE_END` stops the block.
 
-    Lightning does so by a checkpoint of its own; submitit by a pickle that it would write over. Both leave signals
-    alone that have a handler, and ours does not know them.
+    Lightning would requeue it with a checkpoint of its own; submitit with a pickle. Both leave signals alone that have
+    a handler.
 
     Args:
-        resume: auto, or the job would only be refused when it starts again.
+        resume: auto; otherwise the restarted job would only be refused.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def queued_again(resume: str | None) -> Iterator[None]:
 
 
 def _requeue(job: str) -> str:
-    """What came of it."""
+    """Requeue the job and return the result in words."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}") for name in ("JOB_ID", "TASK_ID"))
     name = job if array is None else f"{array}_{task}"
     scontrol = shutil.which("scontrol")

@@ -122,8 +122,6 @@ def test_shards_alone_train_on_the_same_views(run, tiny, two_roots, tmp_path):
     assert "10 samples in" in run("train", *alone, *settings).text
     text = run("train", *alone, *settings, "data.val_count=3", f"output_dir={tmp_path / 'held'}").text
     assert "3 held out" in text
-    error = run("train", *alone, *settings, "data.flip=true", f"output_dir={tmp_path / 'no'}", ok=False).error
-    assert f"data.flip=True applies to images, and data.shards={folder} contains encodings" in error
 
 
 def test_only_what_changes_is_encoded_again(run, tiny, two_roots, tmp_path):

@@ -2,11 +2,10 @@
 
 import os
 import zlib
-from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 
 import safetensors.torch
 import torch
@@ -22,10 +21,11 @@ from datamodules.shards.index import ShardIndex
 BatchEntry = list[tuple[int, int]]
 
 
+@dataclass
 class LatentReader:
     """Reads batches from the tars of a folder.
 
-    Args:
+    Attributes:
         numbers: the samples' indices in the index.
         keys: the samples' names.
         empty_prompt: whether batches include the empty prompt's conditioning.
@@ -35,27 +35,17 @@ class LatentReader:
         preserved: for each sample's index, the rows of the prompts of which a batch contains one.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        index: ShardIndex,
-        numbers: Sequence[int],
-        keys: Sequence[str],
-        empty_prompt: bool,
-        captions: Sequence[Sequence[str]] = (),
-        weights: Sequence[float] = (),
-        seed: int | None = None,
-        preserved: Mapping[int, Sequence[int]] = MappingProxyType({}),
-    ) -> None:
-        self.folder = folder
-        self.index = index
-        self.numbers = array("q", numbers)
-        self.keys = keys
-        self.captions = captions
-        self.weights = weights
-        self.seed = seed
-        self.preserved = preserved
-        self.empty_prompt = empty_prompt
+    folder: Path
+    index: ShardIndex
+    numbers: Sequence[int]
+    keys: Sequence[str]
+    empty_prompt: bool
+    captions: Sequence[Sequence[str]] = ()
+    weights: Sequence[float] = ()
+    seed: int | None = None
+    preserved: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._read_shared = lru_cache(maxsize=8)(self._read)
 
     def __call__(self, items: BatchEntry) -> LatentBatch:

@@ -26,6 +26,13 @@ KINDS = {
     "file": "file",
 }
 TIMEOUT = timedelta(seconds=30)  # to connect, between bytes of an answer, and for a whole part of an upload
+CLIENT: "ClientConfig" = {
+    "allow_http": True,
+    "timeout": timedelta(days=365),
+    "connect_timeout": TIMEOUT,
+    "read_timeout": TIMEOUT,
+}
+RETRIES: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(minutes=1)}  # `transfer` retries, and logs it
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_SKIP_SIGNATURE=true for a public bucket)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS (GOOGLE_SKIP_SIGNATURE=true for a public bucket)",
@@ -94,8 +101,10 @@ def locate(url: str, setting: str = "data.shards") -> "tuple[ObjectStore, str]":
 def _bucket(kind: str, url: str) -> "ObjectStore":
     from obstore.store import from_url
 
+    if kind == "file":
+        return from_url(url)
     config: Any = aws_settings() if kind == "s3" else None
-    return from_url(url, config=config, client_options=_client(), retry_config=_retries())
+    return from_url(url, config=config, client_options=CLIENT, retry_config=RETRIES)
 
 
 def _server(url: str) -> "ObjectStore":
@@ -108,16 +117,7 @@ def _server(url: str) -> "ObjectStore":
     if login:
         headers["authorization"] = f"Basic {base64.b64encode(unquote(login).encode()).decode()}"
     url = urlunsplit(parts._replace(netloc=host))
-    return HTTPStore.from_url(url, client_options={**_client(), "default_headers": headers}, retry_config=_retries())
-
-
-def _client() -> "ClientConfig":
-    whole = timedelta(days=365)
-    return {"allow_http": True, "timeout": whole, "connect_timeout": TIMEOUT, "read_timeout": TIMEOUT}
-
-
-def _retries() -> "RetryConfig":
-    return {"max_retries": 0, "retry_timeout": timedelta(minutes=1)}  # `transfer` retries, and logs it
+    return HTTPStore.from_url(url, client_options={**CLIENT, "default_headers": headers}, retry_config=RETRIES)
 
 
 def aws_settings() -> dict[str, str]:

@@ -1,11 +1,9 @@
 """Remote shards: found by their manifest, streamed despite network failures, and collected into batches without end."""
 
 import itertools
-import json
 import random
 import tarfile
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,8 +19,8 @@ from datamodules.prefetch import Jobs
 from datamodules.sampler import drawn_caption
 from datamodules.shards.cache import MANIFEST, parse_manifest
 from datamodules.shards.reader import latent_batch, without_prefix
-from datamodules.shards.tar import Row, size_of
-from datamodules.shards.transfer import BROKEN, Attempts, DamagedError, fetch, open_url
+from datamodules.shards.tar import DamagedError, Row, read_groups, size_of
+from datamodules.shards.transfer import BROKEN, Attempts, fetch, open_url
 
 
 class RemoteShard(NamedTuple):
@@ -63,51 +61,24 @@ def read_rows(shard: RemoteShard, stopped: threading.Event | None = None) -> Ite
     Raises:
         UserError: the tar cannot be read, or changed while it was read.
     """
-    attempts = Attempts(shard.url, stopped=stopped)
+    attempts = Attempts(shard.url, stopped=stopped or threading.Event())
     tag, start, count = None, 0, 0
     while count < shard.samples + shard.prompts:
         try:
-            with open_url(shard.url, start) as stream:
-                if tag not in (None, stream.tag):
-                    raise UserError(
-                        f"data.shards: {without_credentials(shard.url)} changed while it was read. Start again."
-                    )
-                tag, offset = stream.tag, start
-                for row, data, end in _groups(stream):
-                    count, start = count + 1, offset + end
+            stream, opened_at = open_url(shard.url, start), start
+            if tag not in (None, stream.tag):
+                where = without_credentials(shard.url)
+                raise UserError(f"data.shards: {where} changed while it was read. Start again.")
+            tag = stream.tag
+            with tarfile.open(fileobj=stream, mode="r|") as tar:  # type: ignore[call-overload]
+                for row, data, _, end in read_groups(tar):
+                    count, start = count + 1, opened_at + end
                     attempts.count = 0
                     yield row, data
             if count < shard.samples + shard.prompts:
                 raise DamagedError(f"it ended after {count} of {shard.samples + shard.prompts} entries")
         except BROKEN as error:
             attempts.after(error)
-
-
-def _groups(stream: Any) -> Iterator[tuple[Row, bytes, int]]:
-    """Yield the row and the safetensors of each group of a tar, and the offset of its end.
-
-    Raises:
-        DamagedError: a member does not belong there, or does not match its row.
-    """
-    data = b""
-    with tarfile.open(fileobj=stream, mode="r|") as tar:
-        for member in tar:
-            tar.members = []  # type: ignore[attr-defined]  # else it keeps them all in memory
-            file = tar.extractfile(member)
-            if file is None:
-                raise DamagedError(f"{member.name} does not belong there")
-            content = file.read()
-            if member.name.endswith(".safetensors"):
-                data = content
-                continue
-            try:
-                row = json.loads(content)
-                intact = zlib.crc32(data) == row["crc32"]
-            except (ValueError, KeyError, TypeError):
-                intact = False
-            if not intact:
-                raise DamagedError(f"{member.name.removesuffix('.json')} is damaged")
-            yield row, data, member.offset_data - (-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
 @dataclass
@@ -165,13 +136,14 @@ def collate(items: list[Item], draws: list[int], seed: int | None, preserve_empt
     return batch
 
 
+@dataclass
 class ShardStream:
     """Batches of one size, without end.
 
     In each epoch the shards are shuffled and dealt out to all workers of all processes in turn, so any number of
     shards suits any number of workers. The samples that a worker reads pass through a shuffle buffer.
 
-    Args:
+    Attributes:
         limit: returns how many samples with this number of tokens make a batch.
         shuffle_buffer: samples in the buffer of each worker.
         rank, world_size: of this process.
@@ -181,29 +153,16 @@ class ShardStream:
         preserve_empty: see `collate`.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[RemoteShard],
-        limit: Callable[[int], int],
-        shuffle_buffer: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        start: int,
-        empty_prompt: bool,
-        stride: int,
-        preserve_empty: bool = False,
-    ) -> None:
-        self.shards = list(shards)
-        self.limit = limit
-        self.shuffle_buffer = shuffle_buffer
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.start = start
-        self.preserve_empty = preserve_empty
-        self.empty_prompt = empty_prompt or preserve_empty
-        self.stride = stride
+    shards: Sequence[RemoteShard]
+    limit: Callable[[int], int]
+    shuffle_buffer: int
+    seed: int
+    rank: int
+    world_size: int
+    start: int
+    empty_prompt: bool
+    stride: int
+    preserve_empty: bool = False
 
     def jobs(self, workers: int) -> Jobs:
         """Yield the jobs of a `ThreadedLoader`, each of which reads a batch; workers take turns."""
@@ -254,7 +213,7 @@ class ShardStream:
     def _samples(self, place: int, places: int, stopped: threading.Event) -> Iterator[tuple[Row, Item]]:
         for epoch in itertools.count():
             for shard in self.order(epoch)[(place + epoch) % places :: places]:
-                for sample in read_items(shard, self.empty_prompt, stopped):
+                for sample in read_items(shard, self.empty_prompt or self.preserve_empty, stopped):
                     if stopped.is_set():
                         return
                     yield sample

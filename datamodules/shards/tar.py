@@ -5,7 +5,8 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from datamodules.images.framing import Size
 # A row of the index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
 # safetensors. A row with a `key` is a sample, one without is a prompt's conditioning.
 Row = dict[str, Any]
+
+
+class DamagedError(Exception):
+    """The bytes are not as they were written."""
 
 
 class Part(NamedTuple):
@@ -146,29 +151,40 @@ def parse_part(text: str, tar: str) -> Part:
     return Part(facts, json.loads(f"[{','.join(rest.splitlines())}]"))
 
 
+def read_groups(tar: tarfile.TarFile) -> Iterator[tuple[Row, bytes, int, int]]:
+    """Yield the facts and the safetensors of each group of a tar, the offset of the safetensors, and the group's end.
+
+    Raises:
+        DamagedError: a member does not belong there, or does not match its facts.
+    """
+    id, data, offset = "", b"", 0
+    for info in tar:
+        tar.members = []  # type: ignore[attr-defined]  # else it keeps them all in memory
+        file, (name, _, suffix) = tar.extractfile(info), info.name.rpartition(".")
+        if file is None:
+            raise DamagedError(f"{info.name} does not belong there")
+        content = file.read()
+        if suffix == "safetensors":
+            id, data, offset = name, content, info.offset_data
+            continue
+        try:
+            facts = json.loads(content)
+            intact = id == name == facts["id"] and zlib.crc32(data) == facts["crc32"]
+        except (ValueError, KeyError, TypeError):
+            intact = False
+        if not intact:
+            raise DamagedError(f"{name} is damaged")
+        yield facts, data, offset, info.offset_data - (-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
 def scan(path: Path) -> tuple[list[Row], int]:
     """Return the rows of a tar's groups up to the first damaged group, and the offset of their end."""
     rows: list[Row] = []
     end = 0
-    data: tuple[str, int, int, int] | None = None
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for info in tar:
-                member = tar.extractfile(info)
-                if member is None:  # not a file: not written by `OpenShard`
-                    break
-                content = member.read()
-                id, _, suffix = info.name.rpartition(".")
-                if suffix == "safetensors":
-                    data = (id, info.offset_data, info.size, zlib.crc32(content))
-                    continue
-                facts = json.loads(content)
-                if data is None or not data[0] == id == facts["id"] or data[3] != facts["crc32"]:
-                    break
-                rows.append({"shard": path.name, "offset": data[1], "bytes": data[2], **facts})
-                end = info.offset_data - (-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    except (tarfile.TarError, ValueError, KeyError):
-        pass  # the tar is cut short or damaged here
+    with suppress(tarfile.TarError, DamagedError), tarfile.open(path, "r:") as tar:
+        for facts, data, offset, group_end in read_groups(tar):
+            rows.append({"shard": path.name, "offset": offset, "bytes": len(data), **facts})
+            end = group_end
     return rows, end
 
 

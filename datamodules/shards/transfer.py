@@ -7,6 +7,7 @@ import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeVar
@@ -17,6 +18,7 @@ from obstore.exceptions import BaseError, NotSupportedError
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import replacing
 from datamodules.shards.stores import failure, is_bucket_absent, kind_of, locate
+from datamodules.shards.tar import DamagedError
 
 log = logging.getLogger("retouch")
 
@@ -33,32 +35,26 @@ class StoppedError(Exception):
     """The bytes are no longer needed."""
 
 
-class DamagedError(Exception):
-    """The bytes are not as they were written."""
-
-
 # The errors of a stream or its reader after which another attempt may help.
 BROKEN = (BaseError, OSError, EOFError, tarfile.TarError, DamagedError)
 
 
+@dataclass
 class Attempts:
     """Counts consecutive failures, and waits between attempts.
 
-    Args:
+    Attributes:
         url: that is read or written.
         setting: that specifies the URL, for messages.
         done: read or written, for messages.
         stopped: set when the bytes are no longer needed.
     """
 
-    def __init__(
-        self, url: str, setting: str = "data.shards", done: str = "read", stopped: threading.Event | None = None
-    ) -> None:
-        self.url = url
-        self.setting = setting
-        self.done = done
-        self.stopped = stopped or threading.Event()
-        self.count = 0
+    url: str
+    setting: str = "data.shards"
+    done: str = "read"
+    stopped: threading.Event = field(default_factory=threading.Event)
+    count: int = 0
 
     def after(self, error: Exception) -> None:
         """Wait before the next attempt.
@@ -86,13 +82,13 @@ def fetch(url: str) -> bytes:
     attempts = Attempts(url)
     while True:
         try:
-            with open_url(url) as stream:
-                return stream.read()
+            store, path = locate(url)
+            return bytes(obstore.get(store, path).bytes())
         except BROKEN as error:
             attempts.after(error)
 
 
-class ObjectStream(io.RawIOBase):
+class ObjectStream:
     """The bytes of an object as a stream.
 
     Attributes:
@@ -100,28 +96,23 @@ class ObjectStream(io.RawIOBase):
     """
 
     def __init__(self, chunks: Iterator[bytes], skip: int, size: int, tag: str | None) -> None:
-        super().__init__()
         self.tag = tag
         self._chunks = chunks
         self._skip = skip  # bytes still to skip
         self._missing = size + skip
-        self._rest = memoryview(b"")
+        self._ready = b""
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while not self._rest and self._missing:
-            chunk = next(self._chunks, b"")
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+        while not self._ready and self._missing:
+            chunk = bytes(next(self._chunks, b""))
             if not chunk:
                 raise EOFError(f"broke off {self._missing} bytes before its end")
             self._missing -= len(chunk)
-            self._rest = memoryview(chunk)[self._skip :]
+            self._ready = chunk[self._skip :]
             self._skip = max(0, self._skip - len(chunk))
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
+        result, self._ready = self._ready[:size], self._ready[size:]
+        return result
 
 
 def open_url(url: str, start: int = 0) -> ObjectStream:
