@@ -17,7 +17,7 @@ from tasks.terminal import command_line, end_workers, one_line_errors
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
-def run(cfg: DictConfig) -> None:
+def _run(cfg: DictConfig) -> None:
     """Run one task."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.utils import get_method
@@ -42,7 +42,7 @@ def main() -> None:
     """Run the command line."""
     with command_line(), hydras_errors("predict"):
         sys.argv[1:] = read_arguments(sys.argv[1:], "predict")
-        run()
+        _run()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tasks.terminal import command_line, configure_logging, end_workers, one_lin
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def run(cfg: DictConfig) -> float | None:
+def _run(cfg: DictConfig) -> float | None:
     """Run one job; a launcher may send a copy of this function to another machine, which needs its own modules."""
     import train
 
@@ -65,7 +65,7 @@ def main() -> None:
     """Run the command line."""
     with command_line(trains=True), hydras_errors("train"):
         sys.argv[1:] = read_arguments(sys.argv[1:], "train", with_run_settings)
-        run()
+        _run()
 
 
 if __name__ == "__main__":

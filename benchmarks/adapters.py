@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes_runs import Rows, command, run, table
-from report.tables import read_rows
+from report.tables import read_validation
 
 AVERAGES = {"cosine": [], "constant": ["scheduler=constant"]}
 HALF_LIVES = (100, 400)  # samples; a step has 16
@@ -16,7 +16,7 @@ def averages(pairs: Path, steps: int, seeds: range, images: Path | None) -> None
 
     def measured(seed: int, weights: Path) -> dict[str, float]:
         output, _ = run(pairs, 1, f"seed={seed}", f"adapter.init_from={weights}")
-        row = read_rows(output / "validation.csv")[0]
+        row = read_validation(output / "validation.csv")[0]
         return {"mask IoU": row["mask_iou"], "PSNR, dB": row["psnr"], "val_loss": row["val_loss"]}
 
     def rows() -> Rows:
@@ -67,7 +67,7 @@ def adapters(pairs: Path, steps: int, seeds: range, images: Path | None) -> None
 
     def loss(seed: int, lr: str, overrides: list[str]) -> float:
         output, _ = run(pairs, steps, f"seed={seed}", *overrides, f"optimizer.lr={lr}")
-        return read_rows(output / "validation.csv")[-1]["val_loss"]
+        return read_validation(output / "validation.csv")[-1]["val_loss"]
 
     def rows() -> Rows:
         for label, overrides in ADAPTERS.items():
@@ -75,7 +75,7 @@ def adapters(pairs: Path, steps: int, seeds: range, images: Path | None) -> None
             lr = min(LEARNING_RATES, key=lambda one, more=overrides: loss(seeds[0], one, more))  # type: ignore[misc]
             for seed in seeds:
                 output, seconds = run(pairs, steps, f"seed={seed}", *overrides, f"optimizer.lr={lr}")
-                last = read_rows(output / "validation.csv")[-1]
+                last = read_validation(output / "validation.csv")[-1]
                 checkpoint = torch.load(output / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
                 measured.append(
                     {

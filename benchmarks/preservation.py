@@ -11,7 +11,7 @@ from PIL import Image
 
 from benchmarks.shapes_runs import Made, Rows, distance, run, samples, save_grid, table, write_table
 from datamodules.images.shapes import EDITS, KNOWN, draw, random_scene, write_pairs
-from report.tables import read_rows
+from report.tables import read_validation
 
 # Number of held-out images of each old edit, and of no edit.
 OLD = 4
@@ -78,7 +78,7 @@ def preservation(pairs: Path, steps: int, seeds: range, images: Path | None) -> 
                 moved = old_edits(pairs, f"adapter.init_from={output}")
                 far = {name: distance(moved[name].result, base[name].result) for name in base}
                 wrong = {name: distance(moved[name].result, moved[name].target) for name in base}
-                last = read_rows(output / "validation.csv")[-1]
+                last = read_validation(output / "validation.csv")[-1]
                 measured.append(
                     {
                         "mask IoU": last["mask_iou"],
@@ -149,7 +149,7 @@ def small_edit(pairs: Path, steps: int, seeds: range, images: Path | None) -> No
                     "error outside": [distance(one.result, one.target, ~inside[name]) for name, one in made.items()],
                     "error": [distance(one.result, one.target) for one in made.values()],
                 }
-                last = read_rows(output / "validation.csv")[-1]
+                last = read_validation(output / "validation.csv")[-1]
                 measured.append(
                     {name: float(np.mean(values)) for name, values in errors.items()} | {"val_loss": last["val_loss"]}
                 )

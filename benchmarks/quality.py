@@ -17,7 +17,7 @@ from benchmarks.shapes_runs import PAIRS, Rows, draw_pairs, run, table
 from benchmarks.sliders import slider
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.layers import ATTENTION
-from report.tables import read_metrics, read_rows
+from report.tables import read_metrics, read_validation
 
 COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "seconds")
 BASES = {
@@ -76,9 +76,9 @@ def measure(
     output, seconds = run(pairs, steps, f"seed={seed}", *overrides)
     if moved_to is not None:
         output, _ = run(pairs, 1, f"seed={seed}", *moved_to, f"adapter.init_from={output}")
-        row = read_rows(output / "validation.csv")[0]
+        row = read_validation(output / "validation.csv")[0]
     else:
-        rows = read_rows(output / "validation.csv")
+        rows = read_validation(output / "validation.csv")
         loss = float(read_metrics(output / "metrics.csv")[-1]["loss_avg"])
         best = max(row["psnr"] for row in rows)  # above the last one if the run was too long
         row = rows[-1] | {"best_psnr": best, "train_loss": loss, "seconds": seconds}
@@ -96,7 +96,7 @@ def recipes(pairs: Path, steps: int, seeds: range, images: Path | None) -> None:
 
     def measured(folder: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         output, _ = run(folder, steps, f"seed={seed}", "sample_every=30", *overrides)
-        rows = read_rows(output / "validation.csv")
+        rows = read_validation(output / "validation.csv")
         return {**{f"PSNR at {row['step']:.0f}": row["psnr"] for row in rows[1:]}, "val_loss": rows[-1]["val_loss"]}
 
     for edit in ("segment", "invert", "mirror"):

@@ -55,7 +55,7 @@ class RaiseCheckpointing(L.Callback):
             self._memory.restart()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._calibration is not None and self._memory is not None:  # images may be sampled before the batch ends
+        if self._calibration is not None and self._memory is not None:  # images may be sampled later in the batch
             self._taken = self._memory.taken()
 
     def on_train_batch_end(

@@ -21,17 +21,14 @@ from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")
 
-# Settings of a run, and of the machine that it ran on.
-NOT_OF_THE_MODEL = (
-    *("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend"),
-    "training_adapter",  # for training alone
-)
+# Settings that LoRA files do not record: of the run and its machine, and of training only.
+NOT_RECORDED = (*("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "training_adapter"),)
 
 
 def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """What a LoRA file's header says of its model: predict.py needs no more.
+    """Return the part of a LoRA file's header on its model, from which predict.py composes the settings.
 
-    Plain values only: predict.py takes no others from a file, and composes the rest from the YAML.
+    It contains plain values only, because predict.py accepts no others from a file.
 
     Args:
         name: of the model's YAML.
@@ -47,22 +44,21 @@ def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     plain = {k: v for k, v in settings.items() if v is None or isinstance(v, str | int | float)}
-    return {k: v for k, v in plain.items() if k not in NOT_OF_THE_MODEL}
+    return {k: v for k, v in plain.items() if k not in NOT_RECORDED}
 
 
 class LoRACheckpoint(L.Callback):
-    """Every `save_every` steps, at the end, and when told to stop: lora/step-N, lora/last and checkpoints/last.ckpt.
+    """Save lora/step-N, lora/last and checkpoints/last.ckpt every `save_every` steps, at the end and at a signal.
 
-    The former last.ckpt is kept as step-N.ckpt. As in every zip, each part of a checkpoint has its checksum.
-
-    With an EMA, lora/step-N-raw and lora/last-raw beside them; or -ema, where pictures are made with the raw weights.
+    The former last.ckpt is kept as step-N.ckpt. As in every zip, each part of a checkpoint has its checksum. With an
+    EMA, lora/step-N-raw and lora/last-raw are written as well, or -ema if images are sampled with the raw weights.
 
     Args:
         output_dir: the run's folder.
-        save_every: optimizer steps between two savings; 0 saves at the end only.
-        keep_checkpoints: how many checkpoints are kept, with the last one.
-        model_name: the name of the model's YAML, and
-        model: its composed settings, for the header of the LoRA files: predict.py needs no more.
+        save_every: optimizer steps between two checkpoints; 0 saves at the end only.
+        keep_checkpoints: number of checkpoints that are kept.
+        model_name: name of the model's YAML.
+        model: its composed settings, for the header of the LoRA files.
         dtype: of the LoRA files, a name of `lora_files.writing.DTYPES`.
     """
 
@@ -82,7 +78,7 @@ class LoRACheckpoint(L.Callback):
         self.model = model_header(model_name, model)
         self.saved_step = -1
         self._was_read_back = False
-        self._last_is_good = False  # else the run was resumed from one before, or from elsewhere
+        self._last_is_good = False  # else the run was resumed from an older one, or from elsewhere
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_step = trainer.global_step
@@ -104,18 +100,18 @@ class LoRACheckpoint(L.Callback):
         self.save(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # A run that was killed after its last saving, before older checkpoints were removed, makes no step any more.
+        # A run that was killed after its final checkpoint, before it removed older ones, takes no further steps.
         if trainer.is_global_zero and (self._last_is_good or self._resumed_from_last(trainer)):
             self._remove_checkpoints(trainer.global_step)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """What has been learned is kept; several processes cannot agree on saving when one of them has failed."""
+        """Save the weights; several processes cannot agree on saving when one of them has failed."""
         if trainer.world_size == 1 and isinstance(exception, UserError | torch.OutOfMemoryError):
             with contextlib.suppress(UserError):  # the disk may be what failed
                 self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write all three if a step was made since the last time. Where writing fails, the older files stay."""
+        """Save if there was a step since the last time. If writing fails, the older files stay."""
         assert isinstance(pl_module, EditModule)
         if trainer.global_step == self.saved_step or pl_module.transformer is None:
             return
@@ -124,10 +120,10 @@ class LoRACheckpoint(L.Callback):
             self._save(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, module: EditModule, *names: str, other: bool = False) -> None:
-        """Export the weights that pictures are made with under each of these names.
+        """Write the weights that images are sampled with under each of these names.
 
         Args:
-            other: of a run with an EMA, export the others.
+            other: write the other weights of a run with an EMA.
         """
         assert module.adapter is not None
         step = trainer.global_step
@@ -150,8 +146,8 @@ class LoRACheckpoint(L.Callback):
         assert module.transformer is not None
         step = trainer.global_step
         names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
-        # All processes take part; the first one writes. Its temporary file is there before any weights are: where it is
-        # found without a checkpoint, the first saving of the run was not finished.
+        # All processes take part; the first one writes. Its temporary file is created before any weights: if it is
+        # found without a checkpoint, the first save of the run was interrupted.
         writes = trainer.is_global_zero
         with (
             self._noting_failure() if writes else nullcontext(),
@@ -164,7 +160,9 @@ class LoRACheckpoint(L.Callback):
                 self.write(trainer, module, *(f"{name}-{ema.other}" for name in names), other=True)
             trainer.save_checkpoint(path)
             if writes:
-                self._keep_last()
+                kept = self.run.checkpoint_of(self.saved_step)
+                if self.keep_checkpoints > 1 and self._last_is_good and not kept.exists():
+                    link_or_copy(self.run.checkpoint, kept)
         trainer.strategy.barrier()  # no process leaves before the files are in place
         self.saved_step, self._last_is_good = step, True
         if trainer.is_global_zero:
@@ -177,23 +175,17 @@ class LoRACheckpoint(L.Callback):
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Where a first saving fails, leave what a killed one leaves: its weights are not all of a run."""
+        """Temporarily mark a first save that fails like one that is killed: its weights are incomplete."""
         try:
             yield
         except Exception:
             if not self.run.checkpoint.exists():
-                with contextlib.suppress(OSError):  # an empty file needs no room, mostly
+                with contextlib.suppress(OSError):  # an empty file rarely needs space
                     self.run.unfinished_checkpoint.touch()
             raise
 
-    def _keep_last(self) -> None:
-        """Give the checkpoint that is about to be replaced a second name."""
-        kept = self.run.checkpoint_of(self.saved_step)
-        if self.keep_checkpoints > 1 and self._last_is_good and not kept.exists():
-            link_or_copy(self.run.checkpoint, kept)
-
     def _remove_checkpoints(self, step: int) -> None:
-        """All but the newest; and those of later steps, which were passed over when the run was resumed."""
+        """Remove all but the newest checkpoints, and those of later steps, which were skipped when resuming."""
         for later, path in self.run.kept_checkpoints().items():
             if later >= step:
                 path.unlink()

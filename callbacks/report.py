@@ -18,7 +18,7 @@ from report.commands import Names, commands
 from report.images import THUMBNAIL, Strip, data_url, read_strip, sample_files, to_image, write_grid
 from report.page import render
 from report.quoting import shareable, without_secrets
-from report.tables import curves, headline, read_metrics, read_rows
+from report.tables import curves, headline, read_metrics, read_validation
 from runs.run_folder import RunFolder, best_effort
 
 # The page is written again at this age, and reloads itself as often.
@@ -107,7 +107,7 @@ class Report(L.Callback):
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         assert module.adapter is not None
         assert module.objective is not None
-        metrics, validation = read_metrics(self.run.metrics), read_rows(self.run.validation)
+        metrics, validation = read_metrics(self.run.metrics), read_validation(self.run.validation)
         samples = {step: files for step, files in sample_files(self.run).items() if step <= trainer.global_step}
         rows, data = self._rows(samples), TrainingData.of(trainer)
         if not self._data:

@@ -25,7 +25,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.image_metrics import EditMetrics
-from report.tables import ENDS, monitored, read_rows
+from report.tables import ENDS, monitored, read_validation
 from runs.run_folder import RunFolder
 from runs.shares import of_all, of_first, share
 
@@ -103,7 +103,7 @@ class Validation(L.Callback):
         sampler = find_callback(trainer, SampleImages)
         if sampler is None or sampler.validation is None:
             return
-        earlier = read_rows(self.path) if trainer.global_step else []  # else the rows of a run that saved nothing
+        earlier = read_validation(self.path) if trainer.global_step else []  # else the rows of a run that saved nothing
         self.rows = of_first(trainer, [row for row in earlier if row["step"] <= trainer.global_step])
         for name, metric in self._makers.items() if trainer.is_global_zero else ():
             try:

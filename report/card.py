@@ -19,7 +19,7 @@ from report.commands import Names, commands
 from report.images import LARGEST, Strip, read_strip, sample_files, save_png, scaled, write_grid
 from report.origin import Origin
 from report.quoting import block, code, one_line, plain, shareable
-from report.tables import metric_names, read_rows
+from report.tables import metric_names, read_validation
 from runs.run_folder import RunFolder, best_effort
 
 TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -137,7 +137,7 @@ class Card(NamedTuple):
 
     def _metrics(self) -> list[list[str]]:
         """Return the table of validation: each metric at the first and at this step, and of doing nothing."""
-        rows = [row for row in read_rows(self.run.validation) if row["step"] <= self.step]
+        rows = [row for row in read_validation(self.run.validation) if row["step"] <= self.step]
         if not rows:
             return []
         first, now = rows[0], rows[-1]

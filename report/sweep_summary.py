@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.files import replacing
-from report.tables import metric_names, read_metrics, read_rows
+from report.tables import metric_names, read_metrics, read_validation
 from runs.run_folder import RunFolder, best_effort, shorten
 
 log = logging.getLogger("retouch")
@@ -76,7 +76,7 @@ class SweepSummary(Callback):
         if self.folder is None:
             return
         run = RunFolder(config.hydra.runtime.output_dir)
-        curve, measured, weights = read_metrics(run.metrics), read_rows(run.validation), run.saved_weights()
+        curve, measured, weights = read_metrics(run.metrics), read_validation(run.validation), run.saved_weights()
         failed = job_return.status is not JobStatus.COMPLETED
         end = json.loads(run.finished.read_text()) if run.finished.is_file() else {}
         row = {

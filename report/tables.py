@@ -36,7 +36,7 @@ def monitored(monitor: str | None, usual: str, metrics: Collection[str]) -> str:
     return usual if usual in metrics else "val_loss"
 
 
-def read_rows(path: Path) -> list[dict[str, float]]:
+def read_validation(path: Path) -> list[dict[str, float]]:
     """Return the rows of a run's validation.csv; none without the file."""
     return [{name: float(value) for name, value in row.items() if value} for row in read_metrics(path)]
 

@@ -29,8 +29,7 @@ from tasks.terminal import log, silence_libraries
 
 def edit(cfg: DictConfig, output_dir: Path) -> None:
     """Edit cfg.image, or create images from the prompt only."""
-    records = output_dir / PREDICTIONS
-    if records.exists():
+    if (output_dir / PREDICTIONS).exists():
         raise UserError(f"output_dir={output_dir} already contains predictions: choose another folder")
     if cfg.lora is None:
         log.info(f"no lora=: only the model ({cfg.model.pretrained_model_name_or_path})")
@@ -51,22 +50,9 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     if not files and (by_layer or scales != [1.0]):
         raise UserError("lora_scale needs lora=: name the weights that it scales")
     place_trainer(cfg)
-    make_pictures(cfg, AppliedLoRAs(files, by_layer, weights), scales, output_dir, strips=len(scales) > 1)
-    log.info(f"done: {output_dir}")
-
-
-def make_pictures(
-    cfg: DictConfig, loras: AppliedLoRAs, scales: list[float], folder: Path, strips: bool = False
-) -> None:
-    """Make what is asked for with LoRAs, at each scale, and write it to a folder; the trainer has its place.
-
-    Args:
-        strips: of `ImageWriter`.
-    """
-    own = cfg.model.sampling  # what predict.py has no key of its own for is the model's
+    own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
-    family: Any = get_class(cfg.model._target_)
-    rules = family.sampling_rules
+    rules = get_class(cfg.model._target_).sampling_rules
     negative = rules.negative_prompt(sampling)
     if negative is not None and rules.any_negative and cfg.negative_prompt is None:
         log.info(f'{rules.cfg_scale} above {rules.cfg_above:g} needs a negative_prompt; using ""')
@@ -74,28 +60,23 @@ def make_pictures(
     # Hydra would turn objects among its arguments into configs: finish the call without it.
     transformer = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
     partial = frozen_model(cfg, _partial_=True, transformer_name_or_path=transformer)
-    module = partial(loras=loras, sampling=sampling)
-    given = any(override.startswith("max_area=") for override in HydraConfig.get().overrides.task)
-    images = module.condition_images
-    most = images.vae_image_size or images.most_area or math.inf
-    if given and (cfg.image is None or cfg.max_area > most):
-        limit = "no image is shrunk to it" if cfg.image is None else f"{module.base.name} sees at most {most} pixels"
-        log.warning(f"note: max_area={cfg.max_area} has no effect: {limit}")
-    warn_of_other_base(module, loras.files, [LoRAFile(file).header for file in loras.files])
+    module = partial(loras=AppliedLoRAs(files, by_layer, weights), sampling=sampling)
+    note_unused_area(cfg, module)
+    warn_of_other_base(module, files, [LoRAFile(file).header for file in files])
     silence_libraries()
-    callbacks = [ImageWriter(str(folder), strips), RankMasks(), GracefulStop()]
+    callbacks = [ImageWriter(str(output_dir), strips=len(scales) > 1), RankMasks(), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
-    records = folder / PREDICTIONS
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)
     except BaseException as error:
-        if records.exists():
-            error.add_note(f"finished pictures are in {folder}")
+        if (output_dir / PREDICTIONS).exists():
+            error.add_note(f"finished images are in {output_dir}")
         raise
+    log.info(f"done: {output_dir}")
 
 
 def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float]) -> EditsDataModule:
-    """Every picture that is asked for: images, prompts, seeds and scales multiply."""
+    """Return all requested images: the product of images, prompts, seeds and scales."""
     if isinstance(cfg.prompts_file, ListConfig):
         raise UserError(
             f"prompts_file={cfg.prompts_file}: only one file is read. Put all prompts into it, one a line, or pass "
@@ -104,23 +85,19 @@ def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[flo
     return EditsDataModule(
         image=as_list(cfg, "image") if isinstance(cfg.image, ListConfig) else cfg.image,
         prompt=None if cfg.prompt is None else [str(prompt) for prompt in as_list(cfg, "prompt")],
-        prompts_file=cfg.prompts_file,
         negative_prompt=negative_prompt,
         seeds=list(dict.fromkeys(seed + i for seed in as_list(cfg, "seed") for i in range(cfg.num_images_per_prompt))),
         lora_scales=lora_scales,
-        height=cfg.height,
-        width=cfg.width,
-        max_area=cfg.max_area,
-        batch_size=cfg.batch_size,
+        **{name: cfg[name] for name in ("prompts_file", "height", "width", "max_area", "batch_size")},
     )
 
 
 def lora_weights(cfg: DictConfig, count: int, scales: list[float]) -> list[float] | None:
-    """Return the strength of each LoRA, None for 1; raise a UserError where `scales` may be meant as such."""
+    """Return the strength of each LoRA, None for 1; raise a UserError if `scales` may be meant as strengths."""
     if cfg.lora_weights is None and count == len(scales) > 1:
         raise UserError(
             f"lora_scale={cfg.lora_scale} for {count} LoRAs is ambiguous. For a strength of each LoRA write "
-            f"lora_weights={cfg.lora_scale}; for a picture of all at each scale add lora_weights={[1] * count}."
+            f"lora_weights={cfg.lora_scale}; for an image of all at each scale add lora_weights={[1] * count}."
         )
     if cfg.lora_weights is None:
         return None
@@ -131,7 +108,7 @@ def lora_weights(cfg: DictConfig, count: int, scales: list[float]) -> list[float
 
 
 def as_list(cfg: DictConfig, key: str) -> list[Any]:
-    """A setting that may be one value or several."""
+    """Return the values of a setting that may be one value or a list."""
     value = cfg[key]
     values = list(value) if isinstance(value, ListConfig) else [value]
     if not values:
@@ -139,8 +116,18 @@ def as_list(cfg: DictConfig, key: str) -> list[Any]:
     return values
 
 
+def note_unused_area(cfg: DictConfig, module: Any) -> None:
+    """Warn if max_area on the command line has no effect."""
+    images = module.condition_images
+    most = images.vae_image_size or images.most_area or math.inf
+    given = any(override.startswith("max_area=") for override in HydraConfig.get().overrides.task)
+    if given and (cfg.image is None or cfg.max_area > most):
+        limit = "no image is shrunk to it" if cfg.image is None else f"{module.base.name} sees at most {most} pixels"
+        log.warning(f"note: max_area={cfg.max_area} has no effect: {limit}")
+
+
 def warn_of_other_base(module: Any, files: list[Path], headers: list[Header]) -> None:
-    """Warn where a LoRA was trained on another base, on another precision of it, or with other encoder settings."""
+    """Warn if a LoRA was trained on another base or precision, or with other encoder settings."""
     if not any(headers):
         return
     provenance = module.base.provenance()

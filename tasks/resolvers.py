@@ -12,7 +12,7 @@ CONF = Path(__file__).parent.parent / "conf"
 PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 
 
-def local_folder(output_dir: str) -> str:
+def work_folder(output_dir: str) -> str:
     """Return the working folder of a run: its output_dir, or a folder under outputs/ for a bucket."""
     return str(stores.local_folder(output_dir, "outputs"))
 
@@ -44,7 +44,7 @@ def warmup_steps(most: int, max_steps: int) -> int:
     return min(most, max_steps // 10)
 
 
-for _resolver in (local_folder, local_cache, precision_for, unless_fp4, when, warmup_steps):
+for _resolver in (work_folder, local_cache, precision_for, unless_fp4, when, warmup_steps):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
 # Computed once per command, so that the jobs of a sweep share the folder.
 for _folder in (run_folder, prediction_folder):

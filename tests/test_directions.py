@@ -187,7 +187,7 @@ def slider(tiny, pairs, tmp_path_factory):
 def test_prediction_with_a_slider_is_a_strip_from_minus_two_to_two(run, slider, photo, tmp_path):
     request = [f"image={photo}", "prompt=make it snow", "num_inference_steps=2"]
     outcome = run("predict", f"lora={slider}", *request, "seed=[1,2]", f"output_dir={tmp_path / 'dial'}")
-    assert "a slider: pictures from lora_scale=-2 to 2; lora_scale=1 makes one alone" in outcome.text
+    assert "a slider: images from lora_scale=-2 to 2; lora_scale=1 makes only one" in outcome.text
     assert LoRAFile(slider / "lora" / "last" / "pytorch_lora_weights.safetensors").header["objective"] == "slider"
     assert len(list((tmp_path / "dial").glob("*.png"))) == 10
     strips = sorted((tmp_path / "dial" / "strips").glob("*.png"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from report.tables import read_rows
+from report.tables import read_validation
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.quantized import MODEL, WAYS, quantized
 from tests.support.same_runs import assert_close, assert_close_losses, assert_close_models, column
@@ -101,7 +101,7 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
         assert_close(tmp_path / "whole" / name, tmp_path / "split" / name)
         assert len(list((tmp_path / "split" / name / "samples").glob("*/*.png"))) == 4
         assert lora_bytes(tmp_path / "split" / name, "best") == lora_bytes(tmp_path / "split" / name)
-    losses = [read_rows(tmp_path / kind / "fp8" / "validation.csv") for kind in ("whole", "split")]
+    losses = [read_validation(tmp_path / kind / "fp8" / "validation.csv") for kind in ("whole", "split")]
     assert [row["step"] for row in losses[0]] == [row["step"] for row in losses[1]] == [0, 4]
     assert losses[0][1]["val_loss"] == pytest.approx(losses[1][1]["val_loss"], rel=1e-2)
     assert lora_bytes(tmp_path / "parts" / "fp8") == lora_bytes(tmp_path / "split" / "fp8")

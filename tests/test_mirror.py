@@ -19,7 +19,7 @@ from datamodules.shards import transfer
 from runs.run_folder import RunFolder
 from tasks import mirror as module
 from tasks.mirror import Mirror
-from tasks.resolvers import local_folder
+from tasks.resolvers import work_folder
 from tasks.terminal import configure_logging
 from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
 from tests.support.commands import kill_when, lora_bytes, short
@@ -55,7 +55,7 @@ def test_a_fresh_machine_resumes_from_a_bucket_in_the_same_bits(bucket, run, sta
     run("train", *short(tiny, pairs, tmp_path / "whole", 8), *settings)
     command = [*short(tiny, pairs, URL, 8), *settings, "resume=auto"]
     process = start("train", *command, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 5}", cwd=tmp_path)
-    folder = tmp_path / local_folder(URL)
+    folder = tmp_path / work_folder(URL)
     kill_when(lambda: "checkpoints/step-000002.ckpt" in names(bucket), process)
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
     shutil.rmtree(tmp_path / "outputs")  # another machine
@@ -387,7 +387,7 @@ def test_an_unexpected_error_is_not_taken_for_an_upload(mirror, monkeypatch):
 def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pairs, tmp_path, monkeypatch):
     """`scontrol requeue` ends the job that calls it."""
     monkeypatch.setattr(module, "POLL", 1000.0)
-    folder, places = tmp_path / local_folder(URL), tmp_path / "bin"
+    folder, places = tmp_path / work_folder(URL), tmp_path / "bin"
     places.mkdir()
     script = places / "scontrol"
     script.write_text(f"#!/bin/sh\ncp {folder}/.mirror.json {tmp_path}/at_requeue.json\n")
@@ -482,7 +482,7 @@ def test_a_mistake_in_the_settings_is_said_at_once(bucket, run, tiny, tmp_path):
     assert error.startswith("error: data.root=")
     assert "is not completely there" not in error
     assert not names(bucket)
-    assert not (tmp_path / local_folder(URL)).exists()
+    assert not (tmp_path / work_folder(URL)).exists()
 
 
 def test_what_is_no_file_is_not_waited_for(mirror, bucket):

@@ -78,7 +78,7 @@ def test_prompt_needs_no_quoting_of_its_own(run, tmp_path, prompt):
 
 def test_earlier_predictions_are_not_overwritten(run, tmp_path):
     arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
-    assert "no lora=: the model alone (embedded)" in run("predict", *arguments).text
+    assert "no lora=: only the model (embedded)" in run("predict", *arguments).text
     before = pixels(tmp_path / "out" / "picture.png")
     assert "already contains predictions" in run("predict", *arguments, "seed=1", ok=False).error
     assert np.array_equal(pixels(tmp_path / "out" / "picture.png"), before)

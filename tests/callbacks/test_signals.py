@@ -77,7 +77,7 @@ def test_prediction_stops_after_the_current_picture(run, tmp_path, monkeypatch, 
     outcome = run("predict", *request, "batch_size=2", f"output_dir={out}", ok=False)
     assert outcome.status == 128 + number
     assert f"{number.name}: stopping after this one" in outcome.text
-    assert f"stopped by {number.name}; finished pictures are in {out}" in outcome.text
+    assert f"stopped by {number.name}; finished images are in {out}" in outcome.text
     assert "Traceback" not in outcome.text
     made = len(list(out.glob("*.png")))
     assert 0 < made < 4000

@@ -92,7 +92,7 @@ def test_processes_of_a_prediction_write_to_one_folder_and_stop_together(start, 
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, text
     [folder] = (tmp_path / "outputs").iterdir()
-    assert f"stopped by SIGTERM; finished pictures are in outputs/{folder.name}" in text
+    assert f"stopped by SIGTERM; finished images are in outputs/{folder.name}" in text
     assert "Traceback" not in text
     made = len(list(folder.glob("*.png")))
     assert 2 <= made < 4000
