@@ -1,4 +1,4 @@
-"""What a cache has of the samples of data.root, and under which names."""
+"""The samples of data.root in a cache, and their names there."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,22 +18,22 @@ from datamodules.shards.tar import prompt_id, sample_id
 
 
 def roles(sample: Sample) -> list[tuple[str, Picture]]:
-    """The sample's files, each with its role: target, control, mask or rejected."""
-    files: list[tuple[str, Picture]] = [("target", sample.target), *(("control", path) for path in sample.controls)]
-    beside = (("mask", sample.mask), ("rejected", sample.rejected))
-    return [*files, *((role, path) for role, path in beside if path is not None)]
+    """Return the files of a sample, each with its role: target, control, mask or rejected."""
+    controls = (("control", path) for path in sample.controls)
+    files = (("target", sample.target), *controls, ("mask", sample.mask), ("rejected", sample.rejected))
+    return [(role, path) for role, path in files if path is not None]
 
 
-# Of a picture: its signature (4), its checksum, and its `Facts`.
+# Length of the facts that are remembered of an image: its signature (4), its checksum, and its `Facts`.
 REMEMBERED = 5 + len(Facts._fields)
 
 
 class Content(NamedTuple):
-    """What is remembered of a sample's files.
+    """The remembered facts of a sample's files.
 
     Attributes:
-        checksums: (role, sha256) of each; behind the checksum what else decides its pixels, if anything.
-        usable: the sample with the sizes of its pictures.
+        checksums: (role, sha256) of each; a suffix of the checksum tells how its colours are read.
+        usable: the sample with the sizes of its images.
     """
 
     checksums: list[tuple[str, str]]
@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample, hashes: FileHashes) -> "Content | None":
-        """None if a file is new, has changed, or is too small a picture."""
+        """Return the content of a sample; None if a file is new, has changed, or is too small."""
         files = [(role, hashes.known(path)) for role, path in roles(sample)]
         known = [(role, hashed) for role, hashed in files if hashed is not None and len(hashed) == REMEMBERED]
         if len(known) < len(files):
@@ -56,21 +56,20 @@ class Content(NamedTuple):
         return cls([(role, hashed[4] + how) for (role, hashed), how in zip(known, read_as, strict=True)], usable)
 
     def id(self, view: View) -> str:
-        """The name in a cache of a view of the sample."""
+        """Return the name of a view of the sample in a cache."""
         return sample_id(view.sample.prompts, self.checksums, view.windows)
 
     def images(self, view: View) -> list[str]:
-        """What each condition image is known by."""
+        """Return the identity of each condition image in a view."""
         controls = [checksum for role, checksum in self.checksums if role == "control"]
         return [json.dumps(one) for one in zip(controls, view.windows[1:], strict=True)]
 
 
 class Entry(NamedTuple):
-    """A view, and what it has in a cache beside itself.
+    """A view, and the conditioning that a cache holds for it.
 
     Attributes:
-        preserved: the names of the conditioning of preserve prompts, by these; without the empty prompt, which every
-            sample has.
+        preserved: names of the conditioning by preserve prompt, without the empty prompt, which every sample has.
     """
 
     view: View
@@ -80,7 +79,7 @@ class Entry(NamedTuple):
 def entries_by_id(
     sample_set: SampleSet, samples: Iterable[Sample], hashes: FileHashes, preserve_prompts: Sequence[str]
 ) -> Iterator[tuple[Sample, Usable | None, dict[str, Entry]]]:
-    """The samples, each with its views by their names in a cache; without them where a file is new or has changed."""
+    """Yield samples with their views by name in a cache; without views if a file is new or has changed."""
     others = [prompt for prompt in preserve_prompts if prompt]
     sees = sample_set.condition_images.text_sees_them
     shared = {prompt: prompt_id("prompt", prompt) for prompt in others}
@@ -98,14 +97,14 @@ def entries_by_id(
 
 
 @dataclass
-class Found:
-    """What a cache has of some samples.
+class CachedSamples:
+    """The samples that are in a cache.
 
     Attributes:
-        usable: those of which it has all.
+        usable: samples with all of their views.
         missing: the others.
-        numbers: in the index, of each view by the sample's key and its windows.
-        preserved: by these numbers the rows of the preserve prompts; empty where there are none.
+        numbers: index of each view by the sample's key and its windows.
+        preserved: rows of the preserve prompts by the index of a view; empty if there are none.
     """
 
     index: ShardIndex
@@ -117,7 +116,7 @@ class Found:
 
 def look_up(
     sample_set: SampleSet, samples: Iterable[Sample], cache: Cache, hashes: FileHashes, preserve_prompts: Sequence[str]
-) -> Found:
+) -> CachedSamples:
     """Find samples in a cache.
 
     Raises:
@@ -125,7 +124,7 @@ def look_up(
     """
     with reading(cache.folder, REMEDY):
         index = ShardIndex(cache.rows())
-    found = Found(index, [], [], {}, {})
+    found = CachedSamples(index, [], [], {}, {})
     rows = index.named_prompts
     for sample, usable, entries in entries_by_id(sample_set, samples, hashes, preserve_prompts):
         known = all(id in index.ids and rows.keys() >= {*entry.preserved.values()} for id, entry in entries.items())

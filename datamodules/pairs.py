@@ -1,4 +1,4 @@
-"""Pairs of pictures, decoded in every step."""
+"""Pairs of images, decoded in every step."""
 
 import signal
 import sys
@@ -28,8 +28,8 @@ class PairDataset(Dataset[RawBatch]):
     """Views decoded to batches of one, by (index of the view, number of the draw).
 
     Args:
-        seed: draws one of a sample's captions, and of preserve_prompts; None for the first caption and none of these.
-        preserve_prompts: of which each sample gets one beside its own.
+        seed: draws one of a sample's captions and of preserve_prompts; None for the first caption only.
+        preserve_prompts: prompts of which each sample gets one in addition to its own.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PairDataset(Dataset[RawBatch]):
 
 
 def collate_pixels(samples: list[RawBatch]) -> RawBatch:
-    """Joins batches whose samples have one size."""
+    """Join batches whose samples have one size."""
 
     def join(tensors: Sequence[Tensor | None]) -> Tensor | None:
         present = [tensor for tensor in tensors if tensor is not None]
@@ -119,13 +119,13 @@ class PairsDataModule(TrainingData):
         preview_count: samples on the contact sheet.
         seed: determines the order of the samples.
         val_count: instead of val_root, how many of root's samples are held out; see `choose_held_out`.
-        settings: of roots that do not set their own; see `Root`.
+        settings: settings of roots that do not set their own; see `Root`.
 
     Attributes:
-        samples: those to train on.
-        views: of these, in their order; empty where only the shards of a cache are known.
-        keys, sizes: of each view.
-        leading: the number of each sample's first view.
+        samples: samples to train on.
+        views: their views in order; empty if only the shards of a cache are known.
+        keys, sizes: key and size of each view.
+        leading: index of each sample's first view.
     """
 
     needs_encoders = True
@@ -205,13 +205,13 @@ class PairsDataModule(TrainingData):
         self.take(usable)
 
     def take(self, usable: Sequence[Usable], checksum: Callable[[Picture], str | None] = lambda picture: None) -> None:
-        """Train on these, except those to hold out, which `validation` gets, a data module of its own.
+        """Train on these samples, except held-out ones, for which `validation` is a data module.
 
         Args:
             checksum: see `SampleSet.held_out`.
 
         Raises:
-            UserError: none is left to train on.
+            UserError: no sample is left to train on.
         """
         samples = [one.sample for one in usable]
         views = [self.sample_set.views(one) for one in usable]
@@ -230,7 +230,7 @@ class PairsDataModule(TrainingData):
             raise UserError("data.root: weight=0 for all samples: there is nothing to learn")
 
     def use(self, views: Sequence[Sequence[View]]) -> None:
-        """Train on these views, given for each sample."""
+        """Train on these views of each sample."""
         self.samples = [one[0].sample for one in views]
         self.views = [view for one in views for view in one]
         self.keys = [view.sample.key for view in self.views]
@@ -248,15 +248,15 @@ class PairsDataModule(TrainingData):
 
     @property
     def repeats(self) -> list[int]:
-        """How often an epoch has each view."""
+        """Number of times that an epoch draws each view."""
         return [view.repeats for view in self.views] or [1] * len(self.sizes)
 
     def batch_limits(self) -> dict[Size, int]:
-        """How many samples of each size make a batch."""
+        """Return the number of samples in a batch of each size."""
         return dict.fromkeys(self.sizes, self.batch_size)
 
     def sampler(self) -> SizeBatchSampler:
-        """The order of this process's batches, from the trainer's position on."""
+        """Return the order of this process's batches from the trainer's position on."""
         trainer = self.run
         return SizeBatchSampler(
             self.sizes,
@@ -273,7 +273,7 @@ class PairsDataModule(TrainingData):
         return self.sampler().batches_per_epoch()
 
     def dataset(self, seed: int | None) -> PairDataset:
-        """The views, decoded to pixels; `seed` as of `PairDataset`."""
+        """Return the views, decoded to pixels; see `PairDataset`."""
         return PairDataset(self.views, self.sample_set.condition_images, seed, self.preserve_prompts)
 
     def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
@@ -286,7 +286,7 @@ class PairsDataModule(TrainingData):
         )
 
     def raw_one_by_one(self, which: slice) -> Iterator[RawBatch]:
-        """The first views of these of the samples in order, as pixels, each as a batch of one."""
+        """Yield the first views of these samples in order, as pixels, each as a batch of one."""
         dataset = self.dataset(None)
         return (dataset[(index, 0)] for index in self.leading[which])
 
@@ -312,7 +312,7 @@ class PairsDataModule(TrainingData):
 
     @property
     def noun(self) -> str:
-        """What messages call the samples."""
+        """Name of the samples in messages."""
         return _noun(self.sizes)
 
     def describe(self) -> str:
@@ -331,4 +331,4 @@ class PairsDataModule(TrainingData):
 
 
 def _noun(sizes: Iterable[Size]) -> str:
-    return "pairs" if any(len(images) > 1 for images, _ in sizes) else "pictures"
+    return "pairs" if any(len(images) > 1 for images, _ in sizes) else "images"

@@ -41,7 +41,7 @@ class Answer(NamedTuple):
     cut: bool
 
 
-def clean(answer: str) -> str:
+def cleaned(answer: str) -> str:
     """Return an answer as one line, without its reasoning, a label (`Instruction:`), and quotes or stars around it."""
     text = " ".join(answer.rpartition("</think>")[2].split())
     while True:
@@ -210,4 +210,4 @@ class Captioner:
         ends = torch.tensor(self.model.generation_config.eos_token_id or [], device=answers.device)
         ended = torch.isin(answers, ends).any(1).tolist()
         texts = self.processor.batch_decode(answers, skip_special_tokens=True)
-        return [Answer(clean(text), not end) for text, end in zip(texts, ended, strict=True)]
+        return [Answer(cleaned(text), not end) for text, end in zip(texts, ended, strict=True)]

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from PIL import Image, ImageDraw
 
 from datamodules.batch import RawBatch
 from datamodules.images.decoding import open_image
-from datamodules.images.framing import Size, View
+from datamodules.images.framing import View
 from datamodules.images.samples import Picture
 from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
@@ -32,17 +30,15 @@ class Panel(NamedTuple):
 
 
 def draw_panels(
-    panels: Sequence[Panel], columns: int, width: float, height: float, heading: Sequence[str] = (), above: float = 0.0
+    panels: Sequence[Panel], columns: int, width: float, height: float, heading: Sequence[str] = ()
 ) -> Figure:
     """Draw panels in a grid.
 
     Args:
         width, height: size of an image in inches.
         heading: lines above all.
-        above: inches left free between the heading and the panels.
     """
-    head, foot, rows = 0.45, 0.8, -(-len(panels) // columns)
-    above += 0.2 * len(heading) + 0.1
+    head, foot, rows, above = 0.45, 0.8, -(-len(panels) // columns), 0.2 * len(heading) + 0.1
     total = above + rows * (head + height + foot)
     figure = Figure(figsize=(width * columns, total))
     figure.suptitle(plot_text("\n".join(heading)), fontsize=10, y=1 - 0.1 / total)
@@ -69,9 +65,8 @@ def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
 
 
 def contact_sheet(data: PairsDataModule) -> Figure:
-    """Draw samples and buckets; a bucket is the samples of one size, with like controls and masks."""
-    counts = Counter(data.sizes)
-    buckets = {size: number for number, (size, _) in enumerate(counts.most_common(), 1)}
+    """Draw samples, each with the number of its bucket: the samples of one size, with equal controls and masks."""
+    buckets = {size: number for number, (size, _) in enumerate(Counter(data.sizes).most_common(), 1)}
     panels = []
     for raw, view in zip(data.pixels(data.preview_count), (data.views[index] for index in data.leading), strict=False):
         sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in raw.images)
@@ -83,26 +78,7 @@ def contact_sheet(data: PairsDataModule) -> Figure:
     columns = min(COLUMNS, len(panels))
     first_line = f"{len(panels)} of {data.describe()}; {len(buckets)} bucket{'' if len(buckets) == 1 else 's'}"
     heading = [part for line in (first_line, *data.notes) for part in textwrap.wrap(line, 52 * columns, max_lines=3)]
-    shapes = 1.3 if len(buckets) > 1 else 0.0
-    figure = draw_panels(panels, columns, 4.2, 2.2, heading, shapes)
-    if shapes:
-        height, top = figure.get_figheight(), 0.2 * len(heading) + 0.1 + shapes
-        axes = figure.add_axes((0.01, 1 - top / height, 0.98, shapes / height))
-        _draw_buckets(axes, counts.most_common(5 * columns))
-    return figure
-
-
-def _draw_buckets(axes: Axes, counts: Sequence[tuple[Size, int]]) -> None:
-    """Draw the shapes of the largest buckets' targets on one scale, with their counts."""
-    axes.axis("off")
-    longest = max(max(images[0]) for (images, _), _ in counts)
-    for index, ((images, _), count) in enumerate(counts):
-        width, height = (0.8 * side / longest for side in images[0])
-        axes.add_patch(Rectangle((index + 0.5 - width / 2, -height / 2), width, height, fc="#dce6f2", ec="#4a6fa5"))
-        axes.text(index + 0.5, 0, str(count), ha="center", va="center", fontsize=9)
-        label = f"{index + 1}: {images[0][0]}x{images[0][1]}"
-        axes.text(index + 0.5, -0.46, label, ha="center", va="top", fontsize=7)
-    axes.set(xlim=(0, max(len(counts), 10)), ylim=(-0.62, 0.45), aspect="equal")
+    return draw_panels(panels, columns, 4.2, 2.2, heading)
 
 
 def _strip(raw: RawBatch, view: View) -> np.ndarray:

@@ -162,7 +162,7 @@ def test_family_is_a_module_and_a_yaml(run, add, tiny, pairs, tmp_path):
     assert losses_of(tmp_path / "cached") == losses_of(tmp_path / "streamed")
     assert lora_bytes(tmp_path / "cached") == lora_bytes(tmp_path / "streamed")
     plan = run("train", *option, *common, "task=dry_run", f"output_dir={tmp_path / 'plan'}").text
-    assert "8 pictures of" in plan
+    assert "8 images of" in plan
     request = ["prompt=x", "height=32", "width=32", f"model.pretrained_model_name_or_path={tiny}", "model=toy"]
     loras = [f"lora={tmp_path / 'cached'}", "model.dtype=float32", f"output_dir={tmp_path / 'pictures'}"]
     run("predict", *option, *request, *loras, "trainer.accelerator=cpu")

@@ -78,7 +78,7 @@ def test_instance_prompt_is_learned_with_the_pictures_that_have_no_caption(run, 
     overrides = [a for a in arguments("flux_dev", tmp_path / "run", 1) if not a.startswith("data.root=")]
     prompt = "data.source.instance_prompt=a photo of sks rocket, [old] and 50% larger"
     where = [f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"]
-    assert "6 pictures" in run("train", *overrides, *where, prompt).text
+    assert "6 images" in run("train", *overrides, *where, prompt).text
     [folder] = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
     captions = {row["key"]: row["captions"] for row in Cache(folder, {}).rows() if "key" in row}
     assert captions["0"] == [prompt.partition("=")[2]]

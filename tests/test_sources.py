@@ -41,7 +41,7 @@ def test_trains_text_to_image_from_tars(run, repositories, tmp_path):
     members |= {f"{number}.txt": prompt(number).encode() for number in range(2)}
     tar = write_tar(tmp_path / "x.tar", members)
     arguments = short(repositories["flux_dev"], tar, tmp_path / "run", 1, "captions")
-    assert "2 pictures" in run("train", "model=flux_dev", "model.dtype=float32", *arguments).text
+    assert "2 images" in run("train", "model=flux_dev", "model.dtype=float32", *arguments).text
 
 
 def test_settings_of_a_root_name_its_columns_and_its_split(run, tiny, tmp_path):

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from PIL import Image
 from transformers import Qwen3VLProcessor
 
-from lightning_modules.captioner import clean
+from lightning_modules.captioner import cleaned
 from lightning_modules.quantization.linear import QuantizedLinear
 from tasks.caption import batches
 from tests.support.commands import ROOT, compose, kill_when, wait_until
@@ -83,7 +83,7 @@ def test_every_missing_caption_is_written_whatever_the_batch_size(run, arguments
     written = [text for stem, text in one.items() if stem != "01"]
     assert len(written) == 6
     assert len(set(written)) > 3, "it looks at the pictures"
-    assert all(text == f"{clean(text)}\n" and len(text) > 1 for text in written)
+    assert all(text == f"{cleaned(text)}\n" and len(text) > 1 for text in written)
     assert "6 of 7 samples lack a caption" in outcome.text
     assert "done: 6 captions written next to their targets" in outcome.text
     run("predict", *arguments(copy, "captioner.batch_size=3", f"output_dir={tmp_path / 'three'}", name=name))
@@ -344,5 +344,5 @@ def test_an_incomplete_model_is_one_line(run, arguments, bare, captioners, tmp_p
 def test_answers_become_one_bare_line(answer, caption):
     if answer.startswith("'Tis"):
         caption = caption[1:-1]
-    assert clean(answer) == caption
-    assert clean(caption) == caption
+    assert cleaned(answer) == caption
+    assert cleaned(caption) == caption
