@@ -1,4 +1,4 @@
-"""What buckets do to batches: a thousand photographs' sizes, batched with data.buckets=exact, aspect and family.
+"""Batch the sizes of a thousand photographs with data.buckets=exact, aspect and family.
 
     python benchmarks/buckets.py
     python benchmarks/buckets.py --count 200 --seed 1
@@ -38,7 +38,7 @@ BATCHES: list[tuple[int, int | None]] = [(4, None), (8, None), (1, 36_000), (1, 
 
 
 def photographs(count: int, seed: int) -> list[tuple[int, int]]:
-    """(width, height) of each."""
+    """Draw the (width, height) of each photograph."""
     chance = random.Random(seed)
     sizes = []
     for _ in range(count):
@@ -59,7 +59,7 @@ def photographs(count: int, seed: int) -> list[tuple[int, int]]:
 
 
 def tokens(view: View) -> int:
-    """Of a pair, for FLUX Kontext."""
+    """Return the tokens of a pair for FLUX Kontext."""
     return TEXT_TOKENS + sum(width * height // 256 for width, height in view.size[0])
 
 
@@ -100,7 +100,7 @@ def measure(sizes: list[tuple[int, int]], buckets: str, batch_size: int, budget:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -72,7 +72,7 @@ class Result(NamedTuple):
 
 
 def play(fault: str, seed: int, shop: Workshop) -> Result:
-    """One round, judged."""
+    """Run and judge a round."""
     folder = shop.folder / "rounds" / f"{fault}-{seed}"
     if folder.exists():
         shutil.rmtree(folder)
@@ -96,7 +96,7 @@ def play(fault: str, seed: int, shop: Workshop) -> Result:
 
 
 def tell(result: Result, folder: Path) -> None:
-    """A line of a round; of a BAD one what is needed to repeat it."""
+    """Return the line of a round, and for a BAD one the command that repeats it."""
     print(f"{result.outcome:9} {result.fault} {result.seed}  {result.seconds:.0f} s  {result.words}", flush=True)
     if result.outcome == BAD:
         place = folder / "rounds" / f"{result.fault}-{result.seed}"
@@ -105,7 +105,7 @@ def tell(result: Result, folder: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Faults and outcomes, as in docs/reliability.md."""
+    """Return the table of faults and outcomes in docs/reliability.md."""
     lines = ["| fault | what is done | rounds | same bits | one line | BAD |", "|---|---|---|---|---|---|"]
     for name in [*FAULTS, "all"]:
         mine = [one.outcome for one in results if name in (one.fault, "all")]
@@ -117,7 +117,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def campaign(shop: Workshop, faults: Sequence[str], rounds: int, seed: int, jobs: int, minutes: float) -> list[Result]:
-    """All rounds: with seed + n the n-th of the faults, by turns."""
+    """Run all rounds, with seed + n the n-th fault in turn."""
     end = time.monotonic() + 60 * minutes
 
     def one(number: int) -> Result | None:
@@ -134,7 +134,7 @@ def campaign(shop: Workshop, faults: Sequence[str], rounds: int, seed: int, jobs
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=len(FAULTS))
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each further one has the next")

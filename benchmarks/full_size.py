@@ -65,7 +65,7 @@ class RandomWeights(Weights):
 def build(
     model: str, folder: str, precision: str, device: torch.device, *more: str, made_on: torch.device | None = None
 ) -> Any:
-    """A module that is ready to train on the device, made as Lightning lets it be made.
+    """Build a module that is ready to train on the device, as Lightning does.
 
     Args:
         more: settings of train.py.

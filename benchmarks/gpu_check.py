@@ -1,4 +1,4 @@
-"""Whether training is right on this GPU, and how fast: ten checks, then a table of speeds, in ten minutes.
+"""Check training on this GPU and measure its speed: ten checks, then a table, in ten minutes.
 
     python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --only scaled_mm bases "speed flux_kontext fp8"
@@ -75,7 +75,7 @@ class Child:
         raise Gone(f"not done after {seconds:.0f} s")
 
     def end(self) -> None:
-        """At once: it may wait for a device for ever."""
+        """Kill the process, which may wait for a GPU forever."""
         self._process.kill()
         self._process.join()
 

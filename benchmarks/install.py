@@ -1,4 +1,4 @@
-"""How many versions of each package pip tries, and how long it takes to settle, in a fresh environment.
+"""Count the versions of each package that pip tries in a fresh environment, and measure the time to resolve.
 
     python benchmarks/install.py
     python benchmarks/install.py --what .
@@ -26,7 +26,7 @@ LOOKED_AT = re.compile(
 
 
 def tried(lines: list[str]) -> dict[str, list[str]]:
-    """The versions that pip looked at, by package, in its order."""
+    """Return the versions that pip looked at, by package, in order."""
     versions: dict[str, list[str]] = defaultdict(list)
     for line in lines:
         if found := LOOKED_AT.match(line.strip()):

@@ -46,7 +46,7 @@ LOADING, LOADED = "loading", "loaded"
 
 
 def load(way: str, folder: str) -> int:
-    """What the child process does; gives the bytes of what stays."""
+    """Load in the child process; return the bytes that remain."""
     from lightning_modules.pretrained.components import Components
     from lightning_modules.pretrained.weights import save_quantized
     from lightning_modules.quantization.quantization import nbytes
@@ -91,14 +91,14 @@ def told(load: Callable[[], nn.Module], sizes: list[int]) -> Callable[[], nn.Mod
 
 
 def flux(folder: str, format: str | None) -> Any:
-    """The family's module for this folder."""
+    """Build the family's module for this folder."""
     quantized = format in QUANTIZED
     more = ["model/quantization=fp8", f"model.quantization.format={format}"] if quantized else []
     return frozen_model(compose("flux_kontext", folder, "bfloat16", *more))
 
 
 def quantization_settings(format: str) -> Any:
-    """Of a YAML."""
+    """Return the quantization settings of a YAML."""
     from omegaconf import OmegaConf
 
     settings = OmegaConf.load(ROOT / "conf" / "model" / "quantization" / "fp8.yaml")
@@ -107,7 +107,7 @@ def quantization_settings(format: str) -> Any:
 
 
 def child(way: str, folder: str) -> None:
-    """Everything imported and warm; then on a line from the parent the loading."""
+    """Import and warm up, then load when the parent sends a line."""
     from tasks.terminal import configure_logging, silence_libraries
 
     configure_logging()
@@ -121,7 +121,7 @@ def child(way: str, folder: str) -> None:
 
 
 def anonymous(pid: int) -> int:
-    """Bytes of a process that are no file's."""
+    """Return the anonymous memory of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -129,7 +129,7 @@ def anonymous(pid: int) -> int:
 
 
 def measure(way: str, folder: Path) -> tuple[int, int]:
-    """The most anonymous memory that loading took beyond what there was, and what stays."""
+    """Return the peak of additional anonymous memory while loading, and the bytes that remain."""
     command = [sys.executable, "-m", "benchmarks.loading_memory", "--child", way, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdin is not None
@@ -153,7 +153,7 @@ def measure(way: str, folder: Path) -> tuple[int, int]:
 
 
 def largest_tensor(folder: Path) -> int:
-    """Bytes of the largest in a folder's files."""
+    """Return the bytes of the largest tensor in a folder's files."""
     from safetensors import safe_open
 
     sizes = []
@@ -166,7 +166,7 @@ def largest_tensor(folder: Path) -> int:
 
 
 def prepare(way: str, folder: Path, depth: int) -> Path:
-    """The repository that this way reads, made once."""
+    """Create the repository of this way once."""
     from lightning_modules.pretrained.weights import save_quantized
 
     dtype = torch.float32 if way.endswith("float32") else torch.bfloat16

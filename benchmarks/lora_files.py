@@ -37,7 +37,7 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 @contextmanager
 def measured(rows: list[dict[str, Any]], what: str) -> Iterator[None]:
-    """Add what runs inside to the rows."""
+    """Temporarily measure the enclosed code as a row."""
     process, peak, done = psutil.Process(), 0, threading.Event()
 
     def watch() -> None:
@@ -62,13 +62,13 @@ def measured(rows: list[dict[str, Any]], what: str) -> Iterator[None]:
 
 
 def source_of(folder: Path, *more: str) -> tuple[Any, TransformerSource]:
-    """The base of a folder, and its transformer's source."""
+    """Return the base of a folder, and its transformer's source."""
     module = instantiate(compose("flux_kontext", str(folder), "bfloat16", *more).model, _convert_="all")
     return module, module.base.source
 
 
 def measure(folder: Path, depth: int | None, rank: int, formats: list[str]) -> list[dict[str, Any]]:
-    """All rows."""
+    """Return all rows."""
     rows: list[dict[str, Any]] = []
     write_transformer(folder / "base", depth)
     module, source = source_of(folder / "base")
@@ -125,7 +125,7 @@ def measure(folder: Path, depth: int | None, rank: int, formats: list[str]) -> l
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, help="blocks of each kind; default: all")
     parser.add_argument("--rank", type=int, default=16)

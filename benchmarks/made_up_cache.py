@@ -18,12 +18,12 @@ WORDS = ["make", "the", "sky", "red", "and", "remove", "old", "car", "from", "st
 
 
 def shard_name(number: int) -> str:
-    """The file name of a shard."""
+    """Return the file name of a shard."""
     return f"latents-00000-{number:06d}.tar"
 
 
 def rows(samples: int, shards: int) -> Iterator[Row]:
-    """The rows of an index: each sample has a prompt of its own, and those of a shard share its empty prompt."""
+    """Yield the rows of an index: each sample has its own prompt, and those of a shard share its empty prompt."""
     chance = random.Random(0)
     each = -(-samples // shards)
     for shard in range(shards):

@@ -34,7 +34,7 @@ DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
 
 
 def compose(model: str, folder: str, dtype: str, *more: str) -> Any:
-    """The config of train.py for a local model; `more` overrides."""
+    """Compose the config of train.py for a local model, with overrides `more`."""
     import train  # noqa: F401 (its resolvers)
 
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -49,7 +49,7 @@ def compose(model: str, folder: str, dtype: str, *more: str) -> Any:
 def write_shallow(
     model: str, depth: int | None, folder: str, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """The real configuration of a model, with fewer blocks of each kind; None for all.
+    """Write the real configuration of a model with fewer blocks of each kind; None for all.
 
     Args:
         changes: of the transformer's other settings.
@@ -65,13 +65,13 @@ def write_shallow(
 
 
 def empty_batch(module: Any, side: int, samples: int) -> LatentBatch:
-    """A target and, where the model takes one, a condition image, on the meta device."""
+    """Build a batch of a target and, for editing models, a condition image, on the meta device."""
     pictures = ((side, side),) * (1 if module.condition_images.most == 0 else 2)
     return empty_latents(module, module.base, (pictures, ()), samples, "make it snow")
 
 
 def random_batch(module: Any, side: int, samples: int, device: torch.device) -> LatentBatch:
-    """The same with random numbers in it, the same ones on every device."""
+    """Build the same batch with random values, equal on every device."""
     empty, generator = empty_batch(module, side, samples), torch.Generator().manual_seed(0)
     assert empty.target_mean is not None
 
@@ -85,7 +85,7 @@ def random_batch(module: Any, side: int, samples: int, device: torch.device) -> 
 
 
 def loss(module: Any, batch: LatentBatch) -> Tensor:
-    """Of the target's numbers, as if they were noise, at the middle of the way."""
+    """Return the loss of a step at t = 0.5."""
     target, bf16 = batch.target_mean, module.base.dtype == torch.bfloat16
     assert target is not None
     t = torch.full((len(target),), 0.5, device=target.device)
@@ -100,7 +100,7 @@ def step(module: Any, batch: LatentBatch) -> None:
 
 
 def measure(module: Any, batch: LatentBatch) -> int:
-    """The most that torch allocates in a second step (libraries warmed up) beside what there is."""
+    """Return the peak of torch's additional allocations in a second step, after a warm-up."""
     step(module, batch)
     if next(batch.tensors()).is_cuda:
         torch.cuda.synchronize()
@@ -115,13 +115,13 @@ def measure(module: Any, batch: LatentBatch) -> int:
 
 
 def fake_step(module: Any, side: int, samples: int) -> FakeStep:
-    """The step that `task=dry_run` simulates for such a batch."""
+    """Return the step that `task=dry_run` simulates for this batch."""
     adapted, compiled = module.execution.adapted_meta_transformer(), module.execution.compile_blocks
     return FakeStep(module, module.adapter, module.base.dtype, compiled, adapted, empty_batch(module, side, samples))
 
 
 def compare(module: Any, side: int, samples: int, device: torch.device) -> Iterator[tuple[str, int, int]]:
-    """For each policy the bytes of a step, estimated and measured, beside those of the weights."""
+    """Compare estimated and measured bytes of a step for each policy, without weights."""
     estimate, batch = fake_step(module, side, samples), random_batch(module, side, samples, device)
     for policy in POLICIES:
         set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)

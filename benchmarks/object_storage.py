@@ -17,7 +17,7 @@ AHEAD = 3
 
 @dataclass(frozen=True)
 class Storage:
-    """What a store gives.
+    """The speed of a store.
 
     Attributes:
         first_byte: seconds, on average; exponentially distributed.
@@ -31,7 +31,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reading:
-    """How it is read.
+    """The access to a store.
 
     Attributes:
         clients, threads: processes, and connections of each.
@@ -50,7 +50,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it.
+    """The result of a simulation.
 
     Attributes:
         first: seconds until the first step begins.

@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
 
 def write_repository(model: str, folder: Path, depth: int | None) -> int:
-    """All components in their real sizes, tokenizers aside; returns the bytes of their weights."""
+    """Write all components in their real sizes, except tokenizers; return the bytes of their weights."""
     write_shallow(model, depth, str(folder))
     index = json.loads((folder / "model_index.json").read_text())
     for name in (name for name in index if name.startswith("tokenizer")):
@@ -59,7 +59,7 @@ def write_repository(model: str, folder: Path, depth: int | None) -> int:
 
 
 def write_pairs(folder: Path, side: int) -> None:
-    """Two pairs of noise."""
+    """Write two pairs of noise."""
     generator = torch.Generator().manual_seed(0)
     for kind in ("training_images", "control_images"):
         (folder / kind).mkdir(parents=True)
@@ -70,7 +70,7 @@ def write_pairs(folder: Path, side: int) -> None:
 
 
 def memory(pid: int) -> tuple[int, int]:
-    """What a process has in memory, and how much of it is no file's; bytes."""
+    """Return the resident and the anonymous memory of a process in bytes."""
     sizes = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(("VmRSS", "RssAnon")):
@@ -79,7 +79,7 @@ def memory(pid: int) -> tuple[int, int]:
 
 
 def run(name: str, script: str, folder: Path, estimated: int | None, *overrides: str) -> Stage:
-    """One command, which must succeed."""
+    """Run a command, which must succeed."""
     command = [script, *overrides]
     print(f"{name}: python {shlex.join(command)}", flush=True)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -100,7 +100,7 @@ def run(name: str, script: str, folder: Path, estimated: int | None, *overrides:
 
 
 def plan(settings: list[str], model: str, repository: Path) -> Footprint:
-    """What task=dry_run works out."""
+    """Return the estimate of task=dry_run."""
     cfg = compose(model, str(repository), "bfloat16", *settings)
     module = instantiate(cfg.model, _convert_="all")
     module.check()
@@ -111,13 +111,13 @@ def plan(settings: list[str], model: str, repository: Path) -> Footprint:
 
 
 def row(stage: Stage) -> str:
-    """A line of the table; GB."""
+    """Return a line of the table, in GB."""
     estimate = "" if stage.estimated is None else f"{stage.estimated / 1e9:.1f}"
     return f"| {stage.name} | {stage.seconds:.0f} | {stage.peak / 1e9:.1f} | {stage.anonymous / 1e9:.1f} | {estimate} |"
 
 
 def rehearse(model: str, work: Path, side: int, format: str, depth: int | None) -> list[Stage]:
-    """All stages."""
+    """Run all stages."""
     repository, pairs = work / "repository", work / "pairs"
     if not repository.is_dir():
         start = time.monotonic()

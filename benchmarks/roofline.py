@@ -1,4 +1,4 @@
-"""What a training step must compute and move, from the model's configuration: nothing is run, no weights are read.
+"""Count the work and memory traffic of a training step from the configuration, without running it or reading weights.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --model qwen_image_edit --size 1024 --rank 16 64 --tflops 790 --gb_per_second 4800
@@ -22,7 +22,7 @@ WIDTH = 2  # bytes of an activation
 
 
 def moved(product: Product, tokens: Tokens, batch: int, weight_bits: float) -> int:
-    """Bytes of the forward product, and of its gradients."""
+    """Return the bytes of the forward product and of its gradients."""
     rows = batch * tokens.count(product.rows)
     if product.keys is not None:
         keys, width = batch * tokens.count(product.keys), product.sides[0]

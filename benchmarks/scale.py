@@ -40,7 +40,7 @@ ASSUMED = {
 
 
 def start(folder: Path, gpus: int) -> dict[str, Any]:
-    """What `shards_start.py` measures, in a process of its own."""
+    """Run `shards_start.py` in a new process and return its measurements."""
     command = [sys.executable, "-m", "benchmarks.shards_start", str(folder), "--gpus", str(gpus)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -63,7 +63,7 @@ def starting(folder: Path, samples: int, shards: int, gpus: int) -> dict[str, An
 
 
 def streaming(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each number of seconds a step."""
+    """Return a row for each step time."""
     storage = Storage(given.first_byte_ms / 1e3, given.connection_mb * 1e6, given.storage_gb * 1e9)
     sample = (given.latents_mb + given.prompt_mb) * 1e6
     reading = Reading(given.gpus, given.threads, given.batch, sample, given.shard_mb * 1e6, given.shuffle_buffer)
@@ -80,7 +80,7 @@ def streaming(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each number of seconds a step; of one epoch."""
+    """Return the costs of an epoch, a row for each step time."""
     gigabytes = given.samples * (given.latents_mb + given.prompt_mb) / 1e3
     requests = -(-gigabytes * 1e3 // given.shard_mb)
     rows = []
@@ -97,13 +97,13 @@ def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """As markdown."""
+    """Return a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(f'{x:,}' if isinstance(x, int) else str(x) for x in line)} |" for line in lines)
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=10_000_000, help="of the large index, and of an epoch's costs")
     parser.add_argument("--shards", type=int, default=2000, help="of the large index")

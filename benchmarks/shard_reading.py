@@ -1,4 +1,4 @@
-"""How fast samples come out of local shards, against the plain read of the same bytes and one .pt file a sample.
+"""Measure reading of local shards, compared with a plain read of the same bytes and one .pt file per sample.
 
 python benchmarks/shard_reading.py --rounds 5
 """
@@ -28,7 +28,7 @@ WORKERS = 2
 
 
 def sample(number: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Latents and text of a 1024 x 1024 pair for FLUX Kontext in bf16, random."""
+    """Return random latents and text of a 1024 x 1024 pair for FLUX Kontext in bf16."""
     generator = torch.Generator().manual_seed(number)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def sample(number: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 
 
 def write(folder: Path, count: int) -> Cache:
-    """The same samples as shards and as .pt files, each with a prompt of its own."""
+    """Write the same samples as shards and as .pt files, each with its own prompt."""
     cache = Cache(folder / "cache", {})
     shard = cache.new_shard(0)
     (folder / "files").mkdir()
@@ -59,7 +59,7 @@ def write(folder: Path, count: int) -> Cache:
 
 
 class Files(Dataset[dict[str, torch.Tensor]]):
-    """One .pt file a sample."""
+    """A data set with one .pt file per sample."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(folder.iterdir())
@@ -72,7 +72,7 @@ class Files(Dataset[dict[str, torch.Tensor]]):
 
 
 def read_sequentially(folder: Path, count: int) -> float:
-    """Samples a second of reading the tars' bytes into one buffer, by one process."""
+    """Return samples per second when one process reads the tars' bytes into one buffer."""
     buffer = bytearray(2**23)
     start = time.perf_counter()
     for path in sorted(folder.glob("*.tar")):
@@ -88,7 +88,7 @@ def in_threads(load: Callable[[BatchEntry], Any], sampler: SizeBatchSampler) -> 
 
 
 def measure(loader: Iterable[Any], batch_size: int, draws: int) -> float:
-    """Samples a second that arrive, after a few that were ready."""
+    """Return the samples per second that arrive, after the first few."""
     batches = iter(loader)
     for _ in range(8):
         next(batches)
@@ -99,7 +99,7 @@ def measure(loader: Iterable[Any], batch_size: int, draws: int) -> float:
 
 
 def memory(cache: Cache, rows: int) -> str:
-    """What this process holds in the course of an epoch over an index of `rows`."""
+    """Return this process's memory during an epoch over an index of `rows`."""
     known = list(cache.rows())
     samples = [row for row in known if "key" in row]
     many = ({**samples[number % len(samples)], "id": str(number)} for number in range(rows))

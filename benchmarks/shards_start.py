@@ -1,4 +1,4 @@
-"""What a run with data.shards=FOLDER takes to its first batches, in this process: seconds, memory.
+"""Measure seconds and memory of a run with data.shards=FOLDER up to its first batches, in this process.
 
     python benchmarks/shards_start.py FOLDER
     python benchmarks/shards_start.py FOLDER --gpus 64
@@ -25,7 +25,7 @@ PLACES = {"start": 0.0, "middle": 0.5, "middle of the 50th epoch": 49.5}
 
 
 def memory(which: str) -> float:
-    """This process's resident memory in MB: VmRSS now, VmHWM at its peak; not a parent's, as getrusage gives it."""
+    """Return this process's resident memory in MB: VmRSS now, VmHWM at its peak (getrusage includes a parent's)."""
     found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return round(int(found[1]) * 1024 / 1e6)
@@ -67,7 +67,7 @@ def measure(folder: Path, gpus: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", type=int, default=1)

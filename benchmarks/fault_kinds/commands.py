@@ -63,11 +63,11 @@ class Command:
 
     @property
     def text(self) -> str:
-        """What it has printed."""
+        """The output so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def send(self, number: int) -> bool:
-        """A signal; whether the process was still there."""
+        """Send a signal; return whether the process was still running."""
         if self.status is not None:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -75,14 +75,14 @@ class Command:
         return True
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status; None where it has not ended in time."""
+        """Return the exit status, or None after a timeout."""
         end = time.monotonic() + seconds
         while (status := self.status) is None and time.monotonic() < end:
             time.sleep(0.01)
         return status
 
     def end(self) -> None:
-        """Nothing of it goes on."""
+        """End the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait(30)
@@ -91,7 +91,7 @@ class Command:
 def work(
     script: str, overrides: list[str], folder: Path, log: Path, hooks: list[Hook], environment: dict[str, str]
 ) -> None:
-    """What the process does."""
+    """Do the work of the process."""
     os.setsid()
     with log.open("wb") as file:
         for number in (1, 2):

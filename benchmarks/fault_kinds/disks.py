@@ -18,7 +18,7 @@ LEAST = 20_000
 
 
 def mount(*arguments: str) -> bool:
-    """Whether it could be done: mostly only root may."""
+    """Mount a file system; return whether that was possible, mostly for root only."""
     try:
         return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def mount(*arguments: str) -> bool:
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[bool]:
-    """A disk of so many bytes at a folder; whether there is one."""
+    """Mount a disk of this many bytes at a folder; return whether that was possible."""
     folder.mkdir()
     there = mount("-t", "tmpfs", "-o", f"size={size}", "none", str(folder))
     try:
@@ -39,7 +39,7 @@ def small_disk(folder: Path, size: int) -> Iterator[bool]:
 
 @contextmanager
 def read_only_folder(folder: Path) -> Iterator[None]:
-    """A folder that cannot be written; of root, which may write everywhere, by mounting it."""
+    """Temporarily make a folder read-only, for root by a mount."""
     mounted = mount("--bind", str(folder), str(folder))
     modes = {path: path.stat().st_mode for path in [folder, *folder.rglob("*")] if path.is_dir()}
     try:

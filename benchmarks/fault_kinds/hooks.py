@@ -1,4 +1,4 @@
-"""What is done within the process of a command before it begins; with functools.partial they are a `Hook`."""
+"""Hooks: functions that run in the process of a command before it starts, bound by functools.partial."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def note_changes(pattern: str, file: str) -> None:
 
 
 def void(result: object) -> None:
-    """Drops what a call returns."""
+    """Return a function that drops the result of a call."""
 
 
 def signal_at(pattern: str, count: int, number: int) -> None:
@@ -60,13 +60,13 @@ def signal_at(pattern: str, count: int, number: int) -> None:
 
 
 def limit_files(size: int) -> None:
-    """No file of this process may have more bytes: a disk that is full, where none can be mounted."""
+    """Limit the bytes of each file of this process: a full disk, if none can be mounted."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def count_encodings(file: str) -> None:
-    """Add a byte to a file for each sample that is encoded."""
+    """Append a byte to a file for each encoded sample."""
     from callbacks import shard_writer
 
     write = shard_writer.write_sample

@@ -1,4 +1,4 @@
-"""Whether what a command left is to the bit what an undisturbed one leaves. Every function gives what is not."""
+"""Compare the output of commands with that of undisturbed ones, to the bit; functions return the differences."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def cache_folder(cache_dir: Path) -> Path:
-    """The one cache in a cache_dir."""
+    """Return the only cache in a cache_dir."""
     found = [path.parent for path in cache_dir.glob("*/manifest.json")]
     if len(found) != 1:
         raise BadError(f"{len(found)} finished caches in {cache_dir}")
@@ -88,7 +88,7 @@ def checkpoint(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step of a checkpoint; None where it is not there, or damaged."""
+    """Return the step of a checkpoint, or None if it is missing or damaged."""
     try:
         return int(torch.load(path, weights_only=True)["global_step"])
     except Exception:  # whatever a damaged file makes of it
@@ -96,7 +96,7 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether nested values are the same, tensors to the bit."""
+    """Return whether nested values are equal, tensors to the bit."""
     if isinstance(one, Tensor):
         same = isinstance(other, Tensor) and one.dtype == other.dtype and one.shape == other.shape
         return same and one.numpy().tobytes() == other.numpy().tobytes()
@@ -134,15 +134,15 @@ def run_differences(one: Path, other: Path) -> list[str]:
 
 
 def weights_of(run: Path) -> set[str]:
-    """The LoRA files of a run, relative to it."""
+    """Return the LoRA files of a run, relative to it."""
     return {str(path.relative_to(run)) for path in run.glob(f"lora/*/{WEIGHTS}")}
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """Whether both are there with the same bytes."""
+    """Return whether both files exist with the same bytes."""
     return os.path.exists(other) and one.read_bytes() == other.read_bytes()
 
 
 def same_picture(one: Path, other: Path) -> bool:
-    """Whether both are there with the same pixels; beside them a PNG holds how it was made, with paths."""
+    """Return whether both images exist with the same pixels; a PNG also stores its settings, with paths."""
     return os.path.exists(other) and Image.open(one).tobytes() == Image.open(other).tobytes()

@@ -22,7 +22,7 @@ IN_A_ROW = 3
 
 
 class Weather:
-    """What happens to requests.
+    """Failures of requests.
 
     Args:
         upstream: the store.
@@ -44,7 +44,7 @@ class Weather:
         self._lock = threading.Lock()
 
     def choose(self, method: str, path: str) -> str | None:
-        """What is done to this request."""
+        """Choose the failure of this request."""
         with self._lock:
             if self.away:
                 self.done["away"] += 1
@@ -67,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     weather: Weather
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
     def answer(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
@@ -134,7 +134,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @contextmanager
 def proxy(weather: Weather) -> Iterator[str]:
-    """Its address, as long as it is there."""
+    """Temporarily run the proxy and yield its address."""
     handler = type("Handler", (Handler,), {"weather": weather})
     server = Server(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

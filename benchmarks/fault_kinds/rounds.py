@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 
 class Round:
-    """One fault, done once.
+    """A fault, injected once.
 
     Args:
         name: of the fault.
@@ -73,7 +73,7 @@ class Round:
         folder.mkdir(parents=True)
 
     def start(self, script: str, *overrides: str, also: Sequence[Hook] = (), folder: Path | None = None) -> Command:
-        """A command in the round's folder, or another."""
+        """Start a command in the round's folder, or another."""
         log = self.folder / f"log-{len(self.commands)}.txt"
         used = [*self.quick, *also]
         command = Command(script, overrides, folder or self.folder, log, used, self.environment)
@@ -81,7 +81,7 @@ class Round:
         return command
 
     def ended(self, command: Command, allowed: Sequence[int] = NORMAL) -> str:
-        """What it has printed, when it has ended.
+        """Return the output of a command once it has ended.
 
         Raises:
             BadError: it hangs, has another status, or tells of an error in other than one line.
@@ -102,11 +102,11 @@ class Round:
         return text
 
     def run(self, script: str, *overrides: str, also: Sequence[Hook] = (), allowed: Sequence[int] = NORMAL) -> str:
-        """A command from its start to its end."""
+        """Run a command to its end."""
         return self.ended(self.start(script, *overrides, also=also), allowed)
 
     def moment(self, kind: str, pattern: str = FILES, timed: bool = True) -> Moment:
-        """Any of the reference of this kind.
+        """Choose a moment of the reference of this kind.
 
         Args:
             timed: half of them by time.
@@ -148,7 +148,7 @@ class Round:
             raise BadError("; ".join(differences))
 
     def saved(self, run: Path | None = None) -> list[dict[str, str]]:
-        """The rows of the steps that a run has saved: going on must not repeat them."""
+        """Return the rows of the steps that a run has saved, which resuming must not repeat."""
         run = run or self.folder / "run"
         step = checkpoint_step(run / "checkpoints" / "last.ckpt")
         return [] if step is None else [row for row in rows(run / "metrics.csv") if int(row["step"]) <= step]
@@ -159,11 +159,11 @@ class Round:
             raise BadError(f"the {len(saved)} steps that were saved were made again")
 
     def take_cache(self) -> Path:
-        """A copy of the reference's cache in the round's folder; the cache itself, within the cache_dir."""
+        """Copy the reference's cache into the round's folder, and return it within the cache_dir."""
         shutil.copytree(self.shop.reference("build").folder / "cache", self.folder / "cache")
         return cache_folder(self.folder / "cache")
 
     def end(self) -> None:
-        """No command of it goes on."""
+        """End all commands of the round."""
         for command in self.commands:
             command.end()

@@ -13,7 +13,7 @@ REGION = "us-east-1"
 
 
 def store() -> str:
-    """The address of the server, which has one bucket; it starts when it is needed."""
+    """Return the address of the server, which has one bucket and starts on first use."""
     with LOCK:
         return _start()
 
@@ -37,7 +37,7 @@ def _client(address: str) -> Any:
 
 
 def upload(folder: Path, prefix: str) -> None:
-    """The files of a folder to the bucket."""
+    """Upload the files of a folder to the bucket."""
     client = _client(store())
     for path in folder.iterdir():
         if path.is_file():
@@ -45,7 +45,7 @@ def upload(folder: Path, prefix: str) -> None:
 
 
 def objects(prefix: str) -> dict[str, bytes]:
-    """What the bucket has, by the names below a prefix."""
+    """Return the objects of the bucket, by the names below a prefix."""
     client = _client(store())
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{prefix}/")
     names = [one["Key"] for page in pages for one in page.get("Contents", [])]
@@ -55,7 +55,7 @@ def objects(prefix: str) -> dict[str, bytes]:
 
 
 def environment(address: str) -> dict[str, str]:
-    """Of commands that use the store at this address, and no other."""
+    """Return the environment of commands that use only the store at this address."""
     named = {key.upper(): value for key, value in KEYS.items()}
     return {**named, "AWS_ENDPOINT_URL": address, "AWS_REGION": REGION, "AWS_CONFIG_FILE": "/none/config"} | {
         "AWS_SHARED_CREDENTIALS_FILE": "/none/credentials"

@@ -1,4 +1,4 @@
-"""What all rounds share: pairs, the settings of commands, and undisturbed references."""
+"""Shared parts of all rounds: pairs, settings of commands, and undisturbed references."""
 
 import re
 import shutil
@@ -49,7 +49,7 @@ class Reference(NamedTuple):
     changes: list[str]
 
     def count(self, pattern: str) -> int:
-        """Changes of such paths."""
+        """Count changes of matching paths."""
         return sum(re.search(pattern, path) is not None for path in self.changes)
 
 
@@ -69,30 +69,30 @@ class Workshop:
             draw_pairs(self.pairs)
 
     def build(self, cache_dir: str = "cache") -> list[str]:
-        """Overrides of predict.py that build a cache of several shards."""
+        """Return overrides of predict.py that build a cache of several shards."""
         where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}"]
         return ["task=cache", "model=embedded", *where, *QUICK]
 
     def train(self, shown: bool = False, output_dir: str = "run", cache_dir: str = "cache") -> list[str]:
-        """Overrides of train.py: a short run that resumes by the same command."""
+        """Return overrides of train.py for a short run that resumes with the same command."""
         where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}", f"output_dir={output_dir}", "resume=auto"]
         return [*TRAIN, *QUICK, *where, *(SHOWN if shown else QUIET)]
 
     def on_copy(self, folder: Path) -> list[str]:
-        """Overrides of train.py: a run on a cache that was copied here."""
+        """Return overrides of train.py for a run on a copied cache."""
         return [*TRAIN, *QUICK, *QUIET, f"data.shards={folder}", "output_dir=run", "resume=auto"]
 
     def stream(self) -> list[str]:
-        """Overrides of train.py: a run on shards in the bucket. One thread reads them, so always in one order."""
+        """Return overrides of train.py for a run on shards in the bucket, read by one thread, so in one order."""
         quick = [one for one in QUICK if "num_workers" not in one]
         return [*TRAIN, *quick, *QUIET, "data.num_workers=1", f"data.shards=s3://{BUCKET}/{SHARDS}", "output_dir=run"]
 
     def export(self, run: Path, output_dir: str = "out") -> list[str]:
-        """Overrides of predict.py that write a run's LoRA for another program."""
+        """Return overrides of predict.py that write a run's LoRA for another program."""
         return ["task=export", f"lora={run}", "format=kohya", f"output_dir={output_dir}", "overwrite=true"]
 
     def edit(self, lora: Path, output_dir: str = "out") -> list[str]:
-        """Overrides of predict.py that make a picture."""
+        """Return overrides of predict.py that create an image."""
         picture = self.pairs / "control_images" / "00.png"
         told = [f"lora={lora}", f"image={picture}", 'prompt="segment the shapes"', "num_inference_steps=2"]
         return [*told, f"output_dir={output_dir}", "trainer.accelerator=cpu"]
@@ -136,7 +136,7 @@ class Workshop:
 
 
 def draw_pairs(folder: Path) -> None:
-    """Pictures of drawn shapes in two sizes, and the shapes white on black."""
+    """Draw images of shapes in two sizes, and the shapes white on black."""
     random = Random(0)
     for kind in ("training_images", "control_images"):
         (folder / kind).mkdir(parents=True)

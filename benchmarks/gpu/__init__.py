@@ -1,1 +1,1 @@
-"""What `benchmarks/gpu_check.py` runs."""
+"""The checks and measurements of `benchmarks/gpu_check.py`."""

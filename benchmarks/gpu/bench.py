@@ -1,4 +1,4 @@
-"""What the checks are run with: the device, models of the real widths or tiny ones, and what a step gives."""
+"""The means of the checks: the device, models with real widths or tiny ones, and the results of a step."""
 
 import gc
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ NEEDS_CUDA = "needs CUDA"
 
 
 class Bench:
-    """What a check is given.
+    """The means of a check.
 
     Args:
         tiny: whether models and pictures are as small as can be.
@@ -45,15 +45,15 @@ class Bench:
 
     @property
     def cuda(self) -> bool:
-        """Whether there is a GPU."""
+        """Whether a GPU exists."""
         return self.device.type == "cuda"
 
     def size(self, real: int, tiny: int) -> int:
-        """One of the two."""
+        """Return the size for tiny or real models."""
         return tiny if self.tiny else real
 
     def repository(self, model: str, depth: int | None, narrow: bool) -> str:
-        """The folder of a model's configuration; without weights."""
+        """Return the folder of a model's configuration, without weights."""
         from benchmarks.memory import write_shallow
 
         depth, changes = (1, TINY) if self.tiny else (depth, NARROW if narrow else {})
@@ -64,7 +64,7 @@ class Bench:
         return str(folder)
 
     def described(self, model: str, *more: str) -> Any:
-        """The whole model without weights."""
+        """Return the whole model without weights."""
         from benchmarks.memory import compose
 
         settings = [*more, *self.short_prompts(model)]
@@ -72,7 +72,7 @@ class Bench:
         return instantiate(cfg.model, _convert_="all")
 
     def short_prompts(self, model: str) -> list[str]:
-        """Settings of a tiny model."""
+        """Return the settings of a tiny model's short prompts."""
         return ["model.max_sequence_length=16"] if self.tiny and model.startswith("flux") else []
 
     def module(
@@ -84,7 +84,7 @@ class Bench:
         narrow: bool = False,
         device: torch.device | None = None,
     ) -> Any:
-        """A module with random weights, the same ones each time, whose adapter is no more what it was at the start.
+        """Build a module with the same random weights each time, and an adapter that has left its start.
 
         Args:
             more: settings of train.py.
@@ -116,14 +116,14 @@ class Bench:
         return matrix_peak(self.device, self.size(8192, 64))
 
     def seconds(self, run: Any, rounds: int = 5) -> float:
-        """The median of one call."""
+        """Return the median time of a call."""
         from lightning_modules.estimation.flops import median_seconds
 
         return median_seconds(run, self.size(rounds, 1), self.device)
 
     @contextmanager
     def compiler(self) -> Iterator[None]:
-        """Inside, tiny models are compiled to graphs alone: kernels of them would take a CPU a minute."""
+        """Temporarily compile tiny models to graphs only; kernels would take a CPU a minute."""
         own = torch.compile
 
         def graphs(*args: Any, **settings: Any) -> Any:
@@ -141,11 +141,11 @@ class Bench:
             torch.cuda.empty_cache()
 
     def allocated(self) -> int:
-        """Bytes of tensors on the device; none are known of a CPU."""
+        """Return the bytes of tensors on the GPU; 0 on a CPU."""
         return torch.cuda.memory_allocated(self.device) if self.cuda else 0
 
     def peak_memory(self) -> int:
-        """The most bytes since the last call; none are known of a CPU."""
+        """Return the peak bytes since the last call; 0 on a CPU."""
         if not self.cuda:
             return 0
         most = torch.cuda.max_memory_allocated(self.device)
@@ -153,13 +153,13 @@ class Bench:
         return most
 
     def gigabytes(self, size: int) -> float | str:
-        """Of bytes on the device, for the results."""
+        """Return bytes on the GPU in GB, for the results."""
         return round(size / 1e9, 3) if self.cuda else NEEDS_CUDA
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, what runs twice gives the same bits, and memory that is not written yet is not a number."""
+    """Temporarily make results repeatable to the bit, and fill uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -168,7 +168,7 @@ def deterministic() -> Iterator[None]:
 
 
 def gradients(module: Any, batch: LatentBatch) -> dict[str, Tensor]:
-    """The loss and the adapter's gradients."""
+    """Return the loss and the adapter's gradients."""
     from benchmarks.memory import loss
     from lightning_modules.adapters.adapter import trainable
 
@@ -180,5 +180,5 @@ def gradients(module: Any, batch: LatentBatch) -> dict[str, Tensor]:
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """The names of what is not the same to the bit."""
+    """Return the names of tensors that differ in any bit."""
     return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]

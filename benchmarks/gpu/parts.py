@@ -1,10 +1,10 @@
-"""What is run, in order: the checks, then the rows of the speed table. Nothing of torch is imported."""
+"""The parts in running order: the checks, then the rows of the speed table. It does not import torch."""
 
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """What a row measures; its name is these, joined."""
+    """A row of the speed table; its name joins these."""
 
     model: str
     precision: str
@@ -15,7 +15,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `--only` takes it, and the table shows it."""
+        """The name for `--only` and the table."""
         how = "compiled" if self.compiled else "eager"
         return f"speed {self.model} {self.precision} {self.side} {self.checkpointing} {self.adapter} {how}"
 
@@ -86,7 +86,7 @@ PARTS = {
 
 
 def chosen(only: list[str], tiny: bool) -> dict[str, Part]:
-    """The parts whose names begin so, all where none is named; tiny, the rows with something that none before has."""
+    """Return the parts with these prefixes, or all; with tiny, only rows with something new."""
     seen: set[object] = set()
     found = {}
     for name, part in PARTS.items():

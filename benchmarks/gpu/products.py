@@ -108,7 +108,7 @@ def _differences(device: torch.device) -> list[str]:
 
 
 def _layer(bench: Bench, tokens: int, outer: int, inner: int) -> Facts:
-    """Milliseconds of an fp8 layer's parts, beside the bf16 products."""
+    """Return the milliseconds of an fp8 layer's parts and of bf16 products."""
     x, grad = (torch.randn(tokens, n, device=bench.device, dtype=torch.bfloat16) for n in (inner, outer))
     plain = torch.randn(outer, inner, device=bench.device, dtype=torch.bfloat16)
     weight, scale = quantize_rows(plain, E4M3)

@@ -61,7 +61,7 @@ def compiled(bench: Bench, facts: Facts) -> list[str]:
 
 
 def resumed(bench: Bench, facts: Facts) -> list[str]:
-    """A run that is saved, stopped and resumed, against one that is not stopped: the same bits?"""
+    """Compare the bits of a run that is saved, stopped and resumed with those of an uninterrupted run."""
     wrong = []
     for optimizer, exact in OPTIMIZERS[: bench.size(4, 1)]:
         name = f"{optimizer}{', deterministic' if exact else ''}"

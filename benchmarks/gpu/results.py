@@ -1,4 +1,4 @@
-"""What came of the parts: JSON for programs, a table for people."""
+"""The results of the parts: JSON for programs, a table for people."""
 
 import json
 import os
@@ -21,7 +21,7 @@ COLUMNS = {
 
 
 def write(path: Path, head: Mapping[str, Any], records: Mapping[str, Record]) -> None:
-    """Both files, PATH.json and PATH.md, each as a whole or not at all."""
+    """Write PATH.json and PATH.md atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path.with_suffix(".json"), json.dumps({**head, "results": records}, indent=1, default=str) + "\n")
     _replace(path.with_suffix(".md"), table(head, records))
@@ -58,7 +58,7 @@ def table(head: Mapping[str, Any], records: Mapping[str, Record]) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> list[str]:
-    """A line each; what is a table of its own, in one."""
+    """Yield a line for each fact, with nested tables in one line."""
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
@@ -69,7 +69,7 @@ def _facts(facts: Mapping[str, Any]) -> list[str]:
 
 
 def failures(records: Mapping[str, Record]) -> list[str]:
-    """A line for each thing that is wrong."""
+    """Return a line for each failure."""
     return [
         f"{name}: {one}" for name, record in records.items() if record["status"] == "failed" for one in record["wrong"]
     ]

@@ -14,7 +14,7 @@ ROUNDS = 3
 
 
 def measured(bench: Bench, facts: Facts, row: Row) -> list[str]:
-    """A row of the table; running out of memory is a result."""
+    """Measure a row of the table; running out of memory is a result."""
     from benchmarks.full_size import measure
     from lightning_modules.estimation.memory import bytes_per_parameter
     from tasks.footprint import weight_bytes
@@ -42,7 +42,7 @@ def measured(bench: Bench, facts: Facts, row: Row) -> list[str]:
 
 
 def _module(bench: Bench, row: Row) -> Any:
-    """The model of the row before, where this row has the same; whole, and compiled where it is to be."""
+    """Return the full model, reused from the previous row if equal, and compiled if requested."""
     from lightning_modules.execution.blocks import compile_blocks
 
     what, module = bench.kept
@@ -59,7 +59,7 @@ def _module(bench: Bench, row: Row) -> Any:
 
 
 def _raised(bench: Bench, module: Any, batch: LatentBatch, estimate: Callable[[str], int]) -> str:
-    """The policy that the first steps of a run find."""
+    """Return the checkpointing policy found in the first steps of a run."""
     from benchmarks.memory import loss
     from lightning_modules.estimation.memory import Calibration, DeviceMemory
     from lightning_modules.execution.checkpointing import POLICIES
@@ -79,7 +79,7 @@ def _raised(bench: Bench, module: Any, batch: LatentBatch, estimate: Callable[[s
 
 @cache
 def _estimates(bench: Bench, model: str, adapter: str, compiled: bool, side: int) -> Any:
-    """What a step takes beside weights, by policy: the same for all formats of the weights."""
+    """Return the memory of a step without weights, by policy; it is the same for all weight formats."""
     from benchmarks.memory import fake_step
 
     module = bench.described(model, f"adapter={adapter}", f"model.compile={compiled}")

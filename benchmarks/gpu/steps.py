@@ -30,7 +30,7 @@ def ortho_tlora(bench: Bench, facts: Facts) -> list[str]:
 
 
 def bases(bench: Bench, facts: Facts) -> list[str]:
-    """Two training steps of each base: losses as the CPU's, and nothing in the second that waits for the device."""
+    """Take two training steps on each base: losses equal the CPU's, and the second never waits for the GPU."""
     wrong = []
     for base in BASES:
         module = bench.module(base, narrow=True)
@@ -86,7 +86,7 @@ def attention(bench: Bench, facts: Facts) -> list[str]:
 
 
 def estimate(bench: Bench, facts: Facts) -> list[str]:
-    """The estimated memory of a step against the peak that is measured, by policy, on a few blocks of real widths."""
+    """Compare estimated and measured peak memory of a step, by policy, on a few blocks of real widths."""
     wrong = []
     low, high = ESTIMATE
     for model in ("flux_kontext", "qwen_image_edit"):
@@ -115,13 +115,13 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def _two_steps(bench: Bench, module: Any) -> list[float]:
-    """The losses."""
+    """Return the losses of two steps."""
     optimizer = module.configure_optimizers()["optimizer"]
     return [float(_step(module, optimizer, bench.batch(module, 64), number)) for number in range(2)]
 
 
 def _step(module: Any, optimizer: Any, batch: Any, number: int) -> Tensor:
-    """As Lightning takes it."""
+    """Take a step as Lightning does."""
     with torch.autocast(module.device.type, torch.bfloat16):
         value = module.training_step(batch, number)["loss"]
     value.backward()
@@ -132,7 +132,7 @@ def _step(module: Any, optimizer: Any, batch: Any, number: int) -> Tensor:
 
 
 def _waits(bench: Bench, module: Any) -> dict[str, int] | str:
-    """Where a step waits for the device, and how often."""
+    """Return where a step waits for the GPU, and how often."""
     if not bench.cuda:
         return NEEDS_CUDA
     optimizer, batch = module.configure_optimizers()["optimizer"], bench.batch(module, 64)

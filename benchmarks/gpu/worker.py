@@ -42,7 +42,7 @@ def work(connection: Connection, other_end: Connection, tiny: bool, device: str 
 
 
 def run(bench: Any, name: str, part: Part) -> dict[str, Any]:
-    """What came of a part."""
+    """Return the result of a part."""
     print(f"=== {name}", file=sys.stderr, flush=True)
     began = time.monotonic()
     facts: dict[str, Any] = {}
