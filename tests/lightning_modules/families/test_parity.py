@@ -10,6 +10,7 @@ from datamodules.pairs import collate_pixels
 from lightning_modules import flow
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
+from tests.support.combinations import first
 from tests.support.losses import losses
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
 from tests.support.same_adapters import assert_same_gradients
@@ -30,6 +31,15 @@ CASES = {
     "longcat_image_edit": ("longcat_image_edit", [(96, 48)]),
     "longcat_image_edit, enlarged": ("longcat_image_edit", [(50, 71)]),
 }
+# Those that stand for the others in the quick suite.
+QUICK = (
+    "flux_kontext",
+    "qwen_image_edit",
+    "qwen_image_edit_plus, three images",
+    "flux2_klein_4b, two images",
+    "z_image",
+    "longcat_image_edit, enlarged",
+)
 MASKED = ("qwen_image", "qwen_image_edit", "z_image")
 
 
@@ -46,8 +56,12 @@ def built(repositories, monkeypatch):
 
 
 def cases(*left_out):
-    chosen = {name: case for name, case in CASES.items() if name not in left_out}
-    return pytest.mark.parametrize(("name", "sizes"), chosen.values(), ids=chosen)
+    chosen = [
+        pytest.param(*case, marks=[pytest.mark.slow] * (name not in QUICK), id=name)
+        for name, case in CASES.items()
+        if name not in left_out
+    ]
+    return pytest.mark.parametrize(("name", "sizes"), chosen)
 
 
 def two_samples(module, sizes, folder):
@@ -76,7 +90,9 @@ def test_prompt_embeddings_are_the_pipelines(built, name, sizes, tmp_path):
         assert changed.shape != found[2].shape or (changed - found[2]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name, one in REFERENCES.items() if not name.startswith("qwen_image_edit")])
+@pytest.mark.parametrize(
+    "name", first(3, ["flux_kontext", "z_image", "longcat_image_edit", "qwen_image", "flux2_klein_4b", "flux2_dev"])
+)
 def test_prompt_that_is_cut_is_noted_once(built, name, tmp_path, caplog, monkeypatch):
     reference, module, _ = built(name)
     monkeypatch.setattr(logging.getLogger("retouch"), "handlers", [caplog.handler])
@@ -94,7 +110,7 @@ def test_prompt_that_is_cut_is_noted_once(built, name, tmp_path, caplog, monkeyp
     assert note.endswith(f': "{cut[:60]}..."')
 
 
-@pytest.mark.parametrize("guided", [True, False], ids=["guided", "unguided"])
+@pytest.mark.parametrize("guided", first(1, [True, False]), ids=["guided", "unguided"])
 @cases("flux_kontext, two images")
 def test_images_are_the_pipelines(built, name, sizes, guided, tmp_path):
     reference, module, stock = built(name)
