@@ -1,10 +1,31 @@
-"""T-LoRA's rank mask in sampling."""
+"""T-LoRA's rank schedule in a run: masks in sampling, and a histogram of the active ranks."""
+
+import logging
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as L
+import torch
+from PIL import Image
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from callbacks.image_writer import log_image
+from datamodules.base import TrainingData
+from datamodules.files import replacing
+from lightning_modules import flow
 from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
 from lightning_modules.edit_module import EditModule
+from lightning_modules.timing import NOT_TRAINING
+from runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("retouch")
+
+# Training timesteps in the histogram, at most.
+ENOUGH = 10_000
 
 
 class RankMasks(L.Callback):
@@ -15,9 +36,9 @@ class RankMasks(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        sampler = pl_module.sampler
-        if pl_module.rank_gates and pl_module.transformer is not None:
-            self._hooks = mask_forwards(pl_module.transformer, pl_module.rank_gates, lambda *_: sampler.current_step())
+        gates, sampler = pl_module.rank_gates, pl_module.sampler
+        if gates and pl_module.transformer is not None:
+            self._hooks = mask_forwards(pl_module.transformer, gates, lambda *_: sampler.current_step())
 
     on_predict_start = on_fit_start
 
@@ -25,3 +46,62 @@ class RankMasks(L.Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class RankHistogram(L.Callback):
+    """Compares a T-LoRA's active ranks in training with those in sampling, before the first step.
+
+    Args:
+        output_dir: the run's folder, where the histogram is active_ranks.png.
+    """
+
+    def __init__(self, output_dir: str) -> None:
+        self.path = RunFolder(output_dir).active_ranks
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, EditModule)
+        if pl_module.rank_gates and trainer.is_global_zero:
+            with pl_module.base.timer.stage(NOT_TRAINING):
+                self._draw(trainer, pl_module)
+
+    def _draw(self, trainer: L.Trainer, module: EditModule) -> None:
+        """Draw and log the ranks, of this run's own timesteps and at the most common image size."""
+        data = TrainingData.of(trainer)
+        [((width, height), _)] = data.size_counts().most_common(1)
+        tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
+        schedule = module.rank_gates[0].schedule
+        assert module.sampler.sampling is not None
+        steps = module.base.sampling_timesteps(tokens, module.sampler.sampling)
+        samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
+        shift = module.base.dynamic_shift(tokens)
+        t = flow.draw_timesteps(module.flow.seed, min(samples, ENOUGH), module.flow.timesteps, shift)
+        trained = schedule.active_ranks(t * NUM_TRAIN_TIMESTEPS)
+        used = schedule.active_ranks(steps, steps)
+        with replacing(self.path) as temporary:
+            draw_ranks(trained, used, schedule, f"{width}x{height}").savefig(temporary, format="png")
+        with Image.open(self.path) as image:
+            log_image(trainer, "active ranks", image.convert("RGB"))
+        log.info(
+            f"active rank of {schedule.rank}: {trained.float().mean():.1f} on average in training, "
+            f"{used.float().mean():.1f} in {len(steps)} sampling steps at {width}x{height}; see {self.path}"
+        )
+
+
+def draw_ranks(trained: Tensor, used: Tensor, schedule: RankSchedule, size: str) -> "Figure":
+    """Draw a histogram of the ranks of training samples (N,) and of sampling steps (M,)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    edges = torch.arange(schedule.rank + 2) - 0.5
+    for ranks, name, style in (
+        (trained, f"{len(trained):,} training samples", {"fill": True, "alpha": 0.4}),
+        (used, f"{len(used)} sampling steps", {"linewidth": 2}),
+    ):
+        shares = torch.bincount(ranks, minlength=schedule.rank + 1) / len(ranks)
+        label = f"{name}, mean {ranks.float().mean():.1f}"
+        axes.stairs(100 * shares, edges, baseline=0, label=label, **style)
+    title = f"{schedule.kind}, rank {schedule.min_rank} to {schedule.rank}, {size}"
+    axes.set(xlabel="active rank", ylabel="share, %", xlim=(-0.5, schedule.rank + 0.5), title=title)
+    axes.legend()
+    return figure

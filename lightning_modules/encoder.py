@@ -1,4 +1,4 @@
-"""Pixels and prompts to latents and embeddings: the one way from a RawBatch to a LatentBatch."""
+"""Encoding of pixels and prompts: the only way from a RawBatch to a LatentBatch."""
 
 import hashlib
 import json
@@ -27,13 +27,13 @@ log = logging.getLogger("retouch")
 
 
 class Encoder:
-    """A base's frozen encoders, and its decoder.
+    """The frozen encoders of a base, and its decoder.
 
     Args:
-        vae_encode_mode: of `FlowMatching`; a cache keeps the standard deviation for `sample` only.
+        vae_encode_mode: of `FlowMatching`; a cache contains the standard deviation for `sample` only.
 
     Attributes:
-        trains_text_encoders: whether text encoders train: then they encode anew in every step.
+        trains_text_encoders: whether text encoders train, so that they encode in every step.
     """
 
     def __init__(self, family: Family, base: FrozenBase, vae_encode_mode: str) -> None:
@@ -42,7 +42,7 @@ class Encoder:
         self.vae_encode_mode = vae_encode_mode
         self.trains_text_encoders = False
         self.prompts = PromptCache(self._encode_prompt, base.timer)
-        self._cut: set[str] = set()  # prompts that were said to be too long
+        self._cut: set[str] = set()  # prompts that were reported as too long
 
     def _encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         counted = self.family.prompt_tokens(self.base.components, [prompt])
@@ -60,7 +60,7 @@ class Encoder:
         """Run the frozen encoders; deterministic, so the result may be cached.
 
         Args:
-            negative_prompt: encode this too, as the batch's `empty_prompt`; in training it is "".
+            negative_prompt: to encode as the batch's `empty_prompt`; "" in training.
         """
         base, target_mean, target_std = self.base, None, None
         with torch.autocast(base.device.type, enabled=False):
@@ -94,10 +94,11 @@ class Encoder:
         )
 
     def remembered(self, batch: RawBatch, negative_prompt: str | None, folder: Path | None) -> LatentBatch:
-        """Return the encoded batch of one, on the CPU; a later run loads no encoder for it.
+        """Return the encoded batch of one sample, on the CPU, from a file if an earlier run encoded it.
 
         Args:
-            folder: of this base's cache, whose name stands for all that encodings depend on; None to keep nothing.
+            folder: of this base's cache, named by a fingerprint of everything else that encodings depend on; None
+                keeps nothing.
         """
         if folder is None:
             return self(batch, negative_prompt)
@@ -107,23 +108,23 @@ class Encoder:
             with reading(path, "delete it and start again"):
                 return LatentBatch(**torch.load(path, weights_only=True))
         encoded = self(batch, negative_prompt).map(torch.Tensor.cpu)
-        with suppress(UserError), replacing(path) as temporary:  # where nothing can be written, it is encoded each time
+        with suppress(UserError), replacing(path) as temporary:  # if it cannot be written, it is encoded each time
             torch.save(vars(encoded), temporary)
         return encoded
 
     @torch.no_grad()
     def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch | None, list[dict[str, Tensor]]]:
-        """A view encoded with the empty prompt, unless it is there already; and the conditioning of each text."""
+        """Return a new view encoded with the empty prompt (None for a known one), and each text's conditioning."""
         latents = self(request.raw, "") if request.is_new else None
         images, device = request.raw.prompt_images, self.base.device
         with torch.autocast(device.type, enabled=False):
             return latents, [self.prompts([text], images, device) for text in request.texts]
 
     def _encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, beside the transformer."""
+        """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, on the transformer's device."""
         parts, device = self.base.components, self.base.device
         vae = parts["vae"]
-        # In diffusers' memory layout, by which bf16 kernels round.
+        # In diffusers' memory layout, since rounding of bf16 kernels depends on it.
         pixels = pixels.to(parts.device("vae"), parts.dtype, memory_format=torch.channels_last)
         mean, std = self.family.encode_pixels(vae, pixels)
         return mean.to(device), std.to(device)
@@ -135,17 +136,17 @@ class Encoder:
         return self.family.decode(parts["vae"], latents.to(parts.device("vae"))).float().cpu()
 
     def latents(self, batch: RawBatch | LatentBatch, empty_prompt: bool) -> LatentBatch:
-        """What a step sees: pixels encoded, and prompts as text encoders that train encode them now.
+        """Return the batch of a training step: encoded pixels, and prompts by the present text encoders.
 
         Args:
-            empty_prompt: whether a raw batch is encoded with the empty prompt, too.
+            empty_prompt: whether to encode the empty prompt of a raw batch as well.
         """
         if isinstance(batch, RawBatch):
             batch = self(batch, "" if empty_prompt else None)
         return self.refresh_prompt_embeds(batch)
 
     def refresh_prompt_embeds(self, batch: LatentBatch, negative_prompt: str | None = None) -> LatentBatch:
-        """Return the batch with the present outputs of the text encoders, if they train; `empty_prompt` is negative."""
+        """Return the batch with the present outputs of text encoders that train; `empty_prompt` is the negative one."""
         if not self.trains_text_encoders:
             return batch
         encode = self.family.encode_prompts
@@ -153,10 +154,10 @@ class Encoder:
         return replace(batch, prompt=encode(self.base.components, batch.prompts), empty_prompt=empty)
 
     def keep_prompts(self, requests: Sequence[PromptRequest], processes: int) -> None:
-        """Encode prompts before all else, and let the text encoders go if the embeddings fit in memory.
+        """Encode prompts first, and release the text encoders if the embeddings fit in memory.
 
         Args:
-            processes: how many on this machine do so.
+            processes: on this machine.
         """
         with torch.no_grad():
             kept = self.prompts.keep(requests, self.family.condition_images.for_text, processes)
@@ -164,10 +165,10 @@ class Encoder:
             self.base.components.release(*self.family.text_components)
 
     def fingerprint_parts(self, memo: Path) -> dict[str, Any]:
-        """All that encodings depend on beside the samples: what a cache's fingerprint is made of.
+        """Return everything that encodings depend on besides the samples, for a cache's fingerprint.
 
         Args:
-            memo: a file that remembers the checksums of a local model's files.
+            memo: a file with known checksums of a local model's files.
         """
         return {
             **self.base.identity(memo),
@@ -179,14 +180,14 @@ class Encoder:
 
 
 class PromptCache:
-    """Prompt embeddings in CPU memory: data sets for an edit repeat their instructions.
+    """Prompt embeddings in CPU memory, since data sets for an edit repeat their instructions.
 
-    A prompt is known by its text and by the pixels of the images that its encoder sees with it. Each is encoded
-    alone, so that its embedding does not depend on its neighbours in a batch.
+    The key is the text and the pixels of the images that its encoder sees. Each prompt is encoded separately, so that
+    its embedding does not depend on others in a batch.
 
     Args:
         encode: a prompt and its images -> the text conditioning, each tensor (...).
-        kept: how many are kept, the ones used last; 4 MB each for T5-XXL at 512 tokens, 10 MB for Qwen2.5-VL and one
+        kept: number of most recently used prompts; 4 MB each for T5-XXL at 512 tokens, 10 MB for Qwen2.5-VL with one
             megapixel.
     """
 
@@ -202,7 +203,7 @@ class PromptCache:
     def __call__(
         self, prompts: Sequence[str], images: Sequence[list[Tensor]], device: torch.device
     ) -> dict[str, Tensor]:
-        """The conditioning of a batch, each tensor (B, ...), on `device`, its masks on the host.
+        """Return the conditioning of a batch, each tensor (B, ...), on `device`; masks on the CPU.
 
         Args:
             images: of each prompt.
@@ -218,7 +219,7 @@ class PromptCache:
         return {k: tensor if k.endswith(ON_HOST) else copy_to(tensor, device) for k, tensor in stacked.items()}
 
     def seconds(self, prompt: str, images: list[Tensor]) -> float:
-        """What encoding it has taken."""
+        """Return the seconds that encoding has taken."""
         return self._seconds[_digest(prompt, images)]
 
     def _encode(self, key: bytes, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
@@ -231,11 +232,11 @@ class PromptCache:
     def keep(
         self, requests: Sequence[PromptRequest], load: Callable[[Sequence[Path]], list[Tensor]], processes: int = 1
     ) -> bool:
-        """Encode these now, and keep them all if they fit: their encoders may go then.
+        """Encode all prompts if they fit in memory; return whether they do.
 
         Args:
             load: reads the images of a prompt.
-            processes: how many on this machine do so, and share half of the free memory.
+            processes: on this machine, which share half of the free memory.
         """
         progress = ProgressLines(len(requests), "prompts encoded")
         for number, (prompt, paths) in enumerate(requests, 1):
@@ -250,7 +251,7 @@ class PromptCache:
 
 
 def _digest(prompt: str, images: list[Tensor]) -> bytes:
-    """What a prompt and its images are known by."""
+    """Return the key of a prompt and its images."""
     digest = hashlib.sha256(prompt.encode())
     for image in images:
         digest.update(str(tuple(image.shape)).encode())

@@ -16,9 +16,9 @@ class Layers(NamedTuple):
     Attributes:
         native: their names in other programs' LoRA files.
         targets: name endings of the layers that are adapted by default.
-        output: pattern of the projection to the picture, which `all-linear` leaves out.
-        flattened: patterns of those that see the tokens of all samples as one row, where no rank mask can tell samples
-            apart; `all-linear` leaves them out.
+        output: pattern of the last projection, which `all-linear` leaves out.
+        flattened: patterns of layers that see the tokens of all samples as one row, so that a rank mask cannot address
+            single samples; `all-linear` leaves them out.
     """
 
     native: NativeNames = NO_NATIVE_NAMES

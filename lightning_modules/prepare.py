@@ -1,4 +1,4 @@
-"""What is done to a transformer before it computes, in order: load, quantize, inject the adapter, compile."""
+"""Preparation of a transformer, in order: load, quantize, inject the adapter, compile."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,17 +31,17 @@ from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
 class Execution:
-    """How a base's transformer computes, in training and in prediction.
+    """Execution of a base's transformer, in training and in prediction.
 
     Args:
-        adapter: what trains; None in prediction.
+        adapter: None in prediction.
         training_adapter: of `TrainingAdapter`, in training; None for none.
-        gradient_checkpointing: what is computed again in the backward pass, to save memory: `none`, `selective`,
-            `every_N` (every N-th block), `full` or `auto`, which is `full` until something else is set.
-        compile: whether its blocks are compiled.
-        attention_backend: diffusers' name of an attention kernel; None for PyTorch's own choice.
-        offload: what waits in the host's memory: `blocks`, how many of the transformer's; `activations`, whether those
-            of a training step do.
+        gradient_checkpointing: the part to compute again in the backward pass, to save memory: `none`, `selective`,
+            `every_N` (every N-th block), `full` or `auto`, which is `full` until `set_checkpointing`.
+        compile: whether blocks are compiled.
+        attention_backend: diffusers' name of an attention kernel; None for PyTorch's choice.
+        offload: to CPU memory: `blocks`, a number of the transformer's blocks; `activations`, whether those of a
+            training step.
 
     Attributes:
         direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
@@ -73,12 +73,12 @@ class Execution:
 
     @property
     def adapter(self) -> Adapter:
-        """What trains."""
+        """The adapter, in training."""
         assert self._adapter is not None
         return self._adapter
 
     def check(self, sharded: bool) -> None:
-        """Raise a UserError for settings that do not go together.
+        """Raise a UserError for incompatible settings.
 
         Args:
             sharded: whether the transformer is split over several GPUs.
@@ -86,11 +86,11 @@ class Execution:
         trains, recomputes = self._adapter is not None, self.checkpointing in ("full", "auto")
         check_attention_backend(self.attention_backend, trains)
         if trains and sharded and self.offload["blocks"]:
-            raise UserError("model.offload.blocks does not go with trainer=fsdp, which splits them instead")
+            raise UserError("model.offload.blocks: trainer=fsdp splits the blocks instead. Leave one of the two out.")
         if trains and sharded and self.offload["activations"] and not recomputes:
             raise UserError(
-                "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full: else the "
-                "weights that are gathered for a step would be copied, too"
+                "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full, else the weights "
+                "gathered for a step would be offloaded as well"
             )
         if trains and self.offload["blocks"] and not recomputes:
             raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
@@ -100,16 +100,16 @@ class Execution:
             self.base.note_distilled()
 
     def check_data(self, data: TrainingData) -> None:
-        """Raise a UserError for data that the adapter cannot be trained on."""
+        """Raise a UserError for data that the adapter cannot train on."""
         if self._adapter is not None and self._adapter.trains_text_encoders and not data.captions():
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
 
     def load_to_train(self, mesh: Any, data: TrainingData | None) -> Any:
-        """The transformer with its adapter, ready to train.
+        """Load the transformer with its adapter, ready to train.
 
         Args:
-            mesh: of the GPUs that it is split over; None for one that is whole in each process.
-            data: that it is compiled for; None where that is not known.
+            mesh: of the GPUs that it is split over; None if each process has the whole transformer.
+            data: to compile for; None if unknown.
         """
         self.direction = None
         transformer = self.base.load_transformer(sharded=mesh is not None)
@@ -127,7 +127,7 @@ class Execution:
             from lightning_modules.execution.fsdp import shard
 
             shard(transformer, mesh)
-            cast_inputs(transformer, True)  # in float32 and without autocast it makes pictures too
+            cast_inputs(transformer, True)  # it also samples images, in float32 and without autocast
         return transformer
 
     def adapt(self, transformer: Any) -> None:
@@ -137,13 +137,13 @@ class Execution:
         cast_inputs_once(transformer)
 
     def adapted_meta_transformer(self) -> Any:
-        """The transformer with its adapter, without weights: to estimate by."""
+        """Return the transformer with its adapter on the meta device, for estimates."""
         transformer = deepcopy(self.base.source.meta)
         self.adapt(transformer)
         return transformer
 
     def text_encoders_to_train(self) -> nn.ModuleDict:
-        """The text encoders with the adapter, by name; none where it leaves them alone."""
+        """Return the text encoders with the adapter, by name; none if it does not train them."""
         found = nn.ModuleDict()
         for name in self.base.family_class.text_components if self.adapter.trains_text_encoders else ():
             if isinstance(part := self.base.components[name], nn.Module):
@@ -152,17 +152,17 @@ class Execution:
         return found
 
     def prepare(self, transformer: Any, dynamic: bool | None = None) -> None:
-        """Bring it to its device, choose its kernels and compile it: after quantized layers and adapters are in place.
+        """Move the transformer to its device, set its kernels and compile it, after quantization and adapters.
 
         Args:
             dynamic: of `compile_blocks`.
 
         Raises:
-            UserError: this machine or these weights cannot do it.
+            UserError: this machine or these weights do not support it.
         """
         self.stream_blocks(transformer)
-        # Positions are plain attributes of diffusers' modules, which no move reaches: each forward would copy them, and
-        # wait for the device.
+        # Positions are plain attributes of diffusers' modules, which .to() does not move: each forward would copy them,
+        # and wait for the GPU.
         for module in transformer.modules():
             tensors = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
             vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
@@ -171,11 +171,11 @@ class Execution:
             compile_blocks(transformer, dynamic)
 
     def stream_blocks(self, transformer: Any) -> None:
-        """Let the offloaded blocks come to the device for their turn; adapters must be in place."""
+        """Make the offloaded blocks move to the device when they compute; adapters must be in place."""
         if self.offload["blocks"]:
             blocks = streamed_blocks(transformer, self.offload["blocks"])
             BlockStream(list(blocks.values()), self.base.device)
-            transformer.to(self.base.device)  # what is left of the blocks
+            transformer.to(self.base.device)  # everything else
 
     @property
     def rank_gates(self) -> list[RankGate]:
@@ -202,16 +202,16 @@ class Execution:
         set_checkpointing(transformer, policy, bind, self.compile_blocks)
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
-        """Around a training step's forward: where what autograd saves goes."""
+        """Temporarily offload the tensors that autograd saves, if configured; around a training step's forward."""
         return self._activations or nullcontext()
 
     def without_compiling(self) -> AbstractContextManager[Any]:
-        """Inside, compiled blocks run as they are written: graphs are for steps, pictures have other sizes."""
+        """Temporarily run compiled blocks eagerly: graphs are for training steps, sampled images have other sizes."""
         return torch.compiler.set_stance("force_eager") if self.compile_blocks else nullcontext()
 
     @contextmanager
     def for_inference(self) -> Iterator[None]:
-        """Inside, the transformer is as its users have it: not compiled, and without the training adapter."""
+        """Temporarily run the transformer as in prediction: eagerly, without the training adapter."""
         left_out = nullcontext() if self.training_adapter is None else self.training_adapter.left_out()
         with self.without_compiling(), left_out:
             yield

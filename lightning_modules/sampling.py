@@ -1,4 +1,4 @@
-"""Latents to pictures, by the family's diffusers pipeline."""
+"""Sampling of images, by the family's diffusers pipeline."""
 
 import inspect
 import itertools
@@ -20,18 +20,18 @@ from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import EMBEDDED, load_component
+from lightning_modules.pretrained.repository import load_component
 from lightning_modules.pretrained.transformer import TransformerSource
 
 log = logging.getLogger("retouch")
 
 
 class Sampler:
-    """Makes pictures with a loaded transformer.
+    """Samples images with a loaded transformer.
 
     Args:
-        loras: that are applied to it, in prediction.
-        sampling: how images are sampled, in training and in prediction; None where none are.
+        loras: applied to it, in prediction.
+        sampling: settings in training and in prediction; None if nothing is sampled.
     """
 
     def __init__(
@@ -44,54 +44,46 @@ class Sampler:
         self.sampling = sampling
         self.transformer: Any = None
         self._scheduler: Any = None
-        self._noted: set[str] = set()
         self._source: TransformerSource | None = None
         self._pipeline: Any = None
-        self._samples = False  # what a pipeline says of its step stays as it was when a picture fails
+        self._samples = False  # a pipeline's own current step stays set when an image fails
 
     def check(self) -> None:
-        """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would not follow."""
+        """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would ignore."""
         self.loras.check_files(self.base)
         if self.sampling is not None:
-            self.family.sampling_rules.check(self.sampling, self.family.pipeline_name)
+            self.family.sampling_rules.check_sampling(self.sampling, self.family.pipeline_name)
             if self.sampling.transformer_name_or_path in (None, self.base.transformer_name):
                 self.check_source(self.base.source)
 
     def check_source(self, source: TransformerSource) -> None:
-        """Raise a UserError for a shift that the transformer's scheduler cannot take; note settings without effect."""
+        """Raise a UserError for a shift that the transformer's scheduler does not support."""
         import diffusers
 
         assert self.sampling is not None
-        rules, index = self.family.sampling_rules, self.base.index | source.pipeline_index()
+        index = self.base.index | source.pipeline_index()
         name = index["scheduler"][1]
         known = inspect.signature(getattr(diffusers, name, object).__init__).parameters
         if not self.sampling.scheduler_config.keys() <= known.keys():
             raise UserError(
                 f"shift={self.sampling.shift:g}: {name} of {source.name} takes no fixed shift. Leave it out."
             )
-        guided = rules.cfg_scale == "guidance_scale"
-        takes = not index.get("is_distilled") if guided else source.meta.config.get("guidance_embeds", False)
-        takes = takes or source.name == EMBEDDED  # its recipe is that of FLUX Kontext
-        for line in rules.without_effect(self.sampling, takes):
-            if line not in self._noted:
-                log.warning(f"note: {line}")
-                self._noted.add(line)
 
     def use(self, transformer: Any, source: TransformerSource | None = None) -> None:
-        """Make pictures with this one from now on; None lets go of the one before.
+        """Sample with this transformer; None releases the present one.
 
         Args:
-            source: of one that was chosen for pictures: of a whole pipeline it brings the scheduler.
+            source: of a transformer chosen for sampling; if it is a whole pipeline, its scheduler is used.
         """
         self.transformer, self._source, self._pipeline = transformer, source, None
 
     def pipeline(self) -> Any:
-        """The family's pipeline around the transformer, for all but encoding."""
+        """Return the family's pipeline with the transformer, without encoders."""
         if self._pipeline is None:
             parts, pipeline_class = self.base.components, self.family.pipeline_class()
             chosen = self._source or self.base.source
             own, known = chosen.pipeline_index(), inspect.signature(pipeline_class.__init__).parameters
-            # Whether it was distilled, and so is not guided, is said where the transformer comes from.
+            # The transformer's repository says whether it is distilled, and so not guided.
             index = self.base.index | {name: one for name, one in own.items() if name == "is_distilled"}
             settings = {name: one for name, one in index.items() if isinstance(one, bool | int | float)}
             home = parts.repository, self.base.revision
@@ -110,7 +102,7 @@ class Sampler:
 
     @contextmanager
     def _note_steps(self, iterable: None = None, total: int = 0) -> Iterator[Any]:
-        """Replace a pipeline's own progress bar: the timer's listeners show each denoising step."""
+        """Temporarily replace a pipeline's progress bar: the timer's listeners show each denoising step."""
         steps = itertools.count(1)
         yield SimpleNamespace(
             update=lambda *_: self.base.timer.note_progress(detail=f", denoising step {next(steps)}/{total}")
@@ -123,7 +115,7 @@ class Sampler:
     def generate(
         self, request: EditRequest, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """The request's pictures, each (1, 3, H, W) about [-1, 1], with the facts of how it was made."""
+        """Yield the request's images, each (1, 3, H, W) about [-1, 1], with its record."""
         assert self.sampling is not None
         seconds = self.base.timer.seconds
         seconds["encode_image"] = 0.0
@@ -136,20 +128,20 @@ class Sampler:
             together = wanted[start : start + request.batch_size]
             self.loras.set_scale(self.transformer, scale)
             seconds["denoise"] = seconds["decode"] = 0.0
-            chosen = rows(latents, [row for row, _ in together])
-            made = self.sample(chosen, self.sampling, request.size, [seed for _, (_, seed) in together])
+            chosen = choose_samples(latents, [row for row, _ in together])
+            images = self.sample(chosen, self.sampling, request.size, [seed for _, (_, seed) in together])
             shared = {name: seconds[name] / len(together) for name in ("denoise", "decode")}
-            for pixels, (row, (number, seed)) in zip(made.split(1), together, strict=True):
+            for pixels, (row, (number, seed)) in zip(images.split(1), together, strict=True):
                 yield pixels, self._record(request, row, number, seed, scale, seconds | shared)
 
     def _record(
         self, request: EditRequest, row: int, number: int, seed: int, scale: float, seconds: dict[str, float]
     ) -> dict[str, Any]:
-        """What predictions.jsonl says of a picture.
+        """Return the record of an image in predictions.jsonl.
 
         Args:
-            row: of the request's prompts.
-            number: of the seed among the request's.
+            row: index of its prompt.
+            number: index of its seed.
             seconds: by stage.
         """
         sampling = self.sampling
@@ -176,9 +168,9 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seeds: Sequence[int]) -> Tensor:
-        """A picture of each sample, (B, 3, H, W), about [-1, 1]: what the stock pipeline gives for its seed.
+        """Sample an image for each sample, (B, 3, H, W) about [-1, 1], as the stock pipeline does for its seed.
 
-        The batch's `empty_prompt` is what is guided away from.
+        Guidance is away from the batch's `empty_prompt`.
 
         Args:
             size: (width, height).
@@ -200,19 +192,19 @@ class Sampler:
                 latents = pipeline.edit(controls, size, generator=generators, **arguments)
         finally:
             self._samples = False
-        with base.timer.stage("decode"):  # one by one: a picture takes much memory, and decodes the same alone
+        with base.timer.stage("decode"):  # one by one: decoding takes much memory
             pixels = torch.cat([self.encoder.decode(one) for one in latents.split(1)])
         base.offload_to_cpu()
         if not pixels.isfinite().all():
             log.warning(
-                "note: a picture has values that are not finite, shown black: some schedulers divide by zero with "
-                f"num_inference_steps=1 (here {sampling.num_inference_steps}); else weights have diverged"
+                "note: an image has values that are not finite, shown black. Some schedulers divide by zero with "
+                f"num_inference_steps=1 (here {sampling.num_inference_steps}); otherwise the weights have diverged"
             )
         return pixels
 
 
-def rows(batch: LatentBatch, chosen: Sequence[int]) -> LatentBatch:
-    """Samples of a batch, by their numbers; the condition images, which are there once, for each."""
+def choose_samples(batch: LatentBatch, chosen: Sequence[int]) -> LatentBatch:
+    """Return samples of a batch by index, each with the batch's condition images."""
 
     def pick(conditioning: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor[list(chosen)] for name, tensor in conditioning.items()}

@@ -1,4 +1,4 @@
-"""Seconds spent in the stages of a run, and lines about what takes many of them."""
+"""Seconds spent in the stages of a run, and progress lines."""
 
 import logging
 import time
@@ -10,20 +10,20 @@ import torch
 
 log = logging.getLogger("retouch")
 
-# Between two lines about a step that takes long.
+# From one progress line to the next.
 SECONDS_BETWEEN_LINES = 10
-# The stage of what a run does beside its steps: sample pictures and savings. Speeds leave it out.
+# The stage of sample images, validation and saving, which speeds leave out.
 NOT_TRAINING = "not training"
-# The stage of reading a component's weights, and of downloading them.
+# The stage of reading or downloading a component's weights.
 LOADING = "load"
 
 
 class ProgressLines:
-    """Lines about work that takes long: `3 of 9 captions  left 0:02:00`.
+    """Progress lines of long work: `3 of 9 captions  left 0:02:00`.
 
     Args:
-        total: how many there are to do.
-        what: is done, as the lines name it.
+        total: number of items.
+        what: name of the items.
     """
 
     def __init__(self, total: int, what: str) -> None:
@@ -32,7 +32,7 @@ class ProgressLines:
         self._start = self._last = time.monotonic()
 
     def done(self, number: int) -> None:
-        """Say it, when the last line was some time ago; `number`: of those that are done."""
+        """Log the number of finished items, if the last line was some time ago."""
         now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
@@ -41,14 +41,14 @@ class ProgressLines:
 
 
 class StageTimer:
-    """Seconds by stage; a stage within another is not counted twice.
+    """Seconds by stage; nested stages are not counted twice.
 
     Attributes:
-        running: the names of the stages at hand, the innermost last.
-        done: grows where something is done: with each stage that ends, and each `note_progress`.
-        now: the work within a stage, in words, such as "sampling 2/4"; empty in training steps.
-        listeners: called at each `note_progress`, with `now` and how far it is.
-        synchronize: a CUDA device to wait for at the borders of a stage.
+        running: names of the current stages, the innermost last.
+        done: count of finished stages and of calls of `note_progress`.
+        now: the present work in words, such as "sampling 2/4"; empty in training steps.
+        listeners: called at each `note_progress`, with `now` and the detail.
+        synchronize: a CUDA device to wait for at the beginning and end of a stage.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class StageTimer:
         self.listeners: list[Callable[[str], None]] = []
         self.synchronize: torch.device | None = None
         self._inner = 0.0
-        self._aside = False  # whether a stage beside training runs
+        self._aside = False  # whether NOT_TRAINING runs
 
     def note_progress(self, now: str | None = None, detail: str = "") -> None:
-        """Within a stage that takes long: count a part of it as done, and tell the listeners.
+        """Count a part of a long stage as done, and call the listeners.
 
         Args:
             now: the work that begins, in words; None if it continues.
-            detail: how far it is, appended to the words.
+            detail: progress, appended to the words.
         """
         self.done += 1
         self.now = self.now if now is None else now
@@ -75,7 +75,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside, less those of stages within, to `seconds[name]`."""
+        """Add the seconds spent inside, without those of nested stages, to `seconds[name]`."""
         self.running.append(name)
         try:
             with self._timed(name):
@@ -86,7 +86,7 @@ class StageTimer:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        if name == NOT_TRAINING and self._aside:  # within another one, which counts all that it takes
+        if name == NOT_TRAINING and self._aside:  # nested in another one, which counts everything
             yield
             return
         start, outer, self._inner = self._now(), self._inner, 0.0
@@ -96,7 +96,7 @@ class StageTimer:
         finally:
             self._aside = aside
         elapsed = self._now() - start
-        inner = 0.0 if name == NOT_TRAINING else self._inner  # all that it takes counts, with its stages within
+        inner = 0.0 if name == NOT_TRAINING else self._inner  # includes its nested stages
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - inner
         self._inner = outer + elapsed
 

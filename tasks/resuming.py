@@ -24,7 +24,7 @@ OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
 ABSENT = object()
 # Settings of an adapter that determine the shapes of its weights.
 SHAPES = (
-    *("_target_", "rank", "rank_pattern", "target_modules", "layers"),
+    *("_target_", "rank", "rank_pattern", "target_modules"),
     *("decompose_factor", "full_matrix", "block_size"),
 )
 

@@ -40,7 +40,7 @@ def test_lora_of_another_model(refuses, gallery, tiny, tmp_path):
         ("model.dtype=float8", "model.dtype=float8: choose float32 or bfloat16"),
         ("trainer.precision=bf16-true", "use 32-true"),
         ("adapter.rank=0", "adapter.rank=0: must be a whole number from 1 on"),
-        ("adapter.target_modules='*.to_q'", "is no regular expression"),
+        ("adapter.target_modules='*.to_q'", "is not a regular expression"),
         ("adapter.target_modules=[to_q,to_kk]", "to_kk matches no linear layer"),
         ("model.devices.transformer=cpu trainer.devices=2", "choose one"),
         ("callbacks.metrics=null", "callbacks.progress shows what callbacks.metrics measures"),

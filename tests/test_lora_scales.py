@@ -127,7 +127,7 @@ def test_on_a_quantized_base_all_layers_by_a_pattern_are_one_scale(predict, trai
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
-        ("{transformer_block.*:0.5}", "matches no layer of the adapter; it has transformer_blocks.*, "),
+        ("{transformer_block.*:0.5}", "matches no layer of the adapter. It has transformer_blocks.*, "),
         ("{transformer_blocks.*:0.5,nothing:1}", "lora_scale={nothing:1} matches no layer"),
         ("{7:0.5}", "lora_scale={7:0.5} matches no layer"),
         (

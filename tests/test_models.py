@@ -87,15 +87,13 @@ def test_instance_prompt_is_learned_with_the_pictures_that_have_no_caption(run, 
 
 @pytest.mark.parametrize("model", ["flux2_klein_4b", "z_image"])
 def test_no_scale_is_no_guidance_where_the_pipeline_guides_by_it(run, repositories, tmp_path, model):
-    """A negative prompt without effect is noted."""
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
     request = ["prompt=x", "width=64", "height=32", "num_inference_steps=2", *MODELS[model].settings]
     made = []
     for scale in ("null", "1" if model == "flux2_klein_4b" else "0"):
         out = tmp_path / scale
         more = ["negative_prompt=blurry"] if model == "z_image" else []
-        text = run("predict", *settings, *request, *more, f"guidance_scale={scale}", f"output_dir={out}").text
-        assert ("negative_prompt has no effect" in text) == bool(more)
+        run("predict", *settings, *request, *more, f"guidance_scale={scale}", f"output_dir={out}")
         made.append(Image.open(next(out.glob("*.png"))).tobytes())
     assert made[0] == made[1]
 

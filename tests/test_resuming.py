@@ -150,7 +150,7 @@ def test_a_run_is_not_resumed_with_a_changed_setting(run, gallery, copied, tiny,
     assert "cannot resume with a changed setting: optimizer.lr was 0.0001 in" in error
     assert "adapter.init_from=" in error
     # Weights of one shape start none of another.
-    for setting in ("adapter.rank=8", "adapter.rank_pattern={*:2}", "adapter.layers=[transformer_blocks.0]"):
+    for setting in ("adapter.rank=8", "adapter.rank_pattern={*:2}", "adapter.target_modules=[to_q]"):
         error = run("train", *arguments, "ckpt_path=last", setting, ok=False).error
         assert "Leave ckpt_path out and start again" in error
         assert "init_from" not in error

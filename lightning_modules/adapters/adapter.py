@@ -1,4 +1,4 @@
-"""What trains: the interface of LoRA, T-LoRA and full fine-tuning."""
+"""The interface of adapters, from LoRA to full fine-tuning, and the trainable parts of a pipeline."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +16,10 @@ from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
 class Training(NamedTuple):
-    """What an adapter is trained with.
+    """The setup that an adapter is trained with.
 
     Attributes:
-        optimizer: called with the trainable parameters; None where it is not known.
+        optimizer: called with the trainable parameters; None if unknown.
         sharded: whether the transformer is split over several GPUs.
         text_sees_images: whether the text encoders see the condition images.
     """
@@ -30,18 +30,18 @@ class Training(NamedTuple):
 
 
 class Adapter(ABC):
-    """What of a pipeline trains, and how it is written for others to load.
+    """The trainable part of a pipeline, and its files.
 
     Attributes:
-        folder: in the run's folder, where its weights go.
-        keeps_steps: whether each saving is kept, or the newest alone.
-        dropout: share of a layer's inputs that it does not see, in training.
-        trains_text_encoders: whether text is encoded anew in every step.
-        trains_base: whether the transformer's own weights train, in float32, and not weights beside them.
-        is_linear: whether its update of a layer is a product of two projections and nothing else, so that -1 times what
-            the first one gives is the opposite of what was learned, for each sample of a batch alone.
-        reads_base: whether it computes with the base's own weights in every step, which must then stay what they are.
-        turns_inputs: whether layers get other inputs by it.
+        folder: of its weights, in the run's folder.
+        keeps_steps: whether all saved steps are kept, or the newest only.
+        dropout: share of a layer's inputs that it drops in training.
+        trains_text_encoders: whether prompts are encoded in every step.
+        trains_base: whether the transformer's own weights train, in float32.
+        is_linear: whether a layer's update is only a product of two projections, so that negating the first one's
+            output negates the update, for single samples of a batch.
+        reads_base: whether every step computes with the base's own weights.
+        turns_inputs: whether it changes the inputs of layers.
     """
 
     folder: str
@@ -55,19 +55,19 @@ class Adapter(ABC):
 
     @abstractmethod
     def check(self, base: FrozenBase, training: Training) -> None:
-        """Raise a UserError for what it cannot be trained with, before any weights are read."""
+        """Raise a UserError for a base or a setup that it cannot be trained with, before any weights are read."""
 
     @abstractmethod
     def inject(self, part: Any, layers: Layers = ALIKE) -> None:
-        """Freeze what stays of a transformer or a text encoder, and let the rest train in float32.
+        """Freeze a transformer or a text encoder, except for trainable parameters in float32.
 
         Args:
-            layers: the family's, of a transformer.
+            layers: of the family, for a transformer.
         """
 
     @abstractmethod
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
-        """What a checkpoint holds of the transformer or a text encoder, by name."""
+        """Return the tensors of a transformer or a text encoder that a checkpoint contains, by name."""
 
     @abstractmethod
     def gather(self, parts: Mapping[str, nn.Module]) -> Any:
@@ -98,36 +98,36 @@ class Adapter(ABC):
 
     @abstractmethod
     def describe(self, trained: Mapping[str, Tensor]) -> str:
-        """What trains, for the summary."""
+        """Describe the trainable parameters for the summary."""
 
     @abstractmethod
     def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
-        """Settings of predict.py, to use the last weights of a run's folder."""
+        """Return the settings of predict.py that use the last weights of a run's folder."""
 
     @abstractmethod
     def loading_code(self, weights: str, pipeline_name: str) -> list[str]:
-        """Lines of Python that load the weights into diffusers' `pipe`; none where they are a pipeline themselves."""
+        """Return lines of Python that load the weights into diffusers' `pipe`; none if they are a whole pipeline."""
 
     def metadata(self) -> dict[str, Any]:
-        """What a file's header says of it."""
+        """Return its settings for a file's header."""
         return {}
 
     def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:
-        """A function that computes a block later with the rank mask of now, for gradient checkpointing."""
+        """Return a function that runs a block later with the present rank mask, for gradient checkpointing."""
         return block
 
     def rank_gates(self) -> list[RankGate]:
-        """What masks the adapter's rank."""
+        """Return the gates that mask its rank."""
         return []
 
     def lr_factor(self, name: str) -> float:
-        """By how much of optimizer.lr a parameter of this name learns."""
+        """Return the factor of optimizer.lr for a parameter."""
         return 1.0
 
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Inside, the weights are as a loader casts them to a base of this dtype; the originals come back."""
-        # Others in their places: a parameter whose data change their dtype loses the hooks by which DDP reduces it.
+        """Temporarily cast the weights as a loader does for a base of this dtype."""
+        # Replace the parameters: changing .data's dtype would drop DDP's gradient hooks.
         originals = [
             (module, name, parameter)
             for module in part.modules()
@@ -137,7 +137,7 @@ class Adapter(ABC):
         cast = {
             parameter: nn.Parameter(parameter.detach().to(dtype), requires_grad=False) for _, _, parameter in originals
         }
-        for module, name, parameter in originals:  # one that is tied to several modules stays so
+        for module, name, parameter in originals:  # a parameter shared by several modules stays shared
             setattr(module, name, cast[parameter])
         try:
             yield
@@ -220,16 +220,16 @@ class TrainedParts:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
+    """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def require_own_rates(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-    """Raise a UserError for an optimizer whose parameters cannot each have a learning rate of their own."""
+    """Raise a UserError for an optimizer without separate learning rates."""
     made = optimizer([nn.Parameter(torch.ones(64, 64, device="cpu"))])
     group = made.param_groups[0]
     if group["lr"] is None or "d" in group:
         raise UserError(
-            f"adapter.lr_pattern and adapter.lora_plus_ratio do not go with {type(made).__name__}, which finds one "
-            "learning rate for all: choose another optimizer"
+            f"adapter.lr_pattern, adapter.lora_plus_ratio: {type(made).__name__} finds one learning rate for all "
+            "parameters. Choose another optimizer."
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, require_own_rates
 from lightning_modules.adapters.peft_layers import adapter_tensors, layer_of
-from lightning_modules.adapters.targets import as_names, last_match, require_matches, resolve_targets
+from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets
 from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.lora_files import writing
 from lightning_modules.lora_files.delta import Delta
@@ -27,7 +27,7 @@ class DeltaAdapter(Adapter):
     """An adapter of linear layers.
 
     Args:
-        target_modules, layers: of `resolve_targets`; its `within`.
+        target_modules: of `resolve_targets`.
         init_from: weights of the same kind to start from (a run's folder, a weights folder or a file).
         lr_pattern: factors of the learning rate by patterns of layers; the last match applies.
         seed: of the random half of the weights.
@@ -42,13 +42,11 @@ class DeltaAdapter(Adapter):
     def __init__(
         self,
         target_modules: Sequence[str] | str | None,
-        layers: Sequence[str] | None,
         init_from: str | None,
         lr_pattern: Mapping[str, float] | None,
         seed: int,
     ) -> None:
         self.target_modules = target_modules if isinstance(target_modules, str | None) else list(target_modules)
-        self.layers = as_names(layers)
         self.init_from = None if init_from is None else find_or_download(init_from)
         self.lr_pattern = {str(key): value for key, value in (lr_pattern or {}).items()}
         self.seed = seed
@@ -109,7 +107,7 @@ class DeltaAdapter(Adapter):
 
     def resolve_targets(self, transformer: nn.Module, layers: Layers) -> list[str]:
         """Return the names of the layers to adapt; raises UserError if a setting matches no linear layer."""
-        return resolve_targets(transformer, layers, self.target_modules, self.layers)
+        return resolve_targets(transformer, layers, self.target_modules)
 
     def read_start(self, adapted: Mapping[str, Any], names: LayerNames, transformer: str) -> dict[str, Delta]:
         """Read the deltas of init_from.
@@ -168,5 +166,4 @@ class DeltaAdapter(Adapter):
         return [f"pipe.load_lora_weights({weights!r})"]
 
     def metadata(self) -> dict[str, Any]:
-        layers = {} if self.layers is None else {"layers": self.layers}
-        return {"target_modules": self.target_modules, **layers}
+        return {"target_modules": self.target_modules}

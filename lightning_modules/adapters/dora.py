@@ -1,4 +1,4 @@
-"""DoRA (arXiv 2402.09353): a LoRA beside which the length of each row of the weights trains."""
+"""DoRA (arXiv 2402.09353): a LoRA with trainable norms of the weights' rows."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.adapters.frozen_layers import dequantized, weight_product
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import ADAPTER, full_tensor, lora_layers
 from lightning_modules.execution.blocks import without_autocast
 from lightning_modules.lora_files.delta import LowRank
+from lightning_modules.quantization.linear import QuantizedLinear
 
 
 class DoRA(LoRA):
-    """A LoRA whose rows have trained magnitudes: m (W + s B A) / ||W + s B A||, the norm without gradient.
+    """A LoRA with trainable magnitudes: m (W + s B A) / ||W + s B A||, the norm without gradient.
 
-    peft's own asks layers for their weights in ways that ours do not answer, and makes the whole matrix in every step.
-    Arguments are those of `LoRA`; its dropout is that of A's inputs alone.
+    peft's own does not support our quantized layers, and computes the whole matrix in every step. Arguments as for
+    `LoRA`; dropout is applied to A's inputs only.
     """
 
     is_linear = False
@@ -30,7 +30,7 @@ class DoRA(LoRA):
         attach_magnitudes(transformer, ADAPTER)
 
     def load_magnitude(self, layer: Any, delta: LowRank) -> None:
-        """Take over a DoRA's; from a LoRA the norms of its rows, by which it starts as what it was."""
+        """Copy a DoRA's magnitude; a LoRA starts with the norms of its rows, which change nothing."""
         magnitude = row_norms(layer, ADAPTER) if delta.magnitude is None else delta.magnitude
         layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude)
 
@@ -43,7 +43,7 @@ class DoRA(LoRA):
 
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """As of `LoRA`; magnitudes stay in float32, as in the file."""
+        """Temporarily cast the weights as `LoRA`; magnitudes stay in float32, as in the file."""
         vectors = [layer.lora_magnitude_vector[ADAPTER] for layer in lora_layers(part, ADAPTER).values()]
         exact = [nn.Parameter(vector.weight.detach(), requires_grad=False) for vector in vectors]
         with super().in_dtype(part, dtype):
@@ -56,14 +56,14 @@ class DoRA(LoRA):
 
 
 class Magnitude(nn.Module):
-    """The lengths m of a layer's rows, by the name that peft has for them.
+    """The norms m of a layer's rows, under peft's name.
 
     Args:
-        squares: (out,), of the frozen weight's rows.
-        weight: m (out,); None for those of the frozen weight.
+        squares: (out,), squared norms of the frozen weight's rows.
+        weight: m (out,); None for the norms of the frozen weight.
 
     Attributes:
-        squares: no parameter, which FSDP would split, and no buffer, which DDP would broadcast.
+        squares: not a parameter, which FSDP would shard, nor a buffer, which DDP would broadcast.
     """
 
     def __init__(self, squares: Tensor, weight: Tensor | None = None) -> None:
@@ -80,10 +80,10 @@ class Magnitude(nn.Module):
 def attach_magnitudes(
     transformer: nn.Module, adapter_name: str, magnitudes: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Make a DoRA of a LoRA that peft has put into a transformer.
+    """Turn a LoRA of peft into a DoRA.
 
     Args:
-        magnitudes: by the names of the layers that have some; None for those of the frozen weights, in all layers.
+        magnitudes: by layer name, possibly of some layers only; None for the frozen weights' norms in all layers.
     """
     for name, layer in lora_layers(transformer, adapter_name).items():
         if magnitudes is not None and name not in magnitudes:
@@ -98,39 +98,34 @@ def attach_magnitudes(
 
 
 class WithMagnitude:
-    """What peft's layers ask for their output where an adapter is no plain LoRA."""
+    """The variant of peft's LoRA layers that computes a DoRA."""
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """x (..., in) and y = W x + b (..., out) -> f (W x + s B A x) + b, with the factors f (out,) of the rows.
+        """x (..., in) and y = W x + b (..., out) -> f (W x + s B A x) + b, with the rows' factors f (out,).
 
-        Exactly y where f is 1 and B is 0.
+        Exactly y if f is 1 and B is 0.
         """
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         update = up(down(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
         bias = module.get_base_layer().bias
         base = result if bias is None else result - bias.to(result.dtype)
-        # The difference from 1: rounded to 16 bits, the factor itself would lose most of what was learned.
+        # The difference from 1: rounded to 16 bits, the factor itself would lose most of the learned change.
         change = (row_factors(module, active_adapter) - 1).to(result.dtype)
         return result + update + change * (base + update)
 
 
-def has_magnitude(layer: Any, adapter_name: str) -> bool:
-    """Whether an adapter scales a layer's rows now: at a scale of 0 it is left out."""
-    return bool(hasattr(layer, "use_dora") and layer.use_dora.get(adapter_name) and layer.scaling[adapter_name])
-
-
 def row_factors(layer: Any, adapter_name: str) -> Tensor:
-    """m / ||W + s B A|| of each row (out,), in float32; a row of zeros stays one."""
+    """Return m / ||W + s B A|| of each row (out,), in float32; rows of zeros are unchanged."""
     norms = row_norms(layer, adapter_name)
     return layer.lora_magnitude_vector[adapter_name].weight.float() / norms.where(norms > 0, 1.0)
 
 
 @torch.no_grad()
 def row_norms(layer: Any, adapter_name: str) -> Tensor:
-    """||W + s B A|| of each row (out,), in float32 and without gradient (section 4.3).
+    """Return ||W + s B A|| of each row (out,), in float32 and without gradient (section 4.3).
 
-    By ||W||^2 + 2 s <B, W A^T> + s^2 <B, B A A^T>, row by row: the matrix is never made.
+    Computed as ||W||^2 + 2 s <B, W A^T> + s^2 <B, B A A^T>, row by row, without the matrix.
     """
     down, up = (half[adapter_name].weight.detach() for half in (layer.lora_A, layer.lora_B))
     with without_autocast(down.device):
@@ -139,3 +134,27 @@ def row_norms(layer: Any, adapter_name: str) -> Tensor:
         down = down.float()
         change = (up * (2 * crossed + up @ (down @ down.t()))).sum(dim=1)
     return (layer.lora_magnitude_vector[adapter_name].squares + change).clamp_min(0).sqrt()
+
+
+def dequantized(layer: Any) -> Tensor:
+    """Return a frozen layer's weight (out, in) in float32."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.dequantize(torch.float32)
+    return _plain(layer).float()
+
+
+def weight_product(layer: Any, rows: Tensor) -> Tensor:
+    """(r, in) -> rows W^T (r, out), without bias; rounding no more than the weights themselves."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.exact_product(rows.to(layer.compute_dtype))
+    weight = _plain(layer)
+    return torch.mm(rows.to(weight.dtype), weight.t())
+
+
+def _plain(layer: Any) -> Tensor:
+    """Return the weight of a layer that is not quantized by us."""
+    if type(layer.weight) is nn.Parameter:  # torch.compile does not trace peft's function
+        return layer.weight.detach()
+    from peft.utils.integrations import dequantize_module_weight
+
+    return dequantize_module_weight(layer).detach()

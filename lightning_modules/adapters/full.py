@@ -1,4 +1,4 @@
-"""Full fine-tuning: all of the transformer trains, and the text encoders where they are told to."""
+"""Full fine-tuning of the transformer, and optionally of the text encoders."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ class FullFineTuning(Adapter):
     """All weights train, in float32, and are written as a whole pipeline in the base's dtype.
 
     Args:
-        text_encoders: whether these train too; then prompts are encoded in every step, also beside cached latents.
+        text_encoders: whether these train as well; then prompts are encoded in every step, even with cached latents.
     """
 
     folder = "model"
@@ -35,7 +35,9 @@ class FullFineTuning(Adapter):
 
     def check(self, base: FrozenBase, training: Training) -> None:
         if base.source.quantization is not None or base.source.stored_format is not None:
-            raise UserError("adapter=full trains the base's weights, which must not be quantized: choose a bf16 model=")
+            raise UserError(
+                "adapter=full trains the base's weights, which must not be quantized. Choose a bf16 model=."
+            )
         if training.sharded:
             raise UserError("trainer=fsdp trains adapters: adapter=full needs the whole model in each process")
         if self.trains_text_encoders and base.components.quantized:
@@ -97,7 +99,7 @@ class FullFineTuning(Adapter):
 
 
 def _forget_origin(config: Path) -> None:
-    """diffusers notes the folder that a model was loaded from, which is nobody else's business."""
+    """Remove the local folder that diffusers recorded as the model's origin."""
     settings = json.loads(config.read_text(encoding="utf-8"))
     if settings.pop("_name_or_path", None) is not None:
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

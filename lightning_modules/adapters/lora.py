@@ -1,4 +1,4 @@
-"""The LoRA adapter: layers beside frozen ones, their start and their weights."""
+"""The LoRA adapter: low-rank layers next to frozen ones, their initial and their trained weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,15 +30,15 @@ class LoRA(DeltaAdapter):
     """Low-rank updates of a transformer's linear layers (arXiv 2106.09685), trained in float32.
 
     Args:
-        rank, alpha, use_rslora, rank_pattern, alpha_pattern: of `Ranks`; without an alpha it is the rank.
-        dropout: share of a layer's inputs that the update does not see, in training.
-        target_modules, layers, init_from, lr_pattern, seed: of `DeltaAdapter`.
-        init_lora_weights: peft's: True draws the down projection as PyTorch does, `gaussian` from a normal distribution
-            of standard deviation 1 / rank; the up projection is zero.
-        lora_plus_ratio: how many times faster up projections learn than the rest (arXiv 2402.12354); None: as fast.
+        rank, alpha, use_rslora, rank_pattern, alpha_pattern: of `Ranks`; alpha None: the rank.
+        dropout: share of the inputs that the update drops in training.
+        target_modules, init_from, lr_pattern, seed: of `DeltaAdapter`.
+        init_lora_weights: of peft: True draws the down projection as PyTorch does, `gaussian` from a normal
+            distribution of standard deviation 1 / rank; the up projection is zero.
+        lora_plus_ratio: learning-rate ratio of the up to the down projections (LoRA+, arXiv 2402.12354); None: 1.
 
     Attributes:
-        width: how many neighbouring rows of the down projection are one component.
+        width: neighbouring rows of the down projection that are one component.
         has_magnitudes: whether it is a DoRA.
     """
 
@@ -56,7 +56,6 @@ class LoRA(DeltaAdapter):
         alpha_pattern: Mapping[str, float] | None,
         dropout: float,
         target_modules: Sequence[str] | str | None,
-        layers: Sequence[str] | None,
         init_lora_weights: bool | str,
         init_from: str | None,
         lr_pattern: Mapping[str, float] | None,
@@ -65,7 +64,7 @@ class LoRA(DeltaAdapter):
     ) -> None:
         if init_lora_weights not in (True, "gaussian"):
             raise UserError(f"adapter.init_lora_weights={init_lora_weights}: choose true or gaussian")
-        super().__init__(target_modules, layers, init_from, lr_pattern, seed)
+        super().__init__(target_modules, init_from, lr_pattern, seed)
         patterns = ({str(key): value for key, value in (one or {}).items()} for one in (rank_pattern, alpha_pattern))
         self.rank = rank
         self.ranks = Ranks(rank, rank if alpha is None else alpha, use_rslora, *patterns)
@@ -90,12 +89,12 @@ class LoRA(DeltaAdapter):
             add_adapter(transformer, self.ranks, self.dropout, targets, self.init_lora_weights)
         for parameter in trainable(transformer).values():
             parameter.data = parameter.data.float()
-        # Autocast casts the weights. To peft's float32 copy of each input it would add one in 16 bits, to be kept.
+        # Autocast casts the weights. A float32 copy of each input, as by peft, would be kept in 16 bits too.
         cast_inputs(transformer, False)
         self.initialize(transformer)
 
     def initialize(self, transformer: nn.Module) -> None:
-        """Replace peft's initial layers; a plain LoRA keeps them."""
+        """Replace peft's initial layers; LoRA keeps them."""
 
     @torch.no_grad()
     def load(self, transformer: nn.Module, names: LayerNames) -> None:
@@ -111,17 +110,17 @@ class LoRA(DeltaAdapter):
                     f"adapter.rank={rank}"
                 )
             scale = own if trained is None else trained.scale_of(name)
-            # In the down projection: an orthogonal adapter's singular values are there.
+            # In the down projection, which contains an orthogonal adapter's singular values.
             set_weight(layer.lora_A[ADAPTER], delta.down * (scale / own))
             set_weight(layer.lora_B[ADAPTER], delta.up / scale)
             self.load_magnitude(layer, delta)
 
     def load_magnitude(self, layer: Any, delta: LowRank) -> None:
-        """Take over a DoRA's."""
+        """Copy a DoRA's magnitude."""
 
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """As of `Adapter`; the scale is in the up projections, as in the file."""
+        """Temporarily cast the weights; the scale is in the up projections, as in the file."""
         layers = lora_layers(part, ADAPTER).values()
         scales = [layer.scaling[ADAPTER] for layer in layers]
         ups = [get_weight(layer.lora_B[ADAPTER]) * scale for layer, scale in zip(layers, scales, strict=True)]

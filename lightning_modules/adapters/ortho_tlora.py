@@ -1,4 +1,4 @@
-"""Orthogonal T-LoRA (arXiv 2507.05964, section 4.2): components that start orthonormal, and as no change at all."""
+"""Orthogonal T-LoRA (arXiv 2507.05964, section 4.2): components that start orthonormal, without changing the base."""
 
 import functools
 from collections.abc import Iterator
@@ -16,31 +16,31 @@ from lightning_modules.adapters.tlora import TLoRA
 class OrthoHalf(nn.Module):
     """One half of y = P (m * lambda * Q x) - P0 (m * lambda0 * Q0 x), with the mask m; P0, Q0 and lambda0 are frozen.
 
-    It computes with the matrices of a LoRA of rank 2r that is the same function,
+    It computes with the matrices of an equivalent LoRA of rank 2r,
 
         A rows     lambda_i Q_i - lambda0_i Q0_i, lambda0_i Q0_i
         B columns  P_i,                           P_i - P0_i
 
-    whose first and last factors are exactly zero at the start. The difference of two products would not be, and in
-    bf16 it would drown what was learned in the rounding of what cancels.
+    whose first and last factors are exactly zero at the start. The difference of two products would not be, and in bf16
+    its rounding would drown the learned change.
 
     Args:
-        initial: what is frozen: lambda0 Q0 (r, in), or P0 (out, r).
+        initial: the frozen matrix: lambda0 Q0 (r, in), or P0 (out, r).
     """
 
     def __init__(self, initial: Tensor) -> None:
         super().__init__()
-        # No buffer: DDP would broadcast it before each forward.
+        # Not a buffer: DDP would broadcast it before each forward.
         self.initial = nn.Parameter(initial, requires_grad=False)
-        # In sampling: the matrix in the base's dtype, as a loader has it.
+        # In sampling: the matrix in the base's dtype, as loaded from a file.
         self.inference_weight: Tensor | None = None
 
     def lora_weight(self) -> Tensor:
-        """The matrix of the LoRA of rank 2r."""
+        """Return the matrix of the LoRA of rank 2r."""
         raise NotImplementedError
 
     def load_lora_weight(self, weight: Tensor) -> None:
-        """Take over what `lora_weight` gave."""
+        """Copy a matrix that `lora_weight` returned."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class OrthoUp(OrthoHalf):
 
 
 class OrthoTLoRA(TLoRA):
-    """T-LoRA whose components are singular vectors at the start; its files are LoRAs of twice the rank.
+    """T-LoRA whose components start as singular vectors; its files are LoRAs of twice the rank.
 
     They are the last r singular triples of a random matrix with independent normal entries of standard deviation 1/r,
     the default of the paper's authors.
@@ -141,13 +141,13 @@ def random_triples(
 
 
 def random_frame(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """(rows, columns) with orthonormal columns, uniform: the signs are those that LAPACK takes from Q."""
+    """Draw a uniform matrix (rows, columns) with orthonormal columns; without the signs, LAPACK's Q is not uniform."""
     q, r = torch.linalg.qr(torch.randn(rows, columns, generator=generator, device=generator.device))
     return (q * r.diagonal().sign()).contiguous()
 
 
 @functools.cache
 def random_singular_values(rows: int, columns: int) -> Tensor:
-    """Of a random matrix with independent entries N(0, 1), in descending order."""
+    """Return the singular values of a random matrix with independent entries N(0, 1), in descending order."""
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns), device="cpu")
     return torch.linalg.svdvals(matrix)

@@ -1,4 +1,4 @@
-"""peft's LoRA layers: the one file that knows how they are made and what is in them."""
+"""peft's LoRA layers: the only file that depends on their construction and content."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.lora_files.delta import Delta, LowRank
 
-# The name that an adapter in training goes by.
+# Name of the adapter that trains.
 ADAPTER = "default"
 
 
 def add_adapter(transformer: Any, ranks: Ranks, dropout: float, targets: Sequence[str], init: bool | str) -> None:
-    """Put LoRA layers beside a transformer's target layers, named in full; `init` is as in peft's LoraConfig."""
+    """Add LoRA layers to a transformer's target layers, named in full; `init` as in peft's LoraConfig."""
     from peft import LoraConfig
 
     config = LoraConfig(
@@ -34,23 +33,23 @@ def add_adapter(transformer: Any, ranks: Ranks, dropout: float, targets: Sequenc
 
 
 def _exactly(names: Iterable[str]) -> str:
-    """A regular expression for these names: peft takes `proj_out` for all layers that end so."""
+    """Return a regular expression for exactly these names: for peft, `proj_out` is an ending."""
     return f"({'|'.join(map(re.escape, names))})"
 
 
 def _other_than(usual: float, values: Mapping[str, float]) -> dict[str, Any]:
-    """A pattern of peft's for each value of layers that is not the usual one."""
+    """Return peft's pattern for each value that differs from the usual one."""
     others = dict.fromkeys(value for value in values.values() if value != usual)
     return {f"^{_exactly(name for name, one in values.items() if one == value)}": value for value in others}
 
 
 def layer_of(name: str) -> str:
-    """The adapted layer of a module or parameter beside it: adapters may stand around one another."""
+    """Return the adapted layer of an adapter's module or parameter; adapters may be nested."""
     return re.split(r"\.(?:lora_|updates\.|base_layer)", name)[0]
 
 
 def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict[str, Any]:
-    """peft's layers that hold an adapter, or any adapter, by name."""
+    """Return peft's layers with an adapter, or with any adapter, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {
@@ -60,41 +59,28 @@ def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict
     }
 
 
-def adapted_layers(transformer: nn.Module, adapter_name: str) -> list[Any]:
-    """The layers that hold an adapter, of any kind."""
-    return [layer for layer in _tuner_layers(transformer) if adapter_name in layer._get_available_adapters()]
-
-
 def _tuner_layers(transformer: nn.Module) -> list[Any]:
-    """Those of peft and ours that stand around another layer."""
+    """Return all adapter layers, peft's and ours."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
-def delta_of(layer: Any, adapter_name: str) -> Delta:
-    """Return the delta that an adapter computes in one of `adapted_layers`."""
-    if hasattr(layer, "lora_A"):
-        down, up = (half[adapter_name].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
-        return LowRank(down, up).scaled(layer.scaling[adapter_name])
-    return layer.parameters_of(adapter_name).whole().scaled(layer.scaling[adapter_name])
-
-
 def enable(transformer: nn.Module, on: bool) -> None:
-    """Compute with adapters, those that are active, or without."""
+    """Compute with the active adapters, or without any."""
     for layer in _tuner_layers(transformer):
         layer.enable_adapters(on)
 
 
 def activate(transformer: nn.Module, adapter_names: Sequence[str]) -> None:
-    """Compute with these adapters alone, and leave as it is what of them trains."""
+    """Compute with these adapters only, without changing which parameters train."""
     for layer in _tuner_layers(transformer):
-        layer._active_adapter = list(adapter_names)  # peft's set_adapter would let them all train, or none
+        layer._active_adapter = list(adapter_names)  # peft's set_adapter would make all of them train, or none
 
 
 @contextmanager
 def without_adapter(transformer: nn.Module) -> Iterator[None]:
-    """Inside, compute without the adapter that trains; others that are beside it stay."""
+    """Temporarily compute without the adapter that trains; others stay."""
     layers = _tuner_layers(transformer)
     active = [layer._active_adapter for layer in layers]
     for layer in layers:
@@ -107,14 +93,14 @@ def without_adapter(transformer: nn.Module) -> Iterator[None]:
 
 
 def cast_inputs(transformer: nn.Module, on: bool) -> None:
-    """Whether peft casts a layer's input to the dtype of the adapter's weights."""
+    """Set whether peft casts a layer's input to the dtype of the adapter's weights."""
     for layer in lora_layers(transformer, ADAPTER).values():
         layer.cast_input_dtype_enabled = on
 
 
 @torch.no_grad()
 def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The adapter as a plain LoRA: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
+    """Return the adapter as a plain LoRA: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
     return {
         f"{name}.{half}.weight": full_tensor(get_weight(getattr(layer, half)[ADAPTER]))
         for name, layer in lora_layers(transformer, ADAPTER).items()
@@ -123,22 +109,22 @@ def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
-    """All tensors of the adapter, by their names in the transformer: what a checkpoint holds."""
+    """Return all tensors of the adapter, by their names in the transformer, for a checkpoint."""
     return {name: tensor for name, tensor in transformer.state_dict().items() if f".{ADAPTER}." in name}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be split over processes; all of them take part."""
+    """Return a tensor that may be sharded as a whole; all processes take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def get_weight(half: Any) -> Tensor:
-    """A projection's matrix, which may be split over processes."""
+    """Return a projection's matrix, which may be sharded."""
     return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight().detach()
 
 
 def use_weight(half: Any, weight: Tensor) -> None:
-    """Compute with this matrix, and leave alone what trains."""
+    """Compute with this matrix, without changing the trainable one."""
     if isinstance(half, nn.Linear):
         half.weight = nn.Parameter(weight, requires_grad=False)
     else:
@@ -146,7 +132,7 @@ def use_weight(half: Any, weight: Tensor) -> None:
 
 
 def set_weight(half: Any, weight: Tensor) -> None:
-    """Take over a matrix."""
+    """Copy a matrix into a projection."""
     if isinstance(half, nn.Linear):
         half.weight.copy_(weight)
     else:

@@ -1,6 +1,6 @@
-"""T-LoRA's rank schedule (arXiv 2507.05964): how many components of an adapter work at a timestep.
+"""T-LoRA's rank schedule (arXiv 2507.05964): the number of active components at a timestep.
 
-At high noise few of the rank's components work, at low noise all. Each sample has the mask of its own timestep.
+Few components are active at high noise, all at low noise. Each sample has the mask of its own timestep.
 """
 
 import functools
@@ -15,7 +15,7 @@ from datamodules.errors import UserError
 
 # num_train_timesteps of the schedulers.
 NUM_TRAIN_TIMESTEPS = 1000
-# Parts of a timestep. A power of two: whole timesteps stay whole in float32, also after a division by 1000.
+# Parts of a timestep. A power of two: whole timesteps stay whole in float32, even after a division by 1000.
 TICKS = 1024
 
 
@@ -50,14 +50,14 @@ class RankSchedule:
             raise UserError(f"adapter.alpha_rank_scale={self.alpha_rank_scale}: must be a number from 0.01 to 10")
 
     def thresholds(self, ticks: int) -> list[int]:
-        """For each component the progress at which it starts to work, of `ticks` from noise to picture; exact."""
+        """Return the exact progress at which each component becomes active, of `ticks` from noise to image."""
         least = self.rank if self.kind == "constant" else self.min_rank
         span = self.rank - least
         alpha = Fraction(str(self.alpha_rank_scale)).limit_denominator(1000)
         p, q = alpha.numerator, alpha.denominator
 
         def works(progress: int, component: int) -> bool:
-            """(progress / ticks)**(p / q) * span >= component, in whole numbers."""
+            """Return (progress / ticks)**(p / q) * span >= component, in whole numbers."""
             return progress**p * span**q >= component**q * ticks**p
 
         result = [0] * least
@@ -71,11 +71,11 @@ class RankSchedule:
         return result
 
     def mask(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
-        """(B,) timesteps in [0, 1000] -> (B, rank), true where a component works; nothing waits for the device.
+        """(B,) timesteps in [0, 1000] -> (B, rank), True for active components; nothing waits for the GPU.
 
         Args:
             timesteps: of any dtype.
-            sampling_timesteps: (N,) all timesteps of the sampling that these are of; None in training.
+            sampling_timesteps: (N,) all timesteps of the sampling; None in training.
         """
         left = NUM_TRAIN_TIMESTEPS - timesteps.float()
         ticks = NUM_TRAIN_TIMESTEPS * TICKS
@@ -92,7 +92,7 @@ class RankSchedule:
         return progress[:, None] >= _thresholds(self, ticks, timesteps.device)
 
     def active_ranks(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
-        """How many components work, (B,); arguments as of `mask`."""
+        """Count the active components (B,); arguments as for `mask`."""
         return self.mask(timesteps, sampling_timesteps).sum(dim=1)
 
 

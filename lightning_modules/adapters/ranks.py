@@ -1,4 +1,4 @@
-"""The rank of each layer's update, and what the update is multiplied by."""
+"""The rank and the scale of each layer's update."""
 
 import math
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ PATTERNS = ("rank_pattern", "alpha_pattern")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of an adapter.
+    """Ranks and scales of an adapter's layers.
 
     Args:
         rank: r, the width of the bottleneck.
         alpha: the update is scaled by alpha / r.
-        use_rslora: by alpha / sqrt(r) instead (arXiv 2312.03732).
-        rank_pattern, alpha_pattern: other ranks and alphas of layers, by patterns of diffusers' names of them; the last
-            one that matches holds.
+        use_rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
+        rank_pattern, alpha_pattern: ranks and alphas of layers, by patterns of diffusers' layer names; the last match
+            counts.
     """
 
     rank: int
@@ -62,28 +62,28 @@ class Ranks:
         return found
 
     def rank_of(self, layer: str) -> int:
-        """Of one layer."""
+        """Return the rank of one layer."""
         return int(last_match(self.rank_pattern, layer, self.rank))
 
     def alpha_of(self, layer: str) -> float:
-        """Of one layer."""
+        """Return the alpha of one layer."""
         return last_match(self.alpha_pattern, layer, self.alpha)
 
     def scale_of(self, layer: str) -> float:
-        """What the update of one layer is multiplied by."""
+        """Return the factor of one layer's update."""
         rank = self.rank_of(layer)
         return self.alpha_of(layer) / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
     def scale(self) -> float | None:
-        """Of all layers; None where patterns let them differ."""
+        """The factor of all layers; None if patterns may make them differ."""
         return None if self.rank_pattern or self.alpha_pattern else self.scale_of("")
 
     def check(self, sides: Mapping[str, int]) -> None:
-        """Raise a UserError for patterns without a match, and ranks that take memory and learn nothing more.
+        """Raise a UserError for patterns without a match, and for ranks above any layer's size.
 
         Args:
-            sides: of the adapted layers, the smaller side of each one's weight.
+            sides: the smaller side of each adapted layer's weight.
         """
         require_matches("adapter.rank_pattern", self.rank_pattern, sides)
         require_matches("adapter.alpha_pattern", self.alpha_pattern, sides)
@@ -98,7 +98,7 @@ class Ranks:
                 raise UserError(f"adapter.rank_pattern: none of the layers of rank {rank} has one above {largest}")
 
     def metadata(self) -> dict[str, Any]:
-        """What a file's header says of them; nothing of what is not set."""
+        """Return the settings for a file's header, without unset ones."""
         others = {name: getattr(self, name) for name in ("use_rslora", *PATTERNS)}
         return {"rank": self.rank, "alpha": self.alpha} | {name: value for name, value in others.items() if value}
 

@@ -1,4 +1,4 @@
-"""T-LoRA (arXiv 2507.05964): a LoRA whose rank follows the timestep, to learn from one picture or a few."""
+"""T-LoRA (arXiv 2507.05964): a LoRA whose rank follows the timestep, to learn from one image or a few."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +28,7 @@ class TLoRA(LoRA):
     def __init__(self, min_rank: int, alpha_rank_scale: float, rank_schedule: Any, **lora: Any) -> None:
         super().__init__(**lora)
         if self.ranks.rank_pattern:
-            raise UserError("adapter.rank_pattern does not go with a T-LoRA, whose schedule is of one rank")
+            raise UserError("adapter.rank_pattern: a T-LoRA's schedule has one rank. Leave it out.")
         self.schedule = RankSchedule(rank_schedule, self.rank, min_rank, alpha_rank_scale)
         self.gate = RankGate(self.schedule, self.width)
 
@@ -40,8 +40,8 @@ class TLoRA(LoRA):
         targets = super().resolve_targets(transformer, layers)
         if unmaskable := [name for name in targets if any(fnmatchcase(name, one) for one in layers.flattened)]:
             raise UserError(
-                f"adapter.target_modules: {listing(unmaskable)} sees the tokens of a whole batch as one row, where a "
-                "T-LoRA cannot tell samples apart: leave it out"
+                f"adapter.target_modules: {listing(unmaskable)} sees the tokens of a whole batch as one row, so "
+                "a T-LoRA cannot mask single samples. Leave it out."
             )
         return targets
 

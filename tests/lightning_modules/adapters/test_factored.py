@@ -37,7 +37,7 @@ def numbers(*shape, seed=0):
 
 
 TARGETS = ["to_q", "to_k"]
-GIVEN = {"target_modules": TARGETS, "layers": None, "init_from": None, "lr_pattern": None, "seed": 0}
+GIVEN = {"target_modules": TARGETS, "init_from": None, "lr_pattern": None, "seed": 0}
 PAIRS = {
     "LoKr": (LoKr(4, 6, 4, False, **GIVEN), LoKrConfig(r=4, alpha=6, decompose_factor=4)),
     "LoKr even": (LoKr(2, 6, -1, False, **GIVEN), LoKrConfig(r=2, alpha=6, decompose_factor=-1)),
