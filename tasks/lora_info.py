@@ -22,7 +22,7 @@ from lightning_modules.adapters.rank_mask import read_rank_gate
 from lightning_modules.lora_files.arithmetic import inner, squared_difference
 from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.find import find_or_download
-from lightning_modules.lora_files.names import LayerNames, LayerShape, OwnNames, program_of
+from lightning_modules.lora_files.names import LayerNames, LayerShape, program_of
 from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile
 from tasks.edit import as_list
 from tasks.models import fitting_models, model_for
@@ -96,7 +96,7 @@ class LoRAFacts:
             words = f"{' or '.join(model.name for model in fitting)}, by its layers"
             return cls(file, words + instead, fitting[0].names)
         shapes = {name: delta.shape for name, delta in file.empty.items()}
-        own = OwnNames({name: LayerShape(out or width, width) for name, (out, width) in shapes.items()})
+        own = LayerNames({name: LayerShape(out or width, width) for name, (out, width) in shapes.items()})
         return cls(file, f"none of the models that Retouch knows{instead}", own)
 
     @cached_property
@@ -137,7 +137,7 @@ class LoRAFacts:
             **{owner: f"{len(keys)} tensors, ignored" for owner, keys in file.ignored.items()},
             "size": f"{decimal(file.path.stat().st_size)}, {values:,} values",
         }
-        if not isinstance(self.names, OwnNames) and len(self.deltas) not in (0, len(parts)):
+        if len(self.deltas) not in (0, len(parts)):
             rows["layers"] += f", {len(self.deltas)} by diffusers' names"
         if self.not_finite:
             bad = ", ".join(shown(key, 90) for key in self.not_finite[:LAYERS])

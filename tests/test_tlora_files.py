@@ -11,7 +11,6 @@ import pytest
 import safetensors.torch
 import torch
 from hydra.utils import instantiate
-from PIL import Image
 
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from tests.support.combinations import first
@@ -52,33 +51,6 @@ def test_sampling_timesteps_are_the_pipelines(repositories, datasets, arguments,
     sampling = replace(module.sampler.sampling, num_inference_steps=call["num_inference_steps"])
     ours = module.base.sampling_timesteps(4 * 8 // 4, sampling)
     torch.testing.assert_close(ours, stock[0].scheduler.timesteps, rtol=1e-6, atol=0)
-
-
-@pytest.mark.slow
-def test_a_t_lora_and_a_plain_one_are_mixed_each_with_its_own_ranks(run, tiny, stock, pairs, tmp_path):
-    for adapter in ("lora", "tlora"):
-        settings = [f"adapter={adapter}", "optimizer.lr=3e-2", "adapter.target_modules=all-linear"]
-        run("train", *short(tiny, pairs, tmp_path / adapter, 4), *settings)
-    image = pairs / "control_images" / "00.png"
-    loras = [tmp_path / name / "lora" / "last" for name in ("tlora", "lora")]
-    request = [
-        f"image={image}",
-        "prompt=x",
-        "num_inference_steps=3",
-        "lora_scale=0.7",
-        f"output_dir={tmp_path / 'out'}",
-    ]
-    run("predict", f"lora=[{loras[0]},{loras[1]}]", *request, "seed=5")
-    for name, lora in zip("ab", loras, strict=True):
-        stock.load_lora_weights(lora, adapter_name=name)
-    stock.set_adapters(["a", "b"], [0.7, 0.7])
-    attach_rank_schedule(stock, loras[0], "a")
-    expected = stock(
-        image=Image.open(image), prompt="x", height=32, width=32, max_area=1024, _auto_resize=False, guidance_scale=2.5,
-        num_inference_steps=3, max_sequence_length=16, generator=torch.Generator().manual_seed(5),
-    ).images[0]  # fmt: skip
-    [picture] = (tmp_path / "out").glob("*.png")
-    assert np.abs(level(picture) - np.asarray(expected).astype(int)).max() <= 1
 
 
 def test_the_lines_of_the_docs_attach_the_schedule(run, arguments, repositories, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.kinds import common_kind
-from lightning_modules.lora_files.names import NO_NATIVE_NAMES, LayerNames
+from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.programs import require_loaded
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import encode
@@ -198,7 +198,7 @@ def load_adapter(transformer: Any, lora: str | Path, adapter_name: str = "defaul
     from lightning_modules.adapters.delta_linear import add_deltas
 
     path = find_or_download(str(lora))
-    updates = LoRAFile(path).read(LayerNames(transformer, NO_NATIVE_NAMES), type(transformer).__name__)
+    updates = LoRAFile(path).read(LayerNames(transformer), type(transformer).__name__)
     others = {layer: one.to(transformer.dtype) for layer, one in updates.items() if not isinstance(one, LowRank)}
     if len(others) < len(updates):
         mixed = " in some layers: use predict.py" if others else ": diffusers reads it by pipe.load_lora_weights"

@@ -93,18 +93,20 @@ class LayerNames:
     """The linear layers of a transformer, by all their names in files.
 
     Args:
-        transformer: it may be on the meta device, and have adapters.
+        transformer: it may be on the meta device, and have adapters; of an unknown model only its layers' shapes.
         native: its layer names in the model's own code.
 
     Attributes:
         shapes: by diffusers' names of the layers.
     """
 
-    def __init__(self, transformer: nn.Module, native: NativeNames) -> None:
+    def __init__(
+        self, transformer: nn.Module | Mapping[str, LayerShape], native: NativeNames = NO_NATIVE_NAMES
+    ) -> None:
         self.shapes: dict[str, LayerShape] = {}
-        for name, module in transformer.named_modules():
-            if isinstance(module, nn.Linear) and ".lora_" not in name:
-                self.shapes[name.replace(".base_layer", "")] = LayerShape(module.out_features, module.in_features)
+        for name, layer in transformer.named_modules() if isinstance(transformer, nn.Module) else transformer.items():
+            if isinstance(layer, nn.Linear | LayerShape) and ".lora_" not in name:
+                self.shapes[name.replace(".base_layer", "")] = LayerShape(layer.out_features, layer.in_features)
         self.swapped = frozenset(native.swapped)
         self.readers = native.readers
         self.native = self._in_blocks(native.layers)
@@ -136,19 +138,6 @@ class LayerNames:
                 if all(layer in self.shapes for layer in named):
                     found[native.format(block)] = named
         return found
-
-
-class OwnNames(LayerNames):
-    """A file's own layer names, if its model is unknown.
-
-    Args:
-        shapes: by the file's names.
-    """
-
-    def __init__(self, shapes: Mapping[str, LayerShape]) -> None:
-        self.shapes = dict(shapes)
-        self.native, self.swapped, self.readers = {}, frozenset(), ""
-        self._meanings = {name: Meaning((name,)) for name in shapes}
 
 
 def flat(name: str) -> str:

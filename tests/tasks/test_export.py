@@ -117,8 +117,6 @@ def test_merge_is_the_weighted_sum_of_any_formats_ranks_and_layers(export, made,
     assert header["model"]["name"] == "flux_kontext"
     assert "step" not in header
     assert "rank_schedule" not in header["adapter"]
-    backwards, _ = export(f"merge=[{other},{one}]", "merge_weights=[-0.4,0.7]")
-    same(expected, read(backwards, names["flux_kontext"]))
 
 
 def test_merge_of_a_lower_rank_in_half_precision_is_the_closest(export, made, names):
@@ -154,32 +152,19 @@ def test_rank_above_a_layers_own_changes_nothing(export, made, names):
     assert header_of(path)["adapter"] == ADAPTER
 
 
-@pytest.mark.parametrize("rank", first(1, [None, 2]))
-def test_training_starts_from_an_export_with_the_same_update(
-    run, export, trained, repositories, arguments, tmp_path, rank
-):
+def test_training_starts_from_an_export_with_the_same_update(run, export, trained, names, arguments, tmp_path):
     """alpha / rank in the header stays what was trained; alpha 8 for rank 4 there."""
-    path, _ = export(f"lora={trained}", "format=kohya", *([] if rank is None else [f"rank={rank}"]))
-    [weights] = [trained / "lora" / "last" / "pytorch_lora_weights.safetensors"]
-    assert header_of(path)["adapter"]["alpha"] == 2 * (rank or 4)
-    assert Ranks.of_file(LoRAFile(path)).scale == Ranks.of_file(LoRAFile(weights)).scale == 2.0
+    path, _ = export(f"lora={trained}", "format=kohya", "rank=2")
+    assert header_of(path)["adapter"]["alpha"] == 4
+    assert Ranks.of_file(LoRAFile(path)).scale == 2.0
     settings = [one for one in arguments("flux_kontext", tmp_path / "again", 1) if one != "adapter.rank=4"]
-    run(
-        "train",
-        *settings,
-        f"adapter.rank={rank or 4}",
-        "adapter.alpha=3",
-        f"adapter.init_from={path}",
-        "optimizer.lr=0",
-    )
-    assert header_of(path)["base"] == repositories["flux_kontext"].name
-    names = layer_names("flux_kontext", DiffusionPipeline.from_pretrained(repositories["flux_kontext"]).transformer)
+    run("train", *settings, "adapter.rank=2", "adapter.alpha=3", f"adapter.init_from={path}", "optimizer.lr=0")
     again = tmp_path / "again" / "lora" / "last" / "pytorch_lora_weights.safetensors"
-    same(read(path, names), read(again, names))
+    same(read(path, names["flux_kontext"]), read(again, names["flux_kontext"]))
 
 
 @pytest.mark.slow
-def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, made, names, repositories, run):
+def test_a_file_that_tells_no_model_is_read_by_model(export, made, names, repositories, run):
     """The layers of the tiny model match no known model."""
     lora, updates = made("elsewhere", format="kohya", header=False)
     assert "fits none of the models" in run("predict", "task=export", f"lora={lora}", ok=False).error
@@ -187,9 +172,6 @@ def test_a_file_that_tells_no_model_is_read_by_its_layers_or_by_model(export, ma
     path, _ = export(f"lora={lora}", *model, "format=comfyui")
     assert path.name == "elsewhere_comfyui.safetensors"
     same(updates, read(path, names["flux_kontext"]))
-    assert "fits none of the models" in run("predict", "task=export", f"lora={path}", ok=False).error, "as before"
-    again, _ = export(f"lora={path}", *model)
-    same(updates, read(again, names["flux_kontext"]))
 
 
 @pytest.mark.slow

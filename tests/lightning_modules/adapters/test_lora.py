@@ -9,7 +9,7 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import adapter_state, lora_layers
 from lightning_modules.lora_files.find import find_weights
-from lightning_modules.lora_files.names import NO_NATIVE_NAMES, LayerNames
+from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from tests.support.same_adapters import randomize
@@ -143,7 +143,7 @@ def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
     lora = inject(wide)
     write(tmp_path / "x.safetensors", lora.deltas(wide.transformer), {"base": "wide-model"})
     with pytest.raises(UserError, match=r"to_q is 96x96, in the model 64x64.* it was trained on wide-model"):
-        LoRAFile(tmp_path / "x.safetensors").match(LayerNames(stock.transformer, NO_NATIVE_NAMES), "tiny-model")
+        LoRAFile(tmp_path / "x.safetensors").match(LayerNames(stock.transformer), "tiny-model")
 
 
 def test_starting_weights_of_another_rank_are_refused(stock, tiny, tmp_path):

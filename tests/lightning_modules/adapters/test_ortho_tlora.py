@@ -7,7 +7,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters import ortho_tlora
 from lightning_modules.adapters.ortho_tlora import random_singular_values
 from lightning_modules.adapters.peft_layers import ADAPTER, adapter_state, adapter_tensors, lora_layers
-from lightning_modules.lora_files.names import NO_NATIVE_NAMES, LayerNames
+from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from tests.support.tiny_adapters import LAYER, RANK, build, export, learn, velocity
@@ -88,7 +88,7 @@ def test_orthogonal_file_is_the_exact_lora_of_twice_the_rank_its_components_in_p
     module = build(tiny, "ortho_tlora")
     learn(module)
     export(module, tmp_path / "x.safetensors")
-    update = LoRAFile(tmp_path / "x.safetensors").read(LayerNames(module.transformer, NO_NATIVE_NAMES), "tiny")[LAYER]
+    update = LoRAFile(tmp_path / "x.safetensors").read(LayerNames(module.transformer), "tiny")[LAYER]
     layer = module.transformer.get_submodule(LAYER)
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     a, b = update.down, update.up / (6 / RANK)

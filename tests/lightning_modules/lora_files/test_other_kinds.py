@@ -1,7 +1,6 @@
 """Files of LoKr, LoHa and OFT as LyCORIS, peft and trainers of FLUX's own layers write them, against dense matrices."""
 
 import copy
-import json
 
 import pytest
 import safetensors.torch
@@ -12,7 +11,6 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.delta_linear import add_deltas
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.lora_files.names import LayerNames
-from lightning_modules.lora_files.programs import readers
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import encode, write
 from tests.support.foreign_files import FLUX, flux, velocity
@@ -151,21 +149,3 @@ def test_an_oft_that_turns_otherwise_is_refused(base, names, tmp_path):
     theirs.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="was saved by peft with coft=True, which Retouch does not read"):
         LoRAFile(tmp_path / "adapter_model.safetensors").read(names, "tiny")
-
-
-def test_a_setting_of_peft_that_is_none_is_one_line(base, names, tmp_path):
-    theirs = get_peft_model(copy.deepcopy(base), LoKrConfig(r=4, alpha=6, target_modules=LAYERS))
-    theirs.save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"r": 0}))
-    with pytest.raises(UserError, match="r=0 is not a rank"):
-        LoRAFile(tmp_path / "adapter_model.safetensors").read(names, "tiny")
-
-
-@pytest.mark.parametrize("kind", ["LoKr", "LoHa", "OFT"])
-def test_who_reads_what(names, kind):
-    """ComfyUI's code has LoKr and LoHa under all names that it has LoRA under."""
-    found = {one.program: one for one in readers("diffusers", names, LAYERS, "FluxPipeline", kind=kind)}
-    assert found["ComfyUI"].reads is (kind != "OFT")
-    assert found["diffusers"].reads is (kind == "LoKr")
-    assert found["Retouch"].reads is True

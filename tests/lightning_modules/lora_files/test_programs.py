@@ -191,16 +191,6 @@ def test_stock_loaders_take_our_files_as_they_are(tmp_path, name, chosen):
     check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
 
 
-@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux3Pipeline", "Krea2Pipeline", "ZImagePipeline"])
-def test_alpha_beside_the_layers_is_what_their_loaders_refuse(tmp_path, name):
-    transformer, updates = written(name, ("to_q",), tmp_path / "x.safetensors")
-    state = safetensors.torch.load_file(tmp_path / "x.safetensors")
-    state |= {f"transformer.{layer}.alpha": torch.tensor(2.0) for layer in updates}
-    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=r"x.safetensors( is written, but .* cannot load it|: diffusers read it)"):
-        check_with_diffusers(tmp_path / "x.safetensors", updates, name, transformer)
-
-
 @pytest.mark.parametrize("name", ["FluxPipeline", "Other"])
 def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path, name):
     """By a pipeline's loader, or by the transformer's own where the pipeline has none."""
