@@ -23,7 +23,7 @@ from datamodules.shards.cache import Cache
 
 @dataclass
 class EncodeRequest:
-    """One sample, encoded alone so that it does not depend on the other samples of a batch.
+    """A sample, encoded alone so that it does not depend on the rest of a batch.
 
     Attributes:
         raw: the view as a batch of one, with the sample's first caption.
@@ -45,7 +45,7 @@ class EncodeRequest:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All missing prompts."""
+        """The missing prompts."""
         return (*self.captions, *self.preserved) if self.is_new else self.preserved
 
 

@@ -21,7 +21,7 @@ SHUFFLE_BUFFER = 64
 
 
 class StreamedDataModule(TrainingData):
-    """All samples of the cache at a URL.
+    """The samples of a cache at a URL.
 
     Args:
         shards: the URL, in which FINGERPRINT is replaced by the run's own fingerprint.

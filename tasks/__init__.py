@@ -1,1 +1,1 @@
-"""What train.py and predict.py do: a file for each task=, and what they share on the command line."""
+"""The tasks of train.py and predict.py, a file for each task=, and their shared command line."""

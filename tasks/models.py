@@ -47,7 +47,7 @@ class KnownModel(NamedTuple):
 
 
 def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
-    """The model that LoRA files are for: that of model=, else of the first one's header, else one that they fit.
+    """Return the model of LoRA files: that of model=, else of the first header, else the one that they fit.
 
     Raises:
         UserError: there is none.
@@ -75,7 +75,7 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
 
 
 def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
-    """Those of `known_models` that all of the files fit."""
+    """Return the models of `known_models` that all files fit."""
     for known in known_models():
         with suppress(UserError):
             for file in files:
@@ -84,7 +84,7 @@ def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
 
 
 def known_models() -> Iterator[KnownModel]:
-    """Every model of conf/model, once, without a file's header."""
+    """Yield every model of conf/model once, without a file's header."""
     bases = set()
     for name in _names():
         variant: Any = OmegaConf.load(CONF / "model" / f"{name}.yaml")
@@ -98,13 +98,13 @@ def known_models() -> Iterator[KnownModel]:
 
 @cache
 def _known_by_name(name: str) -> KnownModel:
-    """With the base that its YAML names; composing takes longest."""
+    """Return a model with the base that its YAML names; composing takes longest."""
     settings = hydra.compose("predict", overrides=[f"model={name}"]).model
     return _known(name, settings)._replace(guessed=True)
 
 
 def _names() -> list[str]:
-    """Of the YAMLs in conf/model."""
+    """Return the names of the YAMLs in conf/model."""
     return sorted(path.stem for path in (CONF / "model").glob("[!_]*.yaml"))
 
 
@@ -115,7 +115,7 @@ def _known(name: str, settings: DictConfig) -> KnownModel:
 
 @contextmanager
 def without_network(model: DictConfig) -> Iterator[EditModule]:
-    """Inside, the module of these settings; of a model that is known here, the configuration is read in its place."""
+    """Temporarily build the module of these settings; a known model's configuration is read from assets/."""
     name = model.pretrained_model_name_or_path
     file = CONFIGURATIONS / f"{name.replace('/', '--')}.json"
     known = file.is_file() and not Path(name).is_dir()
@@ -128,7 +128,7 @@ def without_network(model: DictConfig) -> Iterator[EditModule]:
 
 
 def write_files(files: Mapping[str, Any], folder: Path) -> None:
-    """A configuration's JSON files in a repository's layout."""
+    """Write a configuration's JSON files in a repository's layout."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
@@ -157,7 +157,7 @@ def _here(said: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
-    """The settings of the model that the first LoRA was trained on, changed by what the command line says of it."""
+    """Return the settings of the model that the first LoRA was trained on, with those of the command line."""
     trained = ((headers or [None])[0] or {}).get("model")
     if any(override.startswith("model=") for override in overrides) or not trained:
         return cfg.model
@@ -195,7 +195,7 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value of a header is only a value: interpolations would look things up."""
+    """Return whether a value of a header is a plain value: interpolations would look things up."""
     if isinstance(value, list):
         return all(isinstance(one, str) and _plain(one) for one in value)
     return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)

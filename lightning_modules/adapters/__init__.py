@@ -1,1 +1,1 @@
-"""What trains, and its files."""
+"""Adapters: the trainable part of a model."""

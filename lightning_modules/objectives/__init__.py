@@ -1,1 +1,1 @@
-"""What a step minimizes: losses, preservation, sliders, preferences."""
+"""Objectives of a step: losses, preservation, sliders, preferences."""

@@ -57,7 +57,7 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
 
 
 class TransformerSource:
-    """Where a transformer comes from, and its properties once loaded.
+    """The source of a transformer, and its properties once loaded.
 
     Args:
         class_name: in diffusers.
