@@ -76,7 +76,7 @@ def damaged_cache(round: Round) -> None:
 
 
 def damaged_copy(round: Round) -> None:
-    """A file of a cache that was copied and is trained on by data.shards=FOLDER."""
+    """A file of a copied cache that is trained on with data.shards=FOLDER."""
     folder = round.take_cache()
     choices = [folder / "manifest.json", *sorted(folder.glob("latents-*"))[:4]]
     damaged = Damaged(round, round.random.choice(choices))
@@ -89,7 +89,7 @@ def damaged_copy(round: Round) -> None:
 
 
 def damaged_build(round: Round) -> None:
-    """Files of a build that was killed: its tars and their rows, and its lists of checksums."""
+    """Files of a killed build: its tars, their parts of the index, and its lists of checksums."""
     round.kill(round.moment("build", timed=False), "predict", *round.shop.build())
     left = sorted(path for path in round.folder.glob("cache/*/**/*") if path.is_file() and path.name != ".used")
     chosen = round.random.sample(left, min(len(left), round.random.randint(1, 3)))
@@ -107,7 +107,7 @@ def damaged_build(round: Round) -> None:
 
 
 def damaged_checkpoint(round: Round) -> None:
-    """The last checkpoint of a killed run: the one before is taken. Or all: one line, and the run is removed."""
+    """The last checkpoint of a killed run: the one before is used. Or all of them: one line, and the run is removed."""
     round.take_cache()
     run = round.folder / "run"
     moment = round.moment("train", SAVED, timed=False)
@@ -140,7 +140,7 @@ def damaged_checkpoint(round: Round) -> None:
 
 
 def damaged_lora(round: Round) -> None:
-    """A LoRA's file, cut short or empty, from which a picture is made or another file is written."""
+    """A LoRA file, cut short or empty, that is sampled with or exported."""
     shutil.copytree(round.shop.reference("train").folder / "run", round.folder / "run")
     path = round.folder / "run" / "lora" / "last" / WEIGHTS
     damaged = Damaged(round, path, STRUCTURAL)
@@ -154,7 +154,7 @@ def damaged_lora(round: Round) -> None:
 
 
 def damaged_end(round: Round) -> None:
-    """finished.json or config.yaml of a run that has ended, or that was killed."""
+    """finished.json or config.yaml of a finished or killed run."""
     round.take_cache()
     if round.random.random() < 0.5:
         round.kill(round.moment("train", r"^run/", timed=False), "train", *round.shop.train())

@@ -34,12 +34,12 @@ def kill_build(round: Round, pattern: str | None = None) -> None:
 
 
 def kill_merge(round: Round) -> None:
-    """kill -9 while the index of a cache is merged."""
+    """kill -9 while the index of a cache is written."""
     kill_build(round, MERGED)
 
 
 def kill_train(round: Round) -> None:
-    """kill -9 while a run trains or saves, up to thrice; now and then with pictures and the building of its cache."""
+    """kill -9 while a run trains or saves, up to three times; sometimes with images and the build of its cache."""
     kind = "shown" if round.random.random() < 0.25 else "train"
     if kind == "train":
         round.take_cache()
@@ -74,7 +74,7 @@ def kill_export(round: Round) -> None:
 
 
 def kill_one_of_two(round: Round) -> None:
-    """kill -9 of one of two commands that build a cache: the other, which may wait for it, builds it."""
+    """kill -9 of one of two commands that build a cache; the other, which may be waiting, builds it."""
     moment = round.moment("build")
     names = [round.shop.build() for _ in range(2)]
     other = None
@@ -92,7 +92,7 @@ def kill_one_of_two(round: Round) -> None:
 
 
 def stop(round: Round) -> None:
-    """SIGTERM, SIGINT or SIGUSR1 to a run, a build or a prediction, twice now and then."""
+    """SIGTERM, SIGINT or SIGUSR1 to a run, a build or a prediction, sometimes twice."""
     kind = round.random.choice(["train", "train", "shown", "build", "edit"])
     number = round.random.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     if kind in ("train", "edit"):

@@ -22,7 +22,7 @@ def bad_weather(round: Round, kinds: tuple[str, ...]) -> Weather:
 
 
 def streamed(round: Round) -> None:
-    """Shards are read from a store that is slow, fails or lies. A run that has ended in a line begins anew."""
+    """Shards are read from a store that is slow, fails or lies. A run that ends in a line starts again."""
     weather = bad_weather(round, FAILS + LIES)
     with proxy(weather) as address:
         round.environment = environment(address)
@@ -78,7 +78,7 @@ def in_weather(round: Round, weather: Weather, script: str, command: list[str]) 
 
 
 def mirrored(round: Round) -> None:
-    """A run is copied to a store that is slow, fails or lies, and is killed, in downloads too; its disk may be lost."""
+    """A run is copied to a store that is slow, fails or lies, and is killed, even in downloads; its disk may be lost."""
     weather = bad_weather(round, FAILS + LIES)
     round.take_cache()
     name = f"{round.name}-{round.seed}"
@@ -112,7 +112,7 @@ def same_in_bucket(round: Round, name: str) -> None:
 
 
 def store_away(round: Round) -> None:
-    """The store is away for a while: while shards are read, or while a run is copied to it, which goes on meanwhile."""
+    """The store is away for a while, while shards are read or a run is copied to it, which continues."""
     mirrors = round.random.random() < 0.5
     weather = Weather(store(), round.random, 0.0, FAILS)
     name = f"{round.name}-{round.seed}"

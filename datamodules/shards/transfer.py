@@ -174,8 +174,15 @@ class Bucket:
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an object; None if there is none."""
+
+        def get() -> bytes:
+            got = obstore.get(self.store, self.prefix + name)
+            data = bytes(got.bytes())
+            _compare(got, name, hashlib.sha256(data).hexdigest())
+            return data
+
         try:
-            return self.attempt(lambda: bytes(obstore.get(self.store, self.prefix + name).bytes()))
+            return self.attempt(get)
         except FileNotFoundError:
             return None
 
@@ -197,8 +204,7 @@ class Bucket:
                 for chunk in got.stream():
                     file.write(chunk)
                     digest.update(chunk)
-                if got.attributes.get(CHECKSUM, digest.hexdigest()) != digest.hexdigest():
-                    raise DamagedError(f"{name} is not as it was uploaded")
+                _compare(got, name, digest.hexdigest())
                 if file.tell() != got.meta["size"]:
                     raise DamagedError(f"broke off after {file.tell()} of {got.meta['size']} bytes")
 
@@ -219,6 +225,12 @@ class Bucket:
         for path in [self.prefix + name for name in names]:
             with suppress(FileNotFoundError):
                 self.attempt(partial(obstore.delete, self.store, path), "written")
+
+
+def _compare(got: obstore.GetResult, name: str, sha256: str) -> None:
+    """Raise a DamagedError unless an object is as it was uploaded; one of another program may have no checksum."""
+    if got.attributes.get(CHECKSUM, sha256) != sha256:
+        raise DamagedError(f"{name} is not as it was uploaded")
 
 
 def _sha256(file: BinaryIO) -> str:
