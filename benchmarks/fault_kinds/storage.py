@@ -78,7 +78,7 @@ def in_weather(round: Round, weather: Weather, script: str, command: list[str]) 
 
 
 def mirrored(round: Round) -> None:
-    """A run is copied to a store that is slow, fails or lies, and is killed, even in downloads; its disk may be lost."""
+    """A run is copied to a store that is slow, fails or lies, and is killed; its disk may be lost."""
     weather = bad_weather(round, FAILS + LIES)
     round.take_cache()
     name = f"{round.name}-{round.seed}"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError, NotSupportedError
@@ -19,6 +19,9 @@ from datamodules.errors import UserError, without_credentials
 from datamodules.files import replacing
 from datamodules.shards.stores import failure, is_bucket_absent, kind_of, locate
 from datamodules.shards.tar import DamagedError
+
+if TYPE_CHECKING:
+    from obstore import GetResult
 
 log = logging.getLogger("retouch")
 
@@ -227,7 +230,7 @@ class Bucket:
                 self.attempt(partial(obstore.delete, self.store, path), "written")
 
 
-def _compare(got: obstore.GetResult, name: str, sha256: str) -> None:
+def _compare(got: "GetResult", name: str, sha256: str) -> None:
     """Raise a DamagedError unless an object is as it was uploaded; one of another program may have no checksum."""
     if got.attributes.get(CHECKSUM, sha256) != sha256:
         raise DamagedError(f"{name} is not as it was uploaded")
