@@ -4,12 +4,11 @@ import csv
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import islice
+from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -24,11 +23,9 @@ from datamodules.images.alignment import edges
 from datamodules.images.decoding import open_image
 from datamodules.images.inspection import (
     Finding,
-    Inspected,
     Kind,
     caption_findings,
     inspect_sample,
-    long_captions,
     look,
     repeated,
 )
@@ -58,14 +55,13 @@ BOX, STRONGER = (400, 300), 8
 def inspect(cfg: DictConfig, output_dir: Path) -> None:
     """Write inspect.csv, and inspect.png of the worst; print a table of them."""
     cfg.data.on_missing = cfg.data.on_bad_image = "skip"  # they are findings here
-    data, module = cached_data(cfg), frozen_model(cfg)
-    data.configure_for(module)
+    data = cached_data(cfg)
+    data.configure_for(frozen_model(cfg))
     scanned = data.sample_set.find()
     samples = scanned.samples
     held = data.sample_set.held_out(samples, data.val_count, "samples")
-    incomplete = [Finding(Kind.INCOMPLETE, *_divided(line)) for line in scanned.incomplete]
-    faults = find_faults(samples, held, data.sample_set)
-    found = _worst_first([*incomplete, *faults, *_long_captions(samples, module)])
+    incomplete = [Finding(Kind.INCOMPLETE, line, "") for line in scanned.incomplete]
+    found = _worst_first([*incomplete, *find_faults(samples, held, data.sample_set)])
     what = count_of(len(samples), "samples" if any(len(sample.controls) != 1 for sample in samples) else "pairs")
     for note in scanned.notes:
         log.info(f"note: {note}")
@@ -90,7 +86,15 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
     Args:
         held: indices of the samples that are held out.
     """
-    seen = list(_each(samples, sample_set))
+    progress, see, seen = ProgressLines(len(samples), "inspected"), lru_cache(REMEMBERED)(look), []
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        resolutions = (sample_set.root(sample).resolution for sample in samples)
+        for one in pool.map(inspect_sample, samples, resolutions, repeat(see)):
+            seen.append(one)
+            progress.done(len(seen))
+    finally:
+        pool.shutdown(cancel_futures=True)
     found = mostly_small([finding for one in seen for finding in one.findings], len(samples))
     found += repeated(samples, [one.target for one in seen], [one.control for one in seen], held)
     return [*found, *caption_findings(samples)]
@@ -121,41 +125,6 @@ def mostly_small(found: list[Finding], count: int) -> list[Finding]:
 
 def _worst_first(findings: list[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: list(Kind).index(finding.kind))
-
-
-def _each(samples: Sequence[Sample], sample_set: SampleSet) -> Iterator[Inspected]:
-    """Inspect samples in threads: decoding and Fourier transforms run in parallel."""
-    see = lru_cache(REMEMBERED)(look)
-    progress = ProgressLines(len(samples), "inspected")
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = ThreadPoolExecutor(workers)
-    try:
-        todo = iter(samples)
-        waiting: list[Future[Inspected]] = []
-        for number in range(1, len(samples) + 1):
-            for sample in islice(todo, 2 * workers - len(waiting)):
-                waiting.append(pool.submit(inspect_sample, sample, sample_set.root(sample).resolution, see))
-            yield waiting.pop(0).result()
-            progress.done(number)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _divided(line: str) -> tuple[str, str]:
-    """Split a line about an incomplete sample into the file or row and the rest."""
-    for between in (": ", " has ", " is "):
-        before, found, after = line.partition(between)
-        if found:
-            return before, f"{between.strip(': ')} {after}".strip()
-    return line, ""
-
-
-def _long_captions(samples: Sequence[Sample], module: Any) -> list[Finding]:
-    try:
-        return long_captions(samples, lambda prompts: module.prompt_tokens(module.base.components, prompts))
-    except UserError as error:
-        log.info(f"note: the lengths of captions were not checked: {error}")
-        return []
 
 
 def _write(found: Sequence[Finding], path: Path) -> None:

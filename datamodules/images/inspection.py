@@ -1,7 +1,7 @@
 """Faults of a data set, measured on small copies of its images, on their prints and in captions."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -41,8 +41,6 @@ AT_ONCE, MOST_MATCHES = 2**22, 64
 VARIED = 0.8
 # Shorter captions are instructions ("make it snow"), which may be right for several images; a description is not.
 LEAST_WORDS = 6
-# Captions that are tokenized at once.
-CAPTIONS_AT_ONCE = 1000
 
 
 class Kind(Enum):
@@ -64,7 +62,6 @@ class Kind(Enum):
     NO_CAPTION = "empty caption", "write one"
     NO_LETTERS = "caption without letters", "write it in words; data.caption_per_line=false keeps a file whole"
     REPEATED_CAPTION = "repeated caption", "write its own: the others have theirs"
-    LONG_CAPTION = "long caption", "shorten it: the end is cut off"
 
     def __init__(self, label: str, remedy: str) -> None:
         self.label = label
@@ -367,26 +364,4 @@ def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
         if len(owned) > 1 and own >= VARIED * targets and len(prompt.split()) >= LEAST_WORDS:
             first, *others = owned.values()
             found += [Finding(Kind.REPEATED_CAPTION, one.key, f"as {first.key}", one, first) for one in others]
-    return found
-
-
-def long_captions(
-    samples: Iterable[Sample], count: Callable[[list[str]], tuple[list[int], int] | None]
-) -> list[Finding]:
-    """Find captions with more tokens than the text encoder reads.
-
-    Args:
-        count: returns the tokens of each caption, and the largest number that is read; None if any number is.
-    """
-    by_prompt = {prompt: sample for sample in samples for prompt in sample.prompts}
-    prompts = list(by_prompt)
-    found = []
-    for start in range(0, len(prompts), CAPTIONS_AT_ONCE):
-        some = prompts[start : start + CAPTIONS_AT_ONCE]
-        if (counted := count(some)) is None:
-            break
-        for prompt, tokens in zip(some, counted[0], strict=True):
-            if tokens > counted[1]:
-                figure = f"{tokens} tokens, {counted[1]} are read"
-                found.append(Finding(Kind.LONG_CAPTION, by_prompt[prompt].key, figure, by_prompt[prompt]))
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing
-from datamodules.files import reason, require_file
+from datamodules.files import kind_of_file, reason, require_file
 from datamodules.images.folders import CAPTION_KEYS, FORMATS, IMAGE_SUFFIXES, captions_of, is_clutter, read_captions
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
@@ -135,7 +135,7 @@ class _Scan:
             with tarfile.open(path, "r:") as tar:
                 self._read(tar, path.stat().st_size)
         except tarfile.ReadError as error:
-            if path.name.endswith(COMPRESSED) or _is_compressed(path):
+            if kind_of_file(path) == "a compressed archive":
                 raise UserError(
                     f"{path} is compressed, and images are read in place: unpack it, or repack it as a plain .tar "
                     "(gunzip, unxz, zstd -d)"
@@ -232,8 +232,3 @@ class _Scan:
                 self._doubt(key, f"{name} cannot be read: {reason(error)}")
         else:
             self.unread[key].append(f"{self.path}:{name}")
-
-
-def _is_compressed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd"))

@@ -92,15 +92,6 @@ def test_a_shared_instruction_and_several_edits_of_one_picture_are_no_faults(ins
     assert "nothing found in 16 pairs" in inspect(root)[0]
 
 
-def test_captions_are_not_counted_without_a_tokenizer(inspect, tmp_path):
-    root = tmp_path / "data"
-    save_pair(root, "long", picture("coffee"), picture("coffee").rotate(180), "very " * 300)
-    text, _ = inspect(root, "model.pretrained_model_name_or_path=/nowhere")
-    assert "note: the lengths of captions were not checked: /nowhere" in text
-    assert "nothing found in 1 pair" in text
-    assert "1 long caption" in inspect(root)[0]
-
-
 def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path):
     root, output = tmp_path / "pictures", tmp_path / "output"
     root.mkdir()
