@@ -9,6 +9,8 @@ from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 from PIL import Image, ImageChops
 
+from datamodules.errors import UserError
+from lightning_modules.adapters.adapter import Training
 from tests.lightning_modules.families.test_flux import raw_batch
 from tests.support.combinations import first
 from tests.support.commands import compose, short
@@ -21,6 +23,11 @@ TRAINED = ("transformer", "text_encoder", "text_encoder_2")
 def settings(tiny, pairs, output, steps, *more):
     common = [one for one in short(tiny, pairs, output, steps) if not one.startswith("adapter.")]
     return [*common, *FULL, "data.batch_size=2", *more]
+
+
+def built(folder, *overrides):
+    settings = compose("train", f"model.pretrained_model_name_or_path={folder}", *overrides)
+    return instantiate(settings.model, _convert_="all")
 
 
 def weights(folder):
@@ -83,11 +90,11 @@ def test_what_trains_is_written_and_the_rest_is_the_bases(run, tiny, pairs, tmp_
     assert max(high for _, high in ImageChops.difference(Image.open(picture), stock).getextrema()) <= 1
 
 
-def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock):
+def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock, tmp_path):
     """The reference is diffusers' own parts, which encode prompts with gradients; cached prompts are not used."""
     module = instantiate(compose("train", f"model.pretrained_model_name_or_path={tiny}", *FULL).model)
     module.configure_model()
-    raw = raw_batch()
+    raw = raw_batch(module, tmp_path)
     batch = module.encoder(raw)
     batch.prompt = {name: torch.full_like(tensor, 7.0) for name, tensor in batch.prompt.items()}
     loss = losses(module, module.encoder.refresh_prompt_embeds(batch)).mean()
@@ -127,34 +134,28 @@ def test_base_that_trains_is_planned_without_its_frozen_weights(run, tiny, pairs
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "words"),
     [
         (["model/quantization=fp8"], "must not be quantized"),
-        (["model.devices.text_encoder=cpu"], "beside the transformer"),
+        (["model.devices.text_encoder=cpu"], "does not go with model.devices.text_encoder"),
         (["model.offload.blocks=2", "model.gradient_checkpointing=true"], "does not go with model.offload.blocks"),
     ],
 )
-def test_base_that_cannot_train_is_told_before_anything_is_loaded(run, tiny, pairs, tmp_path, more, message):
-    outcome = run("train", *settings(tiny, pairs, tmp_path / "run", 2, *more), ok=False)
-    assert message in outcome.error
-    assert "loading" not in outcome.text
+def test_base_that_cannot_train_is_told_before_anything_is_loaded(tiny, more, words):
+    with pytest.raises(UserError, match=words):
+        built(tiny, "model=flux_kontext", *FULL, *more).check()
 
 
-def test_base_that_would_be_split_is_refused(run, tiny, pairs, tmp_path):
-    settings_of_fsdp = settings(tiny, pairs, tmp_path / "run", 2, "trainer=fsdp", "trainer.devices=1")
-    assert "adapter=full needs the whole model in each process" in run("train", *settings_of_fsdp, ok=False).error
+def test_base_that_would_be_split_is_refused(tiny):
+    module = built(tiny, "model=flux_kontext", *FULL)
+    with pytest.raises(UserError, match="adapter=full needs the whole model in each process"):
+        module.adapter.check(module.base, Training(None, sharded=True, text_sees_images=False))
 
 
-@pytest.mark.parametrize("model", ["flux2_klein_4b", "qwen_image"])
-def test_text_encoders_that_no_family_trains_stay_frozen(run, arguments, tmp_path, model):
-    overrides = [one for one in arguments(model, tmp_path / "run", 1) if not one.startswith("adapter.")]
-    line = run("train", *overrides, "adapter=full", "adapter.text_encoders=true", ok=False).error
-    assert "stay frozen" in line
-
-
-def test_text_encoders_that_see_images_stay_frozen(run, arguments, tmp_path):
-    overrides = [one for one in arguments("qwen_image_edit", tmp_path / "run", 1) if not one.startswith("adapter.")]
-    assert "stay frozen" in run("train", *overrides, "adapter=full", "adapter.text_encoders=true", ok=False).error
+@pytest.mark.parametrize("model", ["flux2_klein_4b", "qwen_image", "qwen_image_edit"])
+def test_text_encoders_that_no_family_trains_or_that_see_images_stay_frozen(repositories, model):
+    with pytest.raises(UserError, match="stay frozen"):
+        built(repositories[model], f"model={model}", *FULL[:2]).check()
 
 
 def test_shards_without_prompts_are_told(run, tiny, pairs, tmp_path):

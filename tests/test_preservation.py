@@ -151,12 +151,6 @@ def test_which_prompt_a_sample_has_depends_on_seed_and_draw_alone():
     assert drawn != [drawn_caption(7, draw, 4) for draw in range(400)]
 
 
-def test_a_base_that_trains_is_no_target(run, tiny, pairs, tmp_path):
-    full = [one for one in short(tiny, pairs, tmp_path / "full", 1) if not one.startswith("adapter.")]
-    line = run("train", *full, *PRESERVE, "adapter=full", ok=False).error
-    assert "adapter=full changes the base: use adapter=lora" in line
-
-
 def test_token_budget_counts_the_longest_prompt(run, arguments, tmp_path):
     """It counts preserved prompts as well, for each sample if the text encoder sees the images."""
     long = "objective.preserve.prompts=[" + "and rain " * 20 + "]"

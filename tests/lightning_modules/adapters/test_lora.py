@@ -15,7 +15,7 @@ from lightning_modules.lora_files.writing import write
 from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import build_pipeline
 
-DEFAULTS = dict.fromkeys(("rank_pattern", "alpha_pattern", "layers", "lr_pattern", "lora_plus_ratio")) | {
+DEFAULTS = dict.fromkeys(("rank_pattern", "alpha_pattern", "lr_pattern", "lora_plus_ratio")) | {
     "use_rslora": False,
     "rank": 4,
     "alpha": None,

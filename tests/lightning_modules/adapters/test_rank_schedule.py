@@ -46,14 +46,8 @@ def test_active_rank_equals_exact_arithmetic_at_every_timestep(rank, min_rank, a
     timesteps = torch.tensor(EVERY_TIMESTEP).to(dtype)  # coarse dtypes round, to other whole timesteps
     expected = [exact_rank(int(t), rank, min_rank, alpha) for t in timesteps]
     assert schedule.active_ranks(timesteps).tolist() == expected
-
-
-@pytest.mark.parametrize(("rank", "min_rank", "alpha"), SETTINGS)
-def test_active_rank_is_exact_for_timesteps_that_were_divided_by_1000(rank, min_rank, alpha):
-    """Transformers are called with t / 1000 in float32."""
-    timesteps = torch.tensor(EVERY_TIMESTEP, dtype=torch.float32) / 1000 * 1000
-    expected = [exact_rank(t, rank, min_rank, alpha) for t in EVERY_TIMESTEP]
-    assert RankSchedule("timestep", rank, min_rank, alpha).active_ranks(timesteps).tolist() == expected
+    if dtype == torch.float32:  # transformers are called with t / 1000
+        assert schedule.active_ranks(timesteps / 1000 * 1000).tolist() == expected
 
 
 @pytest.mark.parametrize(("rank", "min_rank", "alpha"), [(32, 1, 1), (64, 1, 2), (101, 1, 1)])
@@ -133,10 +127,6 @@ def test_normalised_reaches_the_full_rank_in_the_last_step_and_in_training(rank,
     assert schedule.active_ranks(torch.tensor([0.0, 0.4])).tolist() == [rank, rank]
 
 
-def test_constant_is_the_full_rank():
-    assert RankSchedule("constant", 16, 1, 1.0).mask(torch.arange(1001)).all()
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -144,16 +134,17 @@ def test_constant_is_the_full_rank():
         (("timestep", 16, 17, 1.0), "adapter.min_rank=17: must be a whole number from 0 to 16"),
         (("timestep", 16, 1.5, 1.0), "adapter.min_rank=1.5"),
         (("timestep", 16, 1, 0), "adapter.alpha_rank_scale=0: must be a number from 0.01 to 10"),
-        (("timestep", 16, 1, 0.001), "adapter.alpha_rank_scale=0.001"),
-        (("timestep", 16, 1, 11), "adapter.alpha_rank_scale=11"),
         (("timestep", 16, 1, True), "adapter.alpha_rank_scale=True"),
         (("timestep", 16.0, 1, 1), "adapter.rank=16.0"),
-        (("timestep", 16, 1, "much"), "adapter.alpha_rank_scale=much"),
     ],
 )
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(UserError, match=words):
         RankSchedule(*settings)
+
+
+def test_constant_is_the_full_rank():
+    assert RankSchedule("constant", 16, 1, 1.0).mask(torch.arange(1001)).all()
 
 
 @pytest.mark.slow

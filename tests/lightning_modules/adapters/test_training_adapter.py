@@ -19,7 +19,7 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.writing import write
 from tests.support.combinations import first
-from tests.support.commands import ROOT, assert_same_weights, compose, lora_bytes, rows, run_code, short, weights
+from tests.support.commands import ROOT, compose, lora_bytes, rows, run_code, short, weights
 from tests.support.hub_server import REVISION, hub
 from tests.support.lora_files import layer_names, random_updates
 from tests.support.same_runs import SMOOTH_ADAM, assert_close
@@ -135,8 +135,6 @@ COMBINATIONS = {
     "float32": ["model.dtype=float32"],
     "bf16": [],
     "tlora": ["model.dtype=float32", "adapter=tlora"],
-    "schedule-free": ["model.dtype=float32", "optimizer=adamw_schedule_free"],
-    "checkpointed": ["model.gradient_checkpointing=full"],
     "streamed": STREAMED,
     "fp8": ["model/quantization=fp8"],
     "fp4": ["model/quantization=fp4"],
@@ -170,14 +168,6 @@ def test_sampling_between_does_not_change_training(run, shown, file, tmp_path):
         quiet = ["callbacks.sample_images=null", "callbacks.validation=null"]
         run("train", *shown(f"never-{dtype}", adapted, f"model.dtype={dtype}", *quiet, steps=3))
         assert lora_bytes(tmp_path / f"often-{dtype}") == lora_bytes(tmp_path / f"never-{dtype}")
-
-
-def test_training_is_that_on_the_sum_of_both(run, tiny, summed, pairs, file, tmp_path):
-    settings = ["model.dtype=float32", "optimizer.lr=3e-3", "model.gradient_checkpointing=full"]
-    run("train", *short(tiny, pairs, tmp_path / "with", 3), *settings, f"model.training_adapter={file}")
-    cached = [one for one in short(tiny, pairs, tmp_path / "summed", 3) if "pretrained" not in one]
-    run("train", *cached, *settings, f"model.pretrained_model_name_or_path={summed}")
-    assert_same_weights(tmp_path / "with", tmp_path / "summed", rtol=1e-3, atol=1e-4)
 
 
 def test_a_prediction_is_without_it_as_in_stock_diffusers(run, shown, file, stock, photo, tmp_path):
