@@ -6,7 +6,6 @@ from hydra.utils import instantiate
 from torch.nn import Linear
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.adapter import trainable
 from lightning_modules.execution import host_memory
 from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.host_memory import all_weights, pin
@@ -16,39 +15,25 @@ from lightning_modules.timing import StageTimer
 from tasks.footprint import offloaded_bytes
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
-from tests.support.tiny_adapters import batch, learn
+from tests.support.steps import assert_same, made, step
+from tests.support.tiny_adapters import velocity
 from tests.support.tiny_pipelines import FLUX
 
-BASES = {"bf16": ["model.quantization=null"], **{f: [f"model.quantization.format={f}"] for f in ("fp8", "nf4", "int8")}}
+FULL = "model.gradient_checkpointing=full"
 
 
-def build(tiny, *more):
-    cfg = compose("train", "model=flux_kontext_fp8", f"model.pretrained_model_name_or_path={tiny}", *more)
-    module = instantiate(cfg.model, _convert_="all")
-    module.check()
-    module.configure_model()
-    learn(module)
-    return module
+def build(tiny, *more, adapter="lora", base="bf16"):
+    return made(tiny, adapter, base, FULL, *more)
 
 
-def step(module):
-    """Return the velocity and the gradients of a batch."""
-    x_t, controls, prompt = batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        velocity = module.denoise(x_t, torch.tensor([0.2, 0.7]), controls, prompt)
-    velocity.float().square().mean().backward()
-    gradients = {name: parameter.grad for name, parameter in trainable(module.transformer).items()}
-    return {"velocity": velocity.detach(), **gradients}
-
-
-@pytest.mark.parametrize(("base", "adapter"), first(2, [("fp8", "ortho_tlora"), *((base, "lora") for base in BASES)]))
+@pytest.mark.parametrize(
+    ("base", "adapter"),
+    first(2, [("fp8", "ortho_tlora"), *((base, "lora") for base in ("bf16", "fp8", "nf4", "int8"))]),
+)
 def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
-    settings = [*BASES[base], f"adapter={adapter}", "adapter.rank=4"]
-    whole = step(build(tiny, *settings))
+    whole = step(build(tiny, adapter=adapter, base=base))
     for count in (1, 4):
-        streamed = step(build(tiny, *settings, f"model.offload.blocks={count}"))
-        assert whole.keys() == streamed.keys()
-        assert all(torch.equal(whole[name], streamed[name]) for name in whole)
+        assert_same(step(build(tiny, f"model.offload.blocks={count}", adapter=adapter, base=base)), whole)
 
 
 def test_two_buffers_of_the_largest_block_take_turns(tiny, monkeypatch):
@@ -62,14 +47,13 @@ def test_two_buffers_of_the_largest_block_take_turns(tiny, monkeypatch):
         return fetch(self, number)
 
     monkeypatch.setattr(BlockStream, "_fetch", counted)
-    module = build(tiny, "model.offload.blocks=4", "model.quantization=null")
+    module = build(tiny, "model.offload.blocks=4")
     step(module)
     assert copied == [0, 1, 2, 3, 1, 0]
     copied.clear()
-    x_t, controls, prompt = batch()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
-            module.denoise(x_t, torch.tensor([0.2, 0.7]), controls, prompt)
+            velocity(module, [0.2, 0.7])
     # Then round and round; the first two are there already.
     assert copied == [2, 3, 0, 1, 2, 3, 0]
 
@@ -77,10 +61,11 @@ def test_two_buffers_of_the_largest_block_take_turns(tiny, monkeypatch):
 @pytest.mark.slow
 def test_what_waits_is_what_the_dry_run_says(tiny):
     """But for what rounds a layer's place up."""
-    for base in BASES.values():
-        plain = blocks(build(tiny, *base).transformer).values()
+    for base in ("bf16", "fp8", "nf4", "int8"):
+        plain = blocks(build(tiny, base=base).transformer).values()
         sizes = [sum(layer.weight.nbytes for layer in streamed_linears(block)) for block in plain]
-        assert offloaded_bytes(build(tiny, "model.offload.blocks=4", *base).base.source) == sum(sizes) - 2 * max(sizes)
+        source = build(tiny, "model.offload.blocks=4", base=base).base.source
+        assert offloaded_bytes(source) == sum(sizes) - 2 * max(sizes)
 
 
 def test_nothing_is_left_in_a_block_that_has_computed(tiny):
@@ -88,12 +73,8 @@ def test_nothing_is_left_in_a_block_that_has_computed(tiny):
     streamed = streamed_blocks(module.transformer, 2)
     for _ in range(2):
         step(module)
-        linears = [
-            m
-            for block in streamed.values()
-            for n, m in block.named_modules()
-            if isinstance(m, Linear) and "lora" not in n
-        ]
+        named = [found for block in streamed.values() for found in block.named_modules()]
+        linears = [module for name, module in named if isinstance(module, Linear) and "lora" not in name]
         assert len(linears) > 10
         assert all(linear.weight is None for linear in linears)
 
@@ -117,7 +98,7 @@ def test_streamed_blocks_are_spread_over_all(tiny):
 )
 def test_what_cannot_be_streamed_is_named(tiny, settings, message):
     with pytest.raises(UserError, match=message):
-        build(tiny, *settings)
+        made(tiny, "lora", "bf16", FULL, *settings).check()
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.pretrained.transformer import transformer_weights
+from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
 from lightning_modules.quantization.fp8 import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
 from tests.lightning_modules.quantization.test_quantization import FP8
 from tests.support.foreign_files import flux, qwen, velocity, z_image
-from tests.support.quantized import load, quantization
+from tests.support.quantized import CPU, load, quantization
 
 NAME = "diffusion_pytorch_model.safetensors"
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -120,10 +120,13 @@ def test_layers_are_loaded_as_they_are(checkpoint, source):
     assert kept == on_disk
 
 
-def test_settings_do_not_quantize_what_is_quantized(checkpoint):
+def test_settings_do_not_quantize_what_is_quantized(checkpoint, caplog):
     folder, format = checkpoint
-    model = load(folder, quantization=quantization("fp8" if format in ("fp4", "nf4") else "nf4"))
-    assert model.get_submodule(LAYER).storage.startswith(format)
+    other = "fp8" if format in ("fp4", "nf4") else "nf4"
+    source = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization(other), 0)
+    assert source.load(CPU).get_submodule(LAYER).storage.startswith(format)
+    assert source.precision == source.expected_precision == format
+    assert f"is already {format}: model.quantization.format={other} is ignored" in caplog.text
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp4", "nf4", "int8"])

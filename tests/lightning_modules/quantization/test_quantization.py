@@ -105,7 +105,7 @@ def test_fp4_starts_slower():
         ("flux_kontext_fp8", [], (1e-4, 0)),
         ("flux_kontext_fp4", [], (2e-5, 100)),
         ("flux_kontext_fp8", ["model.quantization.format=fp4", "optimizer=adamw_8bit"], (2e-5, 100)),
-        ("flux_kontext", ["model/quantization=nf4"], (1e-4, 0)),
+        ("qwen_image", ["model/quantization=nf4"], (1e-4, 0)),
         ("flux_kontext_fp4", ["optimizer.lr=3e-5"], (3e-5, 100)),
         ("flux_kontext_fp4", ["optimizer=prodigy"], (1.0, 100)),
         ("flux_kontext_fp4", ["model.quantization.components_to_quantize=[text_encoder_2]"], (1e-4, 0)),
