@@ -183,14 +183,6 @@ def test_arrow_file_that_is_cut_anywhere_is_no_shorter_data_set(tmp_path):
             find_samples([Root(tmp_path / "x.arrow")])
 
 
-def test_folder_of_a_truncated_parquet_is_a_line(tmp_path):
-    root = as_snapshot(tmp_path / "mine")
-    for path in (root / "data").iterdir():
-        path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=f"data.root={root}: .*; repair it"):
-        find_samples([Root(root)])
-
-
 def test_table_without_pictures_names_its_columns(tmp_path):
     root = parquet(tmp_path, url=["http://x"], caption=["x"])
     message = "no column of condition images, column of targets; its columns are url, caption"
@@ -215,16 +207,6 @@ def test_empty_table_is_a_line(tmp_path, saved):
         data_set(0).save_to_disk(root)
     with pytest.raises(UserError, match=f"data.root={root}: .*; repair it"):
         find_samples([Root(root)])
-
-
-def test_code_of_a_repository_is_not_run(tmp_path):
-    root = as_snapshot(tmp_path / "mine")
-    for path in (root / "data").iterdir():
-        path.rename(root / path.name)
-    (root / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(UserError, match="Dataset scripts are no longer supported"):
-        find_samples([Root(root)])
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from datamodules.images.framing import MOST_CROPPED, Framing, bucket_table
 from datamodules.images.samples import Root, Sample
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from lightning_modules.families.flux.module import PREFERRED_SIZES
-from lightning_modules.families.longcat_image.conditions import HalvedForText
 from tasks.models import without_network
 from tests.support.commands import compose
 
@@ -165,18 +164,6 @@ def test_references_that_are_cropped_keep_their_own_size_where_each_picture_does
     target, smaller, same = view.windows
     assert (target.size, smaller.size) == ((992, 992), (496, 496))
     assert same == target
-
-
-@pytest.mark.parametrize("buckets", ["exact", "aspect"])
-@pytest.mark.parametrize("own", [(512, 512), (3000, 2000), (1920, 1080), (200, 900), (1008, 1008)])
-def test_a_target_has_the_grid_of_the_image_that_sets_it(own, buckets):
-    """LongCat's pipeline makes a picture of its condition image's size, and no other."""
-    images = HalvedForText(1, 1, vae_image_size=MEGAPIXEL)
-    [view] = views(framing(buckets, condition_images=images), own, own)
-    target, control = view.windows
-    assert target == control
-    if buckets == "exact":
-        assert target.size == images.size(*own)
 
 
 EDITING = ("flux_kontext", "flux2_klein_4b", "qwen_image_edit", "qwen_image_edit_plus", "longcat_image_edit")

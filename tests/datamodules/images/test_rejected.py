@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from datamodules.images.sources import find_samples
 from datamodules.pairs import collate_pixels
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs, photograph
+from tests.support.stored import write_tar
 
 
 @pytest.fixture
@@ -43,41 +44,35 @@ def as_table(root, columns):
     return table
 
 
-def as_tar(root):
-    path = root / "pairs.tar"
-    with tarfile.open(path, "w") as tar:
-        for number in range(3):
-            for folder, name in (
-                ("control_images", "source"),
-                ("training_images", "chosen"),
-                ("rejected_images", "rejected"),
-            ):
-                if (file := root / folder / f"{number:02d}.png").exists():
-                    tar.add(file, f"{number:02d}.{name}.png")
-            tar.add(root / "training_images" / f"{number:02d}.txt", f"{number:02d}.txt")
-    return path
-
-
-FORMS = {
-    "folders": lambda root: root,
-    "ours": lambda root: as_table(root, ["control_file_name", "file_name", "rejected_file_name", "prompt"]),
-    "preferences": lambda root: as_table(root, ["source_image", "chosen_image", "rejected_image", "instruction"]),
-    "tar": as_tar,
+COLUMNS = {
+    "ours": ["control_file_name", "file_name", "rejected_file_name", "prompt"],
+    "preferences": ["source_image", "chosen_image", "rejected_image", "instruction"],
 }
 
 
-def content(picture):
-    return picture.read_bytes() if hasattr(picture, "read_bytes") else picture.read()
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["folders", *COLUMNS, "tar"])
 def test_every_form_has_them(root, form):
-    found = find_samples([Root(FORMS[form](root))])
-    assert found.incomplete == []
-    assert len(found.samples) == 3
-    for number, sample in enumerate(found.samples[:2]):
-        assert content(sample.rejected) == (root / "rejected_images" / f"{number:02d}.png").read_bytes()
-        assert content(sample.target) == (root / "training_images" / f"{number:02d}.png").read_bytes()
+    place = as_table(root, COLUMNS[form]) if form in COLUMNS else root
+    if form == "tar":
+        members = {
+            f"{path.stem}.{name}{path.suffix}": path.read_bytes()
+            for folder, name in (("control", "source"), ("training", "chosen"), ("rejected", "rejected"))
+            for path in sorted((root / f"{folder}_images").glob("*.png"))
+        }
+        texts = {path.name: path.read_bytes() for path in (root / "training_images").glob("*.txt")}
+        place = write_tar(root / "pairs.tar", members | texts)
+    found = find_samples([Root(place)])
+    assert (found.incomplete, len(found.samples)) == ([], 3)
+    contents = [
+        picture.read_bytes() if isinstance(picture, Path) else picture.read()
+        for one in found.samples[:2]
+        for picture in (one.target, one.rejected)
+    ]
+    assert contents == [
+        (root / folder / f"{number:02d}.png").read_bytes()
+        for number in range(2)
+        for folder in ("training_images", "rejected_images")
+    ]
     assert found.samples[2].rejected is None
 
 

@@ -37,11 +37,6 @@ def test_tensor_equals_diffusers_preprocessing(image, tmp_path, suffix):
     assert torch.equal(own_size(path), expected)
 
 
-def test_range_is_minus_one_to_one(tmp_path):
-    Image.fromarray(np.array([[[0, 128, 255]] * 16] * 16, dtype=np.uint8)).save(tmp_path / "x.png")
-    torch.testing.assert_close(own_size(tmp_path / "x.png")[:, 0, 0], torch.tensor([-1, 2 * 128 / 255 - 1, 1]))
-
-
 @pytest.mark.parametrize(("size", "floored"), [((47, 33), (32, 32)), ((100, 64), (96, 64))])
 def test_sides_are_floored_to_16_by_resizing_as_diffusers_does(tmp_path, size, floored):
     photograph("coffee", *size).save(tmp_path / "x.png")
@@ -74,12 +69,6 @@ def test_size_of_a_png_is_known_without_its_pixels(tmp_path):
     photograph("coffee", 256, 256).save(tmp_path / "x.png")
     (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:2000])
     assert image_size(tmp_path / "x.png") == (256, 256)
-
-
-def test_palette(image, tmp_path):
-    quantized = image.quantize(16)
-    quantized.save(tmp_path / "x.png")
-    assert np.array_equal(open_image(tmp_path / "x.png"), quantized.convert("RGB"))
 
 
 def test_alpha_is_laid_on_white(image, tmp_path):
