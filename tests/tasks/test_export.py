@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, write
-from tasks.exported_lora import title
+from tasks.export import title
 from tests.support.combinations import first
 from tests.support.lora_files import layer_names, random_updates, relative
 

@@ -55,7 +55,7 @@ def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, 
     lora = learned(adapter)
     text = run("predict", "task=export", f"lora={lora}", "rank=2", "format=kohya", f"output_dir={tmp_path}").text
     [path] = tmp_path.glob("*.safetensors")
-    assert path.name == f"{adapter}_rank2_kohya.safetensors"
+    assert path.name == "run_rank2_kohya.safetensors"
     width = {"tlora": 1, "ortho_tlora": 2}[adapter]
     before, after = read(weights_of(lora), names), read(path, names)
     for name, one in after.items():
