@@ -12,7 +12,6 @@ from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments, with_run_settings
 from tasks.folders import in_use
 from tasks.keys import check_keys, chosen_task
-from tasks.mirror import mirrored
 from tasks.resolvers import CONF
 from tasks.settings import check_ranges
 from tasks.slurm import queued_again
@@ -50,8 +49,13 @@ def job(cfg: DictConfig) -> float | None:
             check_ranges(cfg, "train")
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
-            copy = contextlib.nullcontext() if url is None else mirrored(url, output_dir, resumes)
-            with in_use(output_dir), queued_again(cfg.resume), copy:
+            with contextlib.ExitStack() as around:
+                around.enter_context(in_use(output_dir))
+                around.enter_context(queued_again(cfg.resume))
+                if url is not None:
+                    from tasks.mirror import mirrored  # imports PyTorch
+
+                    around.enter_context(mirrored(url, output_dir, resumes))
                 return get_method(task)(cfg, output_dir)
     finally:
         with contextlib.suppress(OSError):  # missing, or not empty
