@@ -78,7 +78,7 @@ class Cache:
         """
         for path in sorted(self.folder.glob("latents-*.jsonl")):
             with reading(path, REMEDY):
-                yield parse_part(path.read_text(encoding="utf-8"), path.with_suffix(".tar").name)
+                yield parse_part(path.read_bytes(), path.with_suffix(".tar").name)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all complete tars."""
@@ -142,7 +142,7 @@ class Cache:
         if not path.exists():
             return False  # the tar of a killed build
         try:
-            part = parse_part(path.read_text(encoding="utf-8"), tar.name)
+            part = parse_part(path.read_bytes(), tar.name)
         except DAMAGED:
             return False
         facts = part.facts
@@ -206,7 +206,7 @@ class BucketCache(Cache):
             tar = str(Path(name).with_suffix(".tar"))
             if name.startswith("latents-") and name.endswith(".jsonl") and tar in sizes:
                 with reading(f"{self.bucket}/{name}", REMEDY):
-                    part = parse_part((self.bucket.read(name) or b"").decode(), tar)
+                    part = parse_part(self.bucket.read(name) or b"", tar)
                 if sizes[tar] == part.facts["bytes"]:
                     yield part
 
@@ -230,7 +230,7 @@ class BucketCache(Cache):
         tars = sorted(self.folder.glob("latents-*.tar"))
         uploaded = self.sample_ids() if tars else set()
         for tar in tars:
-            rows = parse_part(part_path(tar).read_text(encoding="utf-8"), tar.name).rows
+            rows = parse_part(part_path(tar).read_bytes(), tar.name).rows
             if uploaded.isdisjoint(row["id"] for row in rows if "key" in row):
                 self._upload(tar)
             else:

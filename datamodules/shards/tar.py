@@ -138,17 +138,17 @@ def write_part(tar: Path, rows: Iterable[Row], checksum: str) -> None:
         temporary.write_text(f"{head}\n{text}", encoding="utf-8")
 
 
-def parse_part(text: str, tar: str) -> Part:
+def parse_part(text: bytes, tar: str) -> Part:
     """Parse a tar's part of the index.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: it is damaged.
     """
-    head, _, rest = text.partition("\n")
+    head, _, rest = text.partition(b"\n")
     facts = json.loads(head)
-    if facts.pop("crc32") != zlib.crc32((json.dumps(facts) + rest).encode()) or facts["shard"] != tar:
+    if facts.pop("crc32") != zlib.crc32(json.dumps(facts).encode() + rest) or facts["shard"] != tar:
         raise ValueError("it is not as it was written")
-    return Part(facts, json.loads(f"[{','.join(rest.splitlines())}]"))
+    return Part(facts, json.loads(b"[" + rest.strip().replace(b"\n", b",") + b"]"))
 
 
 def read_groups(tar: tarfile.TarFile) -> Iterator[tuple[Row, bytes, int, int]]:
