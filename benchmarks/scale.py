@@ -49,7 +49,7 @@ def measure(folder: Path, gpus: int) -> dict[str, object]:
     data.open(Cache(folder, {}))
     data.note_buckets()
     next(iter(data.sampler()))
-    row = {"samples": data.sample_count, "seconds": round(time.perf_counter() - begin, 2)}
+    row: dict[str, object] = {"samples": data.sample_count, "seconds": round(time.perf_counter() - begin, 2)}
     for name, epochs in PLACES.items():
         begin = time.perf_counter()
         limits, last = data.batch_limits(), gpus - 1
@@ -57,7 +57,11 @@ def measure(folder: Path, gpus: int) -> dict[str, object]:
         sampler.start = int(epochs * sampler.batches_per_epoch())
         next(iter(sampler))
         row[f"resume: {name}"] = round(time.perf_counter() - begin, 3)
-    held = {"MB of imports": imported, "MB more": memory("VmRSS") - imported, "MB at the peak": memory("VmHWM")}
+    held: dict[str, object] = {
+        "MB of imports": imported,
+        "MB more": memory("VmRSS") - imported,
+        "MB at the peak": memory("VmHWM"),
+    }
     return row | held
 
 

@@ -142,20 +142,6 @@ def test_a_run_continues_while_its_bucket_is_away_and_is_uploaded_at_its_end(mir
     assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
 
 
-def test_an_end_that_is_not_uploaded_is_one_line(mirror, bucket, tmp_path, monkeypatch):
-    import obstore
-
-    def fail(*args, **more):
-        raise ConnectionResetError("reset")
-
-    monkeypatch.setattr(transfer, "PAUSE", 0.01)
-    monkeypatch.setattr(module, "TRIES", 2)
-    monkeypatch.setattr(obstore, "put", fail)
-    line = rf"{mirror.run} is not completely there: output_dir: {URL} cannot be written: reset"
-    with pytest.raises(UserError, match=line), module.mirrored(URL, mirror.run.path, resumes=True):
-        save(mirror.run, 2)
-
-
 def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch):
     import obstore
 
@@ -176,20 +162,6 @@ def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch
     mirror.upload()
     assert sorted(order[5:7]) == ["config.yaml", "metrics.csv"]
     assert order[7:] == ["last.ckpt"]
-
-
-def test_a_folder_with_another_run_is_not_written_over(mirror, bucket, elsewhere):
-    save(mirror.run, 2)
-    mirror.upload()
-    elsewhere.config.write_text("b")
-    elsewhere.checkpoint.parent.mkdir()
-    elsewhere.checkpoint.write_text("another")
-    line = f"output_dir={URL}: it and {elsewhere} contain different checkpoints. Remove {elsewhere} to resume the "
-    with pytest.raises(UserError, match=line):
-        started(elsewhere)
-    assert content(elsewhere) == {"config.yaml": b"b", "checkpoints/last.ckpt": b"another"}
-    started(mirror.run)
-    assert mirror.run.config.read_text() == "of step 2"
 
 
 def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, elsewhere, monkeypatch, capfd):
@@ -287,15 +259,6 @@ def both_saved(mirror, elsewhere):
     return there
 
 
-def test_two_runs_that_have_both_saved_are_refused(mirror, elsewhere):
-    there = both_saved(mirror, elsewhere)
-    mine, theirs = content(mirror.run), content(elsewhere)
-    with pytest.raises(UserError, match=r"contain different checkpoints\. Remove"):
-        started(mirror.run)
-    assert content(mirror.run) == mine
-    assert there.files.keys() == theirs.keys()
-
-
 def test_a_machine_does_not_replace_what_another_has_saved_meanwhile(mirror, bucket, elsewhere, capfd):
     both_saved(mirror, elsewhere)
     mirror.thread.start()
@@ -332,16 +295,6 @@ def test_a_run_that_is_killed_while_it_uploads_a_checkpoint_resumes(mirror, buck
     assert again.failure == ""
 
 
-def test_a_bucket_that_was_emptied_gets_all_of_the_run_again(mirror, bucket):
-    save(mirror.run, 2)
-    mirror.upload()
-    everything = names(bucket)
-    for name in everything:
-        bucket.delete_object(Bucket="runs", Key=f"of/snow/{name}")
-    started(mirror.run).upload()
-    assert names(bucket) == everything
-
-
 def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, bucket, monkeypatch):
     """An upload whose answer was lost, before the process was killed, and the file of which was removed then."""
     import obstore
@@ -362,26 +315,6 @@ def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, 
     started(mirror.run).upload()
     assert names(bucket) == mirror.run.files().keys()
     assert first not in names(bucket)
-
-
-def test_a_stuck_upload_does_not_hold_a_process_that_is_to_leave(mirror, monkeypatch):
-    import obstore
-
-    go = threading.Event()
-    monkeypatch.setattr(obstore, "put", lambda *args, **more: {"e_tag": str(go.wait(20))})
-    save(mirror.run, 2)
-    mirror.thread.start()
-    begun = time.monotonic()
-    assert "is not completely there: there was no time" in mirror.finish(0.3)
-    assert time.monotonic() - begun < 10
-    go.set()
-
-
-def test_an_unexpected_error_is_not_taken_for_an_upload(mirror, monkeypatch):
-    monkeypatch.setattr(module, "TRIES", 1)
-    monkeypatch.setattr(mirror, "upload", lambda: 1 / 0)
-    mirror.thread.start()
-    assert "is not completely there: division by zero" in mirror.finish()
 
 
 def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pairs, tmp_path, monkeypatch):
@@ -451,13 +384,6 @@ def test_a_file_that_is_replaced_while_the_folder_is_listed_stays_in_the_bucket(
     assert weights in names(bucket)
 
 
-def test_a_name_that_no_object_can_have_is_left_out(mirror, bucket):
-    save(mirror.run, 2)
-    (mirror.run.path / os.fsdecode(b"\xff.png")).write_text("a picture")
-    mirror.upload()
-    assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
-
-
 def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere, bucket):
     for key in ("of/snow/", "of/snow/checkpoints/"):
         bucket.put_object(Bucket="runs", Key=key)
@@ -465,32 +391,6 @@ def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere,
     mirror.upload()
     started(elsewhere)
     assert content(elsewhere) == content(mirror.run)
-
-
-def test_a_damaged_note_costs_no_more_than_uploads(mirror, bucket, elsewhere):
-    save(mirror.run, 2)
-    mirror.upload()
-    mirror.note.write_text("{")
-    started(mirror.run).upload()
-    started(elsewhere)
-    assert content(elsewhere) == content(mirror.run)
-
-
-def test_a_mistake_in_the_settings_is_said_at_once(bucket, run, tiny, tmp_path):
-    """The run is refused, and leaves no folder: there is nothing to be uploaded."""
-    error = run("train", *short(tiny, tmp_path / "nowhere", URL, 1), ok=False).error
-    assert error.startswith("error: data.root=")
-    assert "is not completely there" not in error
-    assert not names(bucket)
-    assert not (tmp_path / work_folder(URL)).exists()
-
-
-def test_what_is_no_file_is_not_waited_for(mirror, bucket):
-    save(mirror.run, 2)
-    os.mkfifo(mirror.run.path / "pipe")
-    (mirror.run.path / "loop").symlink_to("loop")
-    mirror.upload()
-    assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
 
 
 def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, elsewhere, monkeypatch):
@@ -501,3 +401,75 @@ def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, 
         monkeypatch.setenv("LOCAL_RANK", rank)
         with module.mirrored(URL, elsewhere.path, resumes=True):
             assert elsewhere.config.exists() == downloads
+
+
+def test_different_checkpoints_are_refused(mirror, elsewhere):
+    """Steps that only one side has, or another run."""
+    there = both_saved(mirror, elsewhere)
+    mine, theirs = content(mirror.run), content(elsewhere)
+    line = f"output_dir={URL}: it and {mirror.run} contain different checkpoints. Remove {mirror.run} to resume the "
+    with pytest.raises(UserError, match=line):
+        started(mirror.run)
+    assert content(mirror.run) == mine
+    assert there.files.keys() == theirs.keys()
+
+
+def test_files_that_no_object_can_be_are_left_out(mirror, bucket):
+    save(mirror.run, 2)
+    (mirror.run.path / os.fsdecode(b"\xff.png")).write_text("an image")
+    os.mkfifo(mirror.run.path / "pipe")
+    (mirror.run.path / "loop").symlink_to("loop")
+    mirror.upload()
+    assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
+
+
+@pytest.mark.parametrize("lost", ["bucket", "note"])
+def test_everything_is_uploaded_again_after_a_loss(mirror, bucket, lost):
+    save(mirror.run, 2)
+    mirror.upload()
+    everything = names(bucket)
+    if lost == "note":
+        mirror.note.write_text("{")
+    for name in everything if lost == "bucket" else ():
+        bucket.delete_object(Bucket="runs", Key=f"of/snow/{name}")
+    started(mirror.run).upload()
+    assert names(bucket) == everything
+
+
+@pytest.mark.parametrize(
+    ("put", "line"),
+    [
+        (ConnectionResetError("reset"), "output_dir: s3://runs/of/snow cannot be written: reset (5 attempts)"),
+        (ZeroDivisionError("division by zero"), "division by zero"),
+        (None, "there was no time"),
+    ],
+)
+def test_a_failed_last_upload_is_one_line(mirror, monkeypatch, put, line):
+    """Also an unexpected error, and an upload that does not end within the time of a stopped run."""
+    import obstore
+
+    go = threading.Event()
+
+    def fail(*args, **more):
+        if put is None:
+            go.wait(20)
+        raise put or OSError("late")
+
+    monkeypatch.setattr(transfer, "PAUSE", 0.01)
+    monkeypatch.setattr(module, "TRIES", 1)
+    monkeypatch.setattr(obstore, "put", fail)
+    save(mirror.run, 2)
+    mirror.thread.start()
+    problem = f"output_dir={URL}: {mirror.run} is not completely there: {line}"
+    assert mirror.finish(0.3 if put is None else 30) == problem
+    go.set()
+
+
+def test_a_failed_last_upload_fails_the_command(mirror, monkeypatch):
+    monkeypatch.setattr(module, "TRIES", 1)
+    monkeypatch.setattr(Mirror, "upload", lambda self: 1 / 0)
+    with (
+        pytest.raises(UserError, match="is not completely there: division"),
+        module.mirrored(URL, mirror.run.path, True),
+    ):
+        save(mirror.run, 2)

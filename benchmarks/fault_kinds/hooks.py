@@ -76,7 +76,7 @@ def count_encodings(file: str) -> None:
         with Path(file).open("a") as counted:
             counted.write("x")
 
-    shard_writer.write_sample = write_and_count
+    shard_writer.write_sample = write_and_count  # type: ignore[assignment]
 
 
 def be_quick() -> None:
