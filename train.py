@@ -12,9 +12,9 @@ from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments, with_run_settings
 from tasks.folders import in_use
 from tasks.keys import check_keys, chosen_task
+from tasks.placement import queued_again
 from tasks.resolvers import CONF
 from tasks.settings import check_ranges
-from tasks.slurm import queued_again
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors
 
 

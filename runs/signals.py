@@ -13,7 +13,7 @@ from types import FrameType
 
 log = logging.getLogger("retouch")
 
-# Sent before the end by `sbatch --signal=USR1@180`, and USR2 by submitit: the job is requeued (`tasks.slurm`).
+# Sent before the end by `sbatch --signal=USR1@180`, and USR2 by submitit: the job is requeued (`tasks.placement`).
 BEFORE_THE_END = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *BEFORE_THE_END)
 # Seconds in which a further signal counts as a duplicate: a launcher passes on what the terminal or the cluster has

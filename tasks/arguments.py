@@ -66,7 +66,7 @@ def with_run_settings(arguments: list[str]) -> list[str]:
     if path not in (None, "last"):
         run: RunFolder | None = RunFolder.of_checkpoint(Path(str(path)).expanduser())
     else:
-        run = newest_run() if folder is None else RunFolder(stores.local_folder(str(folder), "outputs"))
+        run = newest_run() if folder is None else RunFolder(stores.working_folder(str(folder), "outputs"))
     if run is None or not run.config.is_file() or not run.checkpoints():
         return arguments
     log.info(f"resuming with the settings of {run.config}")

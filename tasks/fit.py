@@ -24,7 +24,7 @@ from datamodules.base import TrainingData
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
-from datamodules.shards.stores import local_folder
+from datamodules.shards.stores import working_folder
 from report.commands import example, predict_command
 from runs.run_folder import RunFolder
 from runs.signals import Stopped, stop
@@ -183,7 +183,7 @@ def no_traces_unless_started(run: RunFolder, cache_dir: str | None) -> Iterator[
         cache_dir: a folder that contains it is not removed.
     """
     fresh = is_first_process() and all(path.name in NOT_OF_A_RUN for path in run.path.iterdir())
-    if cache_dir is not None and local_folder(cache_dir).resolve().is_relative_to(run.path.resolve()):
+    if cache_dir is not None and working_folder(cache_dir).resolve().is_relative_to(run.path.resolve()):
         fresh = False
     try:
         yield

@@ -14,12 +14,12 @@ PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 
 def work_folder(output_dir: str) -> str:
     """Return the working folder of a run: its output_dir, or a folder under outputs/ for a bucket."""
-    return str(stores.local_folder(output_dir, "outputs"))
+    return str(stores.working_folder(output_dir, "outputs"))
 
 
 def local_cache(cache_dir: str | None) -> str | None:
     """Return the folder of this machine that belongs to data.cache_dir."""
-    return cache_dir and str(stores.local_folder(cache_dir))
+    return cache_dir and str(stores.working_folder(cache_dir))
 
 
 def precision_for(dtype: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from datamodules.files import DAMAGED, reading, remove_temporary, replacing, sha256
 from datamodules.hashes import FileHashes, Hashed
-from datamodules.shards.stores import local_folder
+from datamodules.shards.stores import working_folder
 from datamodules.shards.tar import OpenShard, Part, Row, parse_part, part_path, salvage, write_part
 from datamodules.shards.transfer import Bucket
 
@@ -33,7 +33,7 @@ REMEDY = "delete it and start again: its samples are encoded again; if data.shar
 
 def open_cache(cache_dir: str, name: str, parts: Mapping[str, Any]) -> "Cache":
     """Return the cache of this fingerprint in data.cache_dir."""
-    folder = local_folder(cache_dir) / name
+    folder = working_folder(cache_dir) / name
     if "://" not in cache_dir:
         return Cache(folder, parts)
     return BucketCache(folder, parts, Bucket(f"{cache_dir.rstrip('/')}/{name}", "data.cache_dir"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from datamodules.base import Model
 from datamodules.errors import UserError, listing
-from datamodules.shards.stores import local_folder
+from datamodules.shards.stores import working_folder
 
 log = logging.getLogger("retouch")
 
@@ -31,7 +31,7 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 
 def memo(cache_dir: str) -> Path:
     """Return the file with the checksums of a local model's files."""
-    return local_folder(cache_dir) / "models.jsonl"
+    return working_folder(cache_dir) / "models.jsonl"
 
 
 def check_fit(built: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:

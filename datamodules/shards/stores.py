@@ -65,7 +65,7 @@ def kind_of(url: str) -> str | None:
     return KINDS.get(url.partition("://")[0].lower())
 
 
-def local_folder(place: str, under: str = "cache") -> Path:
+def working_folder(place: str, under: str = "cache") -> Path:
     """Return a folder of this machine: `place` itself, or UNDER/BUCKET/PATH for a folder in a bucket."""
     if "://" not in place:
         return Path(place).expanduser()
