@@ -46,7 +46,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         plan = measure(module, data)
         samples = cfg.callbacks.get("sample_images") is not None
         other = plan.weights - plan.offloaded if cfg.model.sampling.transformer_name_or_path is not None else 0
-        images, _ = plan.batch.size
+        images = plan.batch.size[0]
         sizes = " + ".join(f"{width}x{height}" for width, height in images)
         shown = {
             "model": f"{module.base.name} ({module.base.source.expected_precision}), {plan.parameters:,} parameters",

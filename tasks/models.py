@@ -1,4 +1,4 @@
-"""The model that LoRA files are for, and what can be known of it without the network and without weights."""
+"""The model of LoRA files, found by name, header or layers, and built without network and weights."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from lightning_modules.pretrained.repository import EMBEDDED
 from tasks.resolvers import CONF
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
-# What is written into a LoRA's file, as far as it could be read.
+# The header of a LoRA's file, as far as it could be read.
 Header = dict[str, Any] | None
 
 
@@ -136,7 +136,7 @@ def write_files(files: Mapping[str, Any], folder: Path) -> None:
 
 
 def header_here(file: LoRAFile) -> Header:
-    """Return a LoRA's header; in its run's folder with the paths of this machine, which config.yaml alone has."""
+    """Return a LoRA's header; in its run's folder with this machine's paths, which only config.yaml contains."""
     header, folders = file.header, file.path.absolute().parents
     config = folders[2] / "config.yaml" if len(folders) > 2 else file.path
     if not (header and header.get("model") and config.name == "config.yaml" and config.is_file()):
@@ -144,15 +144,15 @@ def header_here(file: LoRAFile) -> Header:
     with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
         settings: Any = OmegaConf.to_container(OmegaConf.load(config)).get("model") or {}  # type: ignore[union-attr]
 
-    return header | {"model": _here(header["model"], settings)}
+    return header | {"model": _with_local_paths(header["model"], settings)}
 
 
-def _here(said: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace what is said by what is known, where that is a path of this machine."""
-    paths = {key: one for key, one in known.items() if isinstance(one, str) and os.path.exists(one)}
+def _with_local_paths(header: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace values of a header by those settings that are paths of this machine."""
+    paths = {key: one for key, one in settings.items() if isinstance(one, str) and os.path.exists(one)}
     return {
-        key: _here(one, known.get(key) or {}) if isinstance(one, dict) else paths.get(key, one)
-        for key, one in said.items()
+        key: _with_local_paths(one, settings.get(key) or {}) if isinstance(one, dict) else paths.get(key, one)
+        for key, one in header.items()
     }
 
 

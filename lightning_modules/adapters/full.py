@@ -16,7 +16,7 @@ from lightning_modules.family import Family
 from lightning_modules.layers import ALIKE, Layers
 from lightning_modules.lora_files.writing import require_finite
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import local_folder, read_index
+from lightning_modules.pretrained.repository import component_folder, read_index
 
 
 class FullFineTuning(Adapter):
@@ -72,7 +72,7 @@ class FullFineTuning(Adapter):
     ) -> None:
         index = read_index(base.components.repository, base.revision)
         others = [name for name in index if not name.startswith("_") and name not in gathered]
-        source = local_folder(base.components.repository, base.revision, others)
+        source = component_folder(base.components.repository, base.revision, others)
         with replacing_folder(folder) as unfinished:
             shutil.copyfile(source / "model_index.json", unfinished / "model_index.json")
             for name in others:

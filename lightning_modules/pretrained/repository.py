@@ -77,7 +77,7 @@ def resolve_dtype(name: str, key: str = "model.dtype") -> torch.dtype:
     return DTYPES[name]
 
 
-def local_folder(repository: str, revision: str | None, names: Iterable[str]) -> Path:
+def component_folder(repository: str, revision: str | None, names: Iterable[str]) -> Path:
     """Return the repository as a local folder with these components, downloaded if necessary."""
     if Path(repository).is_dir():
         return Path(repository)
