@@ -10,14 +10,14 @@ from datamodules.hashes import FileHashes
 from datamodules.images.decoding import Facts
 from datamodules.images.framing import View
 from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.samples import SIDE_MULTIPLE, Alpha, Picture, Sample
+from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile, Sample
 from datamodules.images.windows import Window
 from datamodules.shards.cache import REMEDY, Cache
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.tar import prompt_id, sample_id
 
 
-def roles(sample: Sample) -> list[tuple[str, Picture]]:
+def roles(sample: Sample) -> list[tuple[str, ImageFile]]:
     """Return the files of a sample, each with its role: target, control, mask or rejected."""
     controls = (("control", path) for path in sample.controls)
     files = (("target", sample.target), *controls, ("mask", sample.mask), ("rejected", sample.rejected))

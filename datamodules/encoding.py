@@ -15,7 +15,7 @@ from datamodules.hashes import FileHashes, Hashed, hash_file
 from datamodules.images.decoding import image_facts
 from datamodules.images.framing import View
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.samples import Picture, Sample
+from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import ConditionImages
 from datamodules.pairs import PairDataset, leave_signals_to_the_trainer
 from datamodules.shards.cache import Cache
@@ -148,7 +148,7 @@ def hash_files(cache: Cache, rank: int, samples: Iterable[Sample]) -> FileHashes
     return cache.file_hashes()
 
 
-def _hash_if_readable(path: Picture, known: Hashed) -> Hashed | None:
+def _hash_if_readable(path: ImageFile, known: Hashed) -> Hashed | None:
     """Return the facts to remember about a file, whose checksum may be known."""
     try:
         return (*(known[:5] or hash_file(path)), *image_facts(path))

@@ -18,7 +18,7 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import UserError, count_of
 from datamodules.images.framing import Framing, Size, View, bucket_notes, notes_on
 from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.samples import Picture, RootSetting, Sample, Source
+from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.sampler import SizeBatchSampler, drawn_caption, drawn_preserved
 from datamodules.sizes import Sizes
@@ -204,7 +204,7 @@ class PairsDataModule(TrainingData):
         self.sample_set.require_some(usable)
         self.take(usable)
 
-    def take(self, usable: Sequence[Usable], checksum: Callable[[Picture], str | None] = lambda picture: None) -> None:
+    def take(self, usable: Sequence[Usable], checksum: Callable[[ImageFile], str | None] = lambda image: None) -> None:
         """Train on these samples, except held-out ones, for which `validation` is a data module.
 
         Args:

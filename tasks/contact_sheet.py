@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from datamodules.batch import RawBatch
 from datamodules.images.decoding import open_image
 from datamodules.images.framing import View
-from datamodules.images.samples import Picture
+from datamodules.images.samples import ImageFile
 from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 from report.images import in_a_row, plot_text, to_image, write_figure
@@ -95,7 +95,7 @@ def _strip(raw: RawBatch, view: View) -> np.ndarray:
     return np.concatenate([part for image in row for part in (np.asarray(image), gap)][:-1], axis=1)
 
 
-def _whole(seen: Image.Image, file: Picture, window: Window) -> Image.Image:
+def _whole(seen: Image.Image, file: ImageFile, window: Window) -> Image.Image:
     """Return the whole image, pale where it is cropped away."""
     if not window.cropped:
         return seen

@@ -30,7 +30,7 @@ from datamodules.images.inspection import (
     repeated,
 )
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.samples import Picture, Sample
+from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import resize
 from datamodules.pairs import PairsDataModule
 from lightning_modules.timing import ProgressLines
@@ -188,7 +188,7 @@ def _panel(findings: list[Finding]) -> Panel:
     return Panel(np.asarray(labelled_row(framed)), f"{sample.key[-92:]}\n{faults}", sample.prompts[0])
 
 
-def _open(path: Picture) -> Image.Image:
+def _open(path: ImageFile) -> Image.Image:
     """Return a small copy; grey for a file that cannot be read."""
     try:
         return ImageOps.contain(open_image(path, BOX[0] * BOX[1]), BOX)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError, printable
 from datamodules.files import DAMAGED, reason, require_file
-from datamodules.images.samples import SIDE_MULTIPLE, Alpha, Picture
+from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile
 
 log = logging.getLogger("retouch")
 
@@ -80,7 +80,7 @@ class Facts(NamedTuple):
 
 
 @contextmanager
-def opened(path: Picture) -> Iterator[Image.Image]:
+def opened(path: ImageFile) -> Iterator[Image.Image]:
     """Temporarily open an image file, without decoding it.
 
     Raises:
@@ -132,7 +132,7 @@ def size_of_area(width: int, height: int, area: int) -> Sides:
     return max(32, round(target_width / 32) * 32), max(32, round(target_height / 32) * 32)
 
 
-def image_size(path: Picture) -> Sides:
+def image_size(path: ImageFile) -> Sides:
     """Return (width, height) of the upright image, from its header.
 
     Raises:
@@ -143,13 +143,13 @@ def image_size(path: Picture) -> Sides:
     return size
 
 
-def require_sides(path: Picture, width: int, height: int) -> None:
+def require_sides(path: ImageFile, width: int, height: int) -> None:
     """Raise a UserError if a side is shorter than 16 pixels."""
     if min(width, height) < SIDE_MULTIPLE:
         raise UserError(f"the image {path} is {width}x{height}: both sides must be at least {SIDE_MULTIPLE} pixels")
 
 
-def refuse_large(path: Picture, width: int, height: int) -> None:
+def refuse_large(path: ImageFile, width: int, height: int) -> None:
     """Raise a UserError for an image whose training step would need hundreds of gigabytes."""
     if width * height > MOST_PIXELS:
         raise UserError(
@@ -161,7 +161,7 @@ def refuse_large(path: Picture, width: int, height: int) -> None:
 # Headers and damage.
 
 
-def image_facts(path: Picture) -> Facts:
+def image_facts(path: ImageFile) -> Facts:
     """Return the facts of an image without decoding it; log a note about an unusable profile.
 
     Raises:
@@ -186,7 +186,7 @@ def _note_fault(path: str, fault: str) -> None:
     log.warning(f"note: {printable(path)}: its colour profile cannot be used ({fault}). Its colours are read as sRGB")
 
 
-def _has_text_after_pixels(png: Picture) -> bool:
+def _has_text_after_pixels(png: ImageFile) -> bool:
     """Return whether chunks that may hold EXIF follow the first one of pixels."""
     pixels = False
     with png.open("rb") as file:
@@ -200,7 +200,7 @@ def _has_text_after_pixels(png: Picture) -> bool:
     return False
 
 
-def verify_image(path: Picture) -> None:
+def verify_image(path: ImageFile) -> None:
     """Find damage without decoding all pixels: in a JPEG at an eighth of its size, in a PNG by its checksums.
 
     Raises:
@@ -218,7 +218,7 @@ def verify_image(path: Picture) -> None:
 # Pixels.
 
 
-def open_image(path: Picture, area: int | None = None, in_srgb: bool = True) -> Image.Image:
+def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True) -> Image.Image:
     """Decode an image to upright 8-bit sRGB; 16 bits are scaled down, and transparency is blended onto white.
 
     Args:

@@ -14,7 +14,7 @@ from PIL import Image
 from datamodules.errors import UserError, listing, printable
 from datamodules.images.alignment import align, edges
 from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, Sides, image_size, open_image, opened
-from datamodules.images.samples import SIDE_MULTIPLE, Picture, Sample
+from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
 from datamodules.images.windows import resize
 
 # Longer side of the small copies, and the pixels that are decoded for them.
@@ -135,7 +135,7 @@ class Inspected(NamedTuple):
     control: Print | None
 
 
-def look(path: Picture, mask: bool = False) -> Look:
+def look(path: ImageFile, mask: bool = False) -> Look:
     """Read an image once.
 
     Args:
@@ -182,14 +182,14 @@ def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
     return 0.85 * before <= after <= 1.05 * before
 
 
-def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Picture], Look] = look) -> Inspected:
+def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageFile], Look] = look) -> Inspected:
     """Find the faults of a sample's images.
 
     Args:
         sides: sides of the squares to whose area it is shrunk in training; empty for its own size.
         see: `look`, or one that remembers.
     """
-    seen: dict[Picture, Look] = {}
+    seen: dict[ImageFile, Look] = {}
     unreadable: list[tuple[Kind, str]] = []
     for path in (sample.target, *sample.controls, sample.mask, sample.rejected):
         if path is not None:
@@ -204,7 +204,7 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[Pictur
     return Inspected(findings, *(None if one is None else one.print() for one in (target, control)))
 
 
-def _faults(sample: Sample, seen: dict[Picture, Look], sides: tuple[int, ...]) -> Iterator[tuple[Kind, str]]:
+def _faults(sample: Sample, seen: dict[ImageFile, Look], sides: tuple[int, ...]) -> Iterator[tuple[Kind, str]]:
     """Yield the faults of the images that could be read."""
     controls = [seen[path] for path in sample.controls if path in seen]
     target = seen.get(sample.target)
@@ -352,7 +352,7 @@ def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
     found = [Finding(Kind.NO_CAPTION, one.key, "no words", one) for one in empty]
     if samples and len(empty) == len(samples):
         found = [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
-    owners: dict[str, dict[Picture, Sample]] = defaultdict(dict)
+    owners: dict[str, dict[ImageFile, Sample]] = defaultdict(dict)
     for sample in samples:
         if bare := [prompt for prompt in sample.prompts if prompt.strip() and not any(map(str.isalpha, prompt))]:
             found.append(Finding(Kind.NO_LETTERS, sample.key, listing(bare), sample))

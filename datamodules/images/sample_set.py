@@ -14,7 +14,7 @@ from datamodules.images.decoding import Facts, image_facts, refuse_large, requir
 from datamodules.images.framing import Framing, Sides, View
 from datamodules.images.samples import (
     Found,
-    Picture,
+    ImageFile,
     Root,
     RootSetting,
     Sample,
@@ -259,7 +259,7 @@ class SampleSet:
         samples: Sequence[Sample],
         count: int,
         noun: str,
-        checksum: Callable[[Picture], str | None] = lambda picture: None,
+        checksum: Callable[[ImageFile], str | None] = lambda image: None,
     ) -> set[int]:
         """Return the indices of the samples to hold out: those of val_root, or `count` others.
 
@@ -281,13 +281,13 @@ class SampleSet:
         return choose_held_out([sample.key for sample in samples], image_groups(samples, checksum), count, noun)
 
 
-def _resolved(picture: Picture) -> Picture:
+def _resolved(image: ImageFile) -> ImageFile:
     """Return one name for all names of an image."""
-    return picture.resolve() if isinstance(picture, Path) else picture
+    return image.resolve() if isinstance(image, Path) else image
 
 
 def image_groups(
-    samples: Sequence[Sample], checksum: Callable[[Picture], str | None] = lambda picture: None
+    samples: Sequence[Sample], checksum: Callable[[ImageFile], str | None] = lambda image: None
 ) -> list[Hashable]:
     """Return for each sample the identities of its images.
 
@@ -296,10 +296,10 @@ def image_groups(
     """
 
     @cache
-    def identity(picture: Picture) -> Hashable:
-        if not isinstance(picture, Packed):
-            return _resolved(picture)
-        return checksum(picture) or hashlib.sha256(picture.read()).hexdigest()
+    def identity(image: ImageFile) -> Hashable:
+        if not isinstance(image, Packed):
+            return _resolved(image)
+        return checksum(image) or hashlib.sha256(image.read()).hexdigest()
 
     return [frozenset(map(identity, (sample.target, *sample.controls))) for sample in samples]
 

@@ -27,7 +27,7 @@ MOST_REPEATS = 10_000
 FORMS = {"columns": "tables, data sets and tars, which have columns", "pair_suffixes": "pairs in one folder"}
 
 # An image file, or one packed in a tar or a table.
-Picture = Path | Packed
+ImageFile = Path | Packed
 RootSetting = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
 
 
@@ -40,17 +40,17 @@ def nfc(name: str) -> str:
 class Alpha(Packed):
     """The alpha channel of an image as a mask: 1 where it is opaque."""
 
-    picture: Picture
+    image: ImageFile
 
     def read(self) -> bytes:
-        return self.picture.read_bytes() if isinstance(self.picture, Path) else self.picture.read()
+        return self.image.read_bytes() if isinstance(self.image, Path) else self.image.read()
 
     def signature(self) -> tuple[str, int, int, int]:
-        name, size, modified, changed = file_signature(self.picture)
+        name, size, modified, changed = file_signature(self.image)
         return f"{name}#alpha", size, modified, changed
 
     def __str__(self) -> str:
-        return str(self.picture)
+        return str(self.image)
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ class Sample:
     """
 
     key: str
-    target: Picture
-    controls: tuple[Picture, ...]
+    target: ImageFile
+    controls: tuple[ImageFile, ...]
     prompts: tuple[str, ...]
-    mask: Picture | None = None
-    rejected: Picture | None = None
+    mask: ImageFile | None = None
+    rejected: ImageFile | None = None
     root: int = 0
     caption_file: Path | None = None
 

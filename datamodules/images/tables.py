@@ -15,7 +15,7 @@ from typing import Any
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, read_text, reason, require_file
 from datamodules.images.folders import IMAGE_SUFFIXES, captions_of, find_file, is_image
-from datamodules.images.samples import CAPTION_SUFFIXES, Found, Picture, Root, Sample
+from datamodules.images.samples import CAPTION_SUFFIXES, Found, ImageFile, Root, Sample
 
 # Names of a folder's table.
 TABLES = ("metadata.jsonl", "metadata.csv")
@@ -138,7 +138,7 @@ def _sample(table: Table, where: str, cells: Mapping[str, Sequence[tuple[str, An
     Raises:
         _Incomplete: an image or a caption is missing.
     """
-    images: dict[str, list[Picture]] = {}
+    images: dict[str, list[ImageFile]] = {}
     for role in ("target", "control", "mask", "rejected"):
         found = [_images(table, where, name, value) for name, value in cells[role]]
         # Only the first of several control columns must have an image: samples may have different numbers of them.
@@ -180,12 +180,12 @@ def _parsed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _images(table: Table, where: str, name: str, value: Any) -> list[Picture]:
+def _images(table: Table, where: str, name: str, value: Any) -> list[ImageFile]:
     """Return the images of a cell: one, or several as a list (in CSV: a JSON list)."""
     values = [] if value in (None, "", []) else _parsed(value)
     if value and not values:
         raise UserError(f'{where}: {name}={value}: several images must be written as ["a.png", "b.png"]')
-    found: list[Picture] = []
+    found: list[ImageFile] = []
     for one in values:
         if one is None:
             raise _Incomplete(f"{name} is empty")

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.images.decoding import Sides, floor_size, open_image, shrunk, size_of_area, to_tensor
-from datamodules.images.samples import Picture
+from datamodules.images.samples import ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
 SAME_PROPORTIONS = 0.02
@@ -77,12 +77,12 @@ class Window(NamedTuple):
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if self.flipped else image
 
 
-def load_image(path: Picture, window: Window) -> Tensor:
+def load_image(path: ImageFile, window: Window) -> Tensor:
     """Return a part of a file as (3, H, W) in [-1, 1]."""
     return to_tensor(window.of(open_image(path, window.frame[0] * window.frame[1])))
 
 
-def load_mask(path: Picture, window: Window) -> Tensor:
+def load_mask(path: ImageFile, window: Window) -> Tensor:
     """Return the brightness of a part of a file as (1, H, W) in [0, 1]."""
     mask = window.of(open_image(path, in_srgb=False).convert("L"), mask=True)
     return torch.from_numpy(np.array(mask, dtype=np.float32))[None] / 255
@@ -162,7 +162,7 @@ class ConditionImages:
         )
         return window._replace(box=(left + across, top + down, right - across, bottom - down), size=size)
 
-    def load(self, paths: Sequence[Picture], windows: Sequence[Window]) -> tuple[list[Tensor], list[Tensor]]:
+    def load(self, paths: Sequence[ImageFile], windows: Sequence[Window]) -> tuple[list[Tensor], list[Tensor]]:
         """Return images for the autoencoder, each (1, 3, h, w) in [-1, 1], and for the text encoder, as `for_text`.
 
         Args:
@@ -176,7 +176,7 @@ class ConditionImages:
         pixels = [to_tensor(window.of(image))[None] for window, image in zip(windows, images, strict=True)]
         return pixels, self._for_text(images, windows)
 
-    def for_text(self, paths: Sequence[Picture]) -> list[Tensor]:
+    def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
         """Return whole images for the text encoder, each (3, h, w) in 8 bits; none if it sees no images."""
         if self.condition_image_size is None:
             return []

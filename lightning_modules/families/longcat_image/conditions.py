@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.images.decoding import image_size
-from datamodules.images.samples import SIDE_MULTIPLE, Picture
+from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 from datamodules.images.windows import ConditionImages, Window, resize
 
 
@@ -28,7 +28,7 @@ class HalvedForText(ConditionImages):
         high = wide / (width / height)  # in the pipeline's order, to round as it does
         return math.ceil(wide / SIDE_MULTIPLE) * SIDE_MULTIPLE, math.ceil(high / SIDE_MULTIPLE) * SIDE_MULTIPLE
 
-    def for_text(self, paths: Sequence[Picture]) -> list[Tensor]:
+    def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
         return self.load(paths, [self.window(*image_size(path)) for path in paths])[1]
 
     def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
