@@ -140,8 +140,8 @@ class SampleImages(L.Callback):
                 save_png(to_image(first.controls[0]), self.run.control)
         for one in self.results:
             with best_effort(f"sample image of {one.key}"):
-                target = None if one.target is None else to_image(one.target)
-                strip = Strip(list(map(to_image, one.controls)), to_image(one.result), target, one.prompt)
+                goal = None if one.target is None else to_image(one.target)
+                strip = Strip(list(map(to_image, one.controls)), to_image(one.result), goal, one.prompt)
                 image = strip.write(self.run.samples_of(trainer.global_step) / f"{names[one.key]}.png")
                 log_image(trainer, f"samples/{names[one.key]}", image)
 

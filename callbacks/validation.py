@@ -79,7 +79,7 @@ class Validation(L.Callback):
 
     @property
     def latest(self) -> dict[str, float]:
-        """The last measurement."""
+        """Last measurement."""
         return self.rows[-1] if self.rows else {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -117,7 +117,7 @@ class Card(NamedTuple):
         """Return the YAML header, without its delimiters."""
         from huggingface_hub import ModelCardData
 
-        bases = self.origin.repositories
+        bases, licence = self.origin.repositories, self.origin.licence
         lora = ["lora", "template:diffusion-lora"] if self._is_lora else []
         widget = [
             {"text": strip.prompt or "-", "output": {"url": f"sample-{index}.png"}}
@@ -132,7 +132,9 @@ class Card(NamedTuple):
             tags=["diffusers", *lora, *(["t-lora"] if self.module.rank_gates else [])],
             instance_prompt=prompt or None,
             widget=widget or None,
-            **{name: self.origin.licence.get(name) for name in ("license", "license_name", "license_link")},
+            license=licence.get("license"),
+            license_name=licence.get("license_name"),
+            license_link=licence.get("license_link"),
         ).to_yaml()
 
     def _metrics(self) -> list[list[str]]:

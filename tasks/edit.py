@@ -52,7 +52,8 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     place_trainer(cfg)
     own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
-    rules = get_class(cfg.model._target_).sampling_rules
+    family: Any = get_class(cfg.model._target_)
+    rules = family.sampling_rules
     negative = rules.negative_prompt(sampling)
     if negative is not None and rules.any_negative and cfg.negative_prompt is None:
         log.info(f'{rules.cfg_scale} above {rules.cfg_above:g} needs a negative_prompt; using ""')
