@@ -33,7 +33,7 @@ def copy(repositories, tmp_path):
             cfg = compose(
                 "train", f"model={model}", "model.dtype=float32", f"model.pretrained_model_name_or_path={folder}", *more
             )
-            return instantiate(cfg.model, optimization=None, _convert_="all")
+            return instantiate(cfg.model, _convert_="all")
 
         return folder, module
 

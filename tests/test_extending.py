@@ -89,14 +89,12 @@ ADAPTER = '''
         def tensors(self, part):
             return {name: parameter.detach() for name, parameter in trainable(part).items()}
 
-        def export(self, parts, base, header, dtype):
-            state = {name: tensor.clone() for name, tensor in self.tensors(parts["transformer"]).items()}
+        def gather(self, parts):
+            return {name: tensor.clone() for name, tensor in self.tensors(parts["transformer"]).items()}
 
-            def write(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                safetensors.torch.save_file(state, folder / "biases.safetensors")
-
-            return write
+        def write(self, folder, gathered, base, header, dtype):
+            folder.mkdir(parents=True, exist_ok=True)
+            safetensors.torch.save_file(gathered, folder / "biases.safetensors")
 
         def describe(self, trained):
             return f"{len(trained)} biases"

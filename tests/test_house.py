@@ -21,7 +21,7 @@ SPLINTER = 60
 # These three may only fall.
 SPLINTERS = 3
 NAMES_DEFINED_TWICE = 2
-WRONG_OPENERS = 70
+WRONG_OPENERS = 10
 OPENERS = re.compile(r"(What|Of|As|Those|The same|By|In|Inside|Which|Where|How|All|It|One)\b")
 PUBLIC_NAMES = 50
 
