@@ -12,6 +12,7 @@ from torch import nn
 
 from datamodules.errors import UserError
 from datamodules.files import reason
+from lightning_modules.execution.blocks import without_autocast
 from lightning_modules.execution.host_memory import return_freed_memory
 from lightning_modules.quantization import four_bit, fp8
 from lightning_modules.quantization.eight_bit import quantize_int8, quantize_quanto, read_int8
@@ -157,7 +158,8 @@ class Quantization:
         """Return the quantized layer, on the same device; raise a UserError if the device or library cannot do it."""
         device = linear.weight.device
         try:
-            return FORMATS[self.format].backends[self.backend](linear.requires_grad_(False), self.double_quant)
+            with without_autocast(device):  # which cannot concatenate float8
+                return FORMATS[self.format].backends[self.backend](linear.requires_grad_(False), self.double_quant)
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
             raise UserError(f"model.quantization: {self} does not run on {device} here: {reason(error)}") from error
 
