@@ -127,7 +127,7 @@ def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(tiny,
     [
         ("model.quantization.format=nf4", "trainer=fsdp cannot split transformer_blocks.0.attn.to_q"),
         ("optimizer=adamw_8bit", "trainer=fsdp: AdamW8bit needs whole weights"),
-        ("optimizer=prodigy", "trainer=fsdp does not go with Prodigy"),
+        ("optimizer=prodigy", "trainer=fsdp: Prodigy needs whole weights"),
         ("model.offload.blocks=2", "model.offload.blocks: trainer=fsdp splits the blocks"),
         (
             "model.offload.activations=true model.gradient_checkpointing=every_2",
