@@ -48,7 +48,7 @@ def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequ
     return [name for name in linear if name in targets]
 
 
-def last_match(patterns: Mapping[str, float], name: str, default: float) -> float:
+def last_match(patterns: dict[str, float], name: str, default: float) -> float:
     """Return the value of the last pattern that matches a layer's name."""
     return next((value for pattern, value in reversed(patterns.items()) if fnmatchcase(name, pattern)), default)
 
