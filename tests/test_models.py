@@ -68,7 +68,7 @@ def test_picture_that_is_not_finite_is_said(run, repositories, datasets, tmp_pat
     image = f"image={datasets[model] / 'control_images' / '0.png'}"
     request = [image, "prompt=x", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
     assert (
-        "a picture has values that are not finite" in run("predict", *settings, *MODELS[model].settings, *request).text
+        "an image has values that are not finite" in run("predict", *settings, *MODELS[model].settings, *request).text
     )
 
 

@@ -82,6 +82,9 @@ def run_here(script: str, *overrides: str) -> Outcome:
                 importlib.import_module(script).main()
             except SystemExit as stop:
                 status = stop.code
+            finally:
+                if torch.distributed.is_initialized():  # by a refused run; a later sweep would end at its first error
+                    torch.distributed.destroy_process_group()
         COUNTS["refused" if status else "completed"] += 1
         return Outcome(status, output.read())
 
