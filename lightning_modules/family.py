@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -96,6 +96,18 @@ class SamplingRules(NamedTuple):
                 f"shift_terminal={sampling.shift_terminal:g}: without shift, the repository's scheduler sets both. Set "
                 "shift as well."
             )
+
+    def without_effect(self, sampling: Sampling, takes_guidance: bool) -> Iterator[str]:
+        """Yield a note for each setting that changes nothing.
+
+        Args:
+            takes_guidance: whether the transformer follows guidance_scale.
+        """
+        if sampling.negative_prompt and self.negative_prompt(sampling) is None:
+            yield f"negative_prompt has no effect without {self.cfg_scale} above {self.cfg_above:g}"
+        least = self.cfg_above if self.cfg_scale == "guidance_scale" else 0
+        if not takes_guidance and (sampling.guidance_scale or 0) > least:
+            yield f"guidance_scale={sampling.guidance_scale:g} has no effect: this transformer does not follow it"
 
 
 class TokenCounts(NamedTuple):

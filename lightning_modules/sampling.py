@@ -19,8 +19,8 @@ from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling
-from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import load_component
+from lightning_modules.pretrained.frozen_base import FrozenBase, note_once
+from lightning_modules.pretrained.repository import EMBEDDED, load_component
 from lightning_modules.pretrained.transformer import TransformerSource
 
 log = logging.getLogger("retouch")
@@ -57,7 +57,7 @@ class Sampler:
                 self.check_source(self.base.source)
 
     def check_source(self, source: TransformerSource) -> None:
-        """Raise a UserError for a shift that the transformer's scheduler does not support."""
+        """Raise a UserError for a shift that the transformer's scheduler does not support; note unused settings."""
         import diffusers
 
         assert self.sampling is not None
@@ -68,6 +68,13 @@ class Sampler:
             raise UserError(
                 f"shift={self.sampling.shift:g}: {name} of {source.name} takes no fixed shift. Leave it out."
             )
+        rules = self.family.sampling_rules
+        if rules.cfg_scale == "guidance_scale":
+            takes_guidance = not index.get("is_distilled")
+        else:  # the embedded model has the settings of FLUX Kontext
+            takes_guidance = source.meta.config.get("guidance_embeds", False) or source.name == EMBEDDED
+        for note in rules.without_effect(self.sampling, takes_guidance):
+            note_once(note)
 
     def use(self, transformer: Any, source: TransformerSource | None = None) -> None:
         """Sample with this transformer; None releases the present one.

@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from datamodules.edits import own_edits
 from datamodules.errors import UserError
 from lightning_modules.family import Sampling
+from lightning_modules.pretrained.frozen_base import note_once
 from report.images import read_strip
 from tasks.edit import requests
 from tests.support.combinations import first
@@ -122,6 +123,7 @@ def test_shift_gives_the_stock_pipelines_picture_with_such_a_scheduler(
 
 
 def sampler_of(repository, model, *more):
+    note_once.cache_clear()
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repository}", "model.dtype=float32"]
     return instantiate(compose("predict", *settings, *more).model, adapter=None, optimization=None).sampler
 
