@@ -16,7 +16,7 @@ from benchmarks.preservation import preservation, small_edit
 from benchmarks.shapes_runs import PAIRS, Rows, draw_pairs, run, table
 from benchmarks.sliders import slider
 from lightning_modules.families.flux.module import FluxKontext
-from lightning_modules.layers import ATTENTION
+from lightning_modules.family import ATTENTION
 from report.tables import read_metrics, read_validation
 
 COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "seconds")

@@ -18,7 +18,6 @@ from datamodules.encoding import EncodeRequest
 from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import RankGate
-from lightning_modules.denoiser import Denoiser
 from lightning_modules.encoder import Encoder
 from lightning_modules.estimation.flops import StepFlops
 from lightning_modules.execution.blocks import ignored_by_ddp
@@ -26,7 +25,7 @@ from lightning_modules.family import Family, Sampling
 from lightning_modules.flow import FlowMatching, TimestepLaw, mix
 from lightning_modules.objectives.objective import Objective
 from lightning_modules.optimization import Optimization
-from lightning_modules.prepare import Execution
+from lightning_modules.prepare import Denoiser, Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.sampling import Sampler

@@ -13,10 +13,16 @@ from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.flow import dynamic_shift
-from lightning_modules.layers import Layers
+from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+# Linear layers of several families' transformers.
+ATTENTION = ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0")
+TEXT_ATTENTION = ("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out")
+# The MLPs of FLUX.1's double blocks, of the image's tokens and of the text's.
+MLPS = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,26 @@ class Geometry:
         return sum(self.tokens(batch)) * len(batch.keys)
 
 
+class Layers(NamedTuple):
+    """The linear layers of a transformer.
+
+    Attributes:
+        native: their names in other programs' LoRA files.
+        targets: name endings of the layers that are adapted by default.
+        output: pattern of the last projection, which `all-linear` leaves out.
+        flattened: patterns of layers that see the tokens of all samples as one row, so that a rank mask cannot address
+            single samples; `all-linear` leaves them out.
+    """
+
+    native: NativeNames = NO_NATIVE_NAMES
+    targets: tuple[str, ...] = ATTENTION
+    output: str = "proj_out"
+    flattened: tuple[str, ...] = ()
+
+
+ALIKE = Layers()
+
+
 class Parts(Protocol):
     """The loaded components of a pipeline, without its transformer."""
 
@@ -180,6 +206,7 @@ class Family(ABC):
         geometry: sizes of latents and tokens.
         layers: the layers that LoRA adapts, and their names in other programs.
         sampling_rules: guidance and schedule of its pipeline.
+        max_sequence_length: text tokens of the pipeline's argument of this name; None if it has none.
         transformer: once it is loaded.
     """
 
@@ -190,11 +217,12 @@ class Family(ABC):
     geometry = Geometry()
     layers: ClassVar[Layers] = Layers()
     sampling_rules: ClassVar[SamplingRules] = SamplingRules()
+    max_sequence_length: int | None = None
     transformer: Any
 
-    @abstractmethod
     def encoding_settings(self) -> dict[str, Any]:
         """Return the family's settings that the outputs of its encoders depend on."""
+        return {} if self.max_sequence_length is None else {"max_sequence_length": self.max_sequence_length}
 
     @abstractmethod
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
@@ -249,7 +277,8 @@ class Family(ABC):
 
     def call_arguments(self, width: int, height: int) -> dict[str, Any]:
         """Return arguments of the stock pipeline, besides prompt and sampling, for the image that predict.py makes."""
-        return {"height": height, "width": width}
+        length = {} if self.max_sequence_length is None else {"max_sequence_length": self.max_sequence_length}
+        return {"height": height, "width": width, **length}
 
     @abstractmethod
     def pipeline_class(self) -> "type[DiffusionPipeline]":

@@ -1,4 +1,4 @@
-"""Preparation of a transformer, in order: load, quantize, inject the adapter, compile."""
+"""A transformer ready to compute, in order: load, quantize, inject the adapter, compile; and its velocities."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,20 +7,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from datamodules.base import TrainingData
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gate import Gate
-from lightning_modules.adapters.peft_layers import cast_inputs
+from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapter
 from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
 from lightning_modules.estimation.memory import DeviceMemory
 from lightning_modules.execution.blocks import (
     cast_inputs_once,
     check_attention_backend,
     compile_blocks,
+    compute_dtype,
     set_attention_backend,
 )
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
@@ -164,7 +166,7 @@ class Execution:
         # Positions are plain attributes of diffusers' modules, which .to() does not move: each forward would copy them,
         # and wait for the GPU.
         for module in transformer.modules():
-            tensors = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+            tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
             vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
         set_attention_backend(transformer, self.attention_backend)
         if self.compile_blocks:
@@ -215,3 +217,40 @@ class Execution:
         left_out = nullcontext() if self.training_adapter is None else self.training_adapter.left_out()
         with self.without_compiling(), left_out:
             yield
+
+
+class Denoiser:
+    """Velocities (B, C, h, w) at t (B,), from x_t (B, C, h, w) and normalized controls, as `Family.velocity`.
+
+    Args:
+        family: with the loaded transformer.
+    """
+
+    def __init__(self, family: Family, execution: Execution) -> None:
+        self.family = family
+        self.execution = execution
+
+    def __call__(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
+        """Predict the velocity with the adapter applied; a T-LoRA has the rank of each sample's t."""
+        gates = self.execution.rank_gates
+        for gate in gates:
+            gate.open(t * NUM_TRAIN_TIMESTEPS, None, compute_dtype(x_t))
+        try:
+            with self.execution.saved_tensors():
+                return self.family.velocity(self.family.transformer, x_t, t, controls, prompt)
+        finally:
+            for gate in gates:
+                gate.factors = None
+
+    def turned(self, sign: Tensor) -> AbstractContextManager[None]:
+        """Temporarily multiply each sample's update by its sign (B,): 1, or -1 for its opposite."""
+        if self.execution.direction is None:
+            self.execution.direction = Gate()
+            self.execution.direction.attach(self.family.transformer, ADAPTER)
+        return self.execution.direction.using(sign[:, None])
+
+    @torch.no_grad()
+    def base(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
+        """Predict the velocity without the trained adapter and without gradient."""
+        with without_adapter(self.family.transformer):
+            return self.family.velocity(self.family.transformer, x_t, t, controls, prompt)

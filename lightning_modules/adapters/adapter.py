@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.rank_mask import RankGate
-from lightning_modules.layers import ALIKE, Layers
+from lightning_modules.family import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 

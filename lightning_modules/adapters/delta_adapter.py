@@ -12,7 +12,7 @@ from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, require_own_rates
 from lightning_modules.adapters.peft_layers import adapter_tensors, layer_of
 from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets
-from lightning_modules.layers import ALIKE, Layers
+from lightning_modules.family import ALIKE, Layers
 from lightning_modules.lora_files import writing
 from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.find import WEIGHTS_NAME, find_or_download

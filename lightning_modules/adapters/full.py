@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from datamodules.files import replacing_folder
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
-from lightning_modules.family import Family
-from lightning_modules.layers import ALIKE, Layers
+from lightning_modules.family import ALIKE, Family, Layers
 from lightning_modules.lora_files.writing import require_finite
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import component_folder, read_index

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from datamodules.errors import UserError, listing
-from lightning_modules.layers import Layers
+from lightning_modules.family import Layers
 
 
 def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequence[str] | str | None) -> list[str]:

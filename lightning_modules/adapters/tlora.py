@@ -12,7 +12,7 @@ from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import ADAPTER
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.adapters.rank_schedule import RankSchedule
-from lightning_modules.layers import ALIKE, Layers
+from lightning_modules.family import ALIKE, Layers
 
 WITHOUT_SCHEDULE = "a loader that does not apply rank_schedule uses the full rank at every timestep"
 

@@ -10,10 +10,10 @@ from datamodules.errors import UserError
 from datamodules.images.framing import Size
 from datamodules.images.samples import Sample
 from lightning_modules.adapters.adapter import Adapter
-from lightning_modules.denoiser import Denoiser
 from lightning_modules.estimation.flops import Passes
 from lightning_modules.family import Family
 from lightning_modules.flow import Noised
+from lightning_modules.prepare import Denoiser
 
 
 class Objective(ABC):

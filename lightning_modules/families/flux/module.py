@@ -10,8 +10,7 @@ from lightning_modules.execution.blocks import LastBlock
 from lightning_modules.families.flux.denoise import flux_last_block, flux_velocity
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.kl_autoencoder import KLAutoencoder
-from lightning_modules.family import Geometry, Parts
-from lightning_modules.layers import ATTENTION, MLPS, TEXT_ATTENTION, Layers
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Geometry, Layers, Parts
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -39,13 +38,10 @@ class FluxKontext(KLAutoencoder):
 
     def __init__(self, max_sequence_length: int, training_guidance_scale: float, **settings: Any) -> None:
         super().__init__(**settings)
-        self._max_sequence_length = max_sequence_length
+        self.max_sequence_length: int = max_sequence_length
         self._guidance_scale = training_guidance_scale
 
     # Text
-
-    def encoding_settings(self) -> dict[str, Any]:
-        return {"max_sequence_length": self._max_sequence_length}
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) and pooled_prompt_embeds (P,)."""
@@ -54,7 +50,7 @@ class FluxKontext(KLAutoencoder):
     def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
         """Return T5's last hidden states, of padding too, and CLIP's pooled output."""
         length = parts["tokenizer"].model_max_length
-        t5 = _encode(parts, "_2", prompts, self._max_sequence_length).last_hidden_state
+        t5 = _encode(parts, "_2", prompts, self.max_sequence_length).last_hidden_state
         clip = _encode(parts, "", prompts, length).pooler_output
         return {"prompt_embeds": t5.to(parts.dtype), "pooled_prompt_embeds": clip.to(parts.dtype)}
 
@@ -62,13 +58,13 @@ class FluxKontext(KLAutoencoder):
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
         return {
-            "prompt_embeds": (self._max_sequence_length, config["joint_attention_dim"]),
+            "prompt_embeds": (self.max_sequence_length, config["joint_attention_dim"]),
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         """Count T5's tokens; CLIP's vector is of the first 77."""
-        return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self._max_sequence_length
+        return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self.max_sequence_length
 
     # The transformer
 
@@ -84,7 +80,7 @@ class FluxKontext(KLAutoencoder):
     # Prediction
 
     def call_arguments(self, width: int, height: int) -> dict[str, Any]:
-        arguments = super().call_arguments(width, height) | {"max_sequence_length": self._max_sequence_length}
+        arguments = super().call_arguments(width, height)
         if self.condition_images.most != 0:  # Kontext's own sizes are all of one megapixel
             arguments |= {"max_area": width * height, "_auto_resize": False}
         return arguments

@@ -12,8 +12,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.blocks import LastBlock
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
 from lightning_modules.families.flux2.native_names import NATIVE_NAMES
-from lightning_modules.family import Parts, SamplingRules
-from lightning_modules.layers import Layers
+from lightning_modules.family import Layers, Parts, SamplingRules
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -43,7 +42,7 @@ class Flux2Klein(EditModule):
 
     def __init__(self, max_sequence_length: int, **settings: Any) -> None:
         super().__init__(**settings)
-        self._max_sequence_length = max_sequence_length
+        self.max_sequence_length: int = max_sequence_length
         self._statistics: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def check(self) -> None:
@@ -57,27 +56,24 @@ class Flux2Klein(EditModule):
 
     # Text
 
-    def encoding_settings(self) -> dict[str, Any]:
-        return {"max_sequence_length": self._max_sequence_length}
-
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (max_sequence_length, 3D), the outputs of three layers; padding counts."""
         embed = getattr(self.pipeline_class(), self._prompt_function)
         # The language model without its head, whose logits are not needed.
         used = parts["text_encoder"].model, parts["tokenizer"], prompt, parts.dtype, parts.device("text_encoder")
-        return {"prompt_embeds": embed(*used, self._max_sequence_length)[0]}
+        return {"prompt_embeds": embed(*used, self.max_sequence_length)[0]}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         """Count tokens, including those of the template."""
         template = parts["tokenizer"].apply_chat_template
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=False) for one in chats]
-        return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self._max_sequence_length
+        return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self.max_sequence_length
 
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        return {"prompt_embeds": (self._max_sequence_length, config["joint_attention_dim"])}
+        return {"prompt_embeds": (self.max_sequence_length, config["joint_attention_dim"])}
 
     # Images
 
@@ -115,9 +111,6 @@ class Flux2Klein(EditModule):
 
     # Prediction
 
-    def call_arguments(self, width: int, height: int) -> dict[str, Any]:
-        return super().call_arguments(width, height) | {"max_sequence_length": self._max_sequence_length}
-
     def pipeline_class(self) -> "type[DiffusionPipeline]":
         from lightning_modules.families.flux2.pipeline import LatentFlux2KleinPipeline
 
@@ -146,7 +139,7 @@ class Flux2Dev(Flux2Klein):
 
         template = parts["tokenizer"].apply_chat_template
         tokens = [template(format_input([prompt]), tokenize=True, return_dict=True) for prompt in prompts]
-        return [len(one["input_ids"][0]) for one in tokens], self._max_sequence_length
+        return [len(one["input_ids"][0]) for one in tokens], self.max_sequence_length
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
         from lightning_modules.families.flux2.pipeline import LatentFlux2Pipeline

@@ -1,26 +1,60 @@
 """LongCat-Image-Edit: a 6B MMDiT conditioned by a vision-language model (arXiv 2512.07584)."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
+from datamodules.images.decoding import image_size
+from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
+from datamodules.images.windows import ConditionImages, Window, resize
 from lightning_modules.execution.blocks import LastBlock
 from lightning_modules.families.flux.denoise import flux_last_block
 from lightning_modules.families.kl_autoencoder import KLAutoencoder
-from lightning_modules.families.longcat_image.conditions import HalvedForText, halved
 from lightning_modules.families.longcat_image.denoise import longcat_velocity
 from lightning_modules.families.longcat_image.native_names import NATIVE_NAMES
-from lightning_modules.family import Parts, SamplingRules
-from lightning_modules.layers import ATTENTION, MLPS, TEXT_ATTENTION, Layers
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts, SamplingRules
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
 MAX_TOKENS = 512  # the pipeline's, which fails for longer prompts instead of truncating them
+
+
+@dataclass(frozen=True)
+class HalvedForText(ConditionImages):
+    """The text encoder sees the autoencoder's image at half its width and height."""
+
+    @property
+    def text_sees_them(self) -> bool:
+        return True
+
+    def _of_area(self, width: int, height: int, area: int) -> tuple[int, int]:
+        """Return sides that are rounded up to 16."""
+        wide = math.sqrt(area * (width / height))
+        high = wide / (width / height)  # in the pipeline's order, to round as it does
+        return math.ceil(wide / SIDE_MULTIPLE) * SIDE_MULTIPLE, math.ceil(high / SIDE_MULTIPLE) * SIDE_MULTIPLE
+
+    def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
+        return self.load(paths, [self.window(*image_size(path)) for path in paths])[1]
+
+    def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
+        # Resized twice, as in the pipeline.
+        seen = [window.of(image) for image, window in zip(images, windows, strict=True)]
+        small = [resize(image, halved(*image.size)) for image in seen]
+        return [torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in small]
+
+
+def halved(width: int, height: int) -> tuple[int, int]:
+    """Return the size for the text encoder."""
+    return width // 2, height // 2
 
 
 class LongCatImageEdit(KLAutoencoder):

@@ -12,8 +12,7 @@ from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.blocks import LastBlock
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
-from lightning_modules.family import Geometry, Parts
-from lightning_modules.layers import ATTENTION, TEXT_ATTENTION, Layers
+from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -45,9 +44,6 @@ class QwenImage(EditModule):
         self._statistics: dict[tuple[str, torch.device], Tensor] = {}
 
     # Text
-
-    def encoding_settings(self) -> dict[str, Any]:
-        return {}
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
         from lightning_modules.families.qwen_image.pipeline import LatentQwenPipeline

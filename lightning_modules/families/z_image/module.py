@@ -11,8 +11,7 @@ from datamodules.images.windows import ConditionImages
 from lightning_modules.families.kl_autoencoder import KLAutoencoder
 from lightning_modules.families.z_image.denoise import z_image_velocity
 from lightning_modules.families.z_image.native_names import NATIVE_NAMES
-from lightning_modules.family import Geometry, Parts, SamplingRules
-from lightning_modules.layers import Layers
+from lightning_modules.family import Geometry, Layers, Parts, SamplingRules
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -42,12 +41,9 @@ class ZImage(KLAutoencoder):
 
     def __init__(self, max_sequence_length: int, **settings: Any) -> None:
         super().__init__(**settings)
-        self._max_sequence_length = max_sequence_length
+        self.max_sequence_length: int = max_sequence_length
 
     # Text
-
-    def encoding_settings(self) -> dict[str, Any]:
-        return {"max_sequence_length": self._max_sequence_length}
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) of the chat that begins with the prompt, and prompt_embeds_mask (L,)."""
@@ -84,11 +80,11 @@ class ZImage(KLAutoencoder):
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
         """Return the shape, at four characters a token, including the chat template."""
-        return {"prompt_embeds": (min(8 + len(prompt) // 4, self._max_sequence_length), config["cap_feat_dim"])}
+        return {"prompt_embeds": (min(8 + len(prompt) // 4, self.max_sequence_length), config["cap_feat_dim"])}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         tokenizer = parts["tokenizer"]
-        return [len(ids) for ids in tokenizer(_chats(tokenizer, prompts)).input_ids], self._max_sequence_length
+        return [len(ids) for ids in tokenizer(_chats(tokenizer, prompts)).input_ids], self.max_sequence_length
 
     # Images
 
@@ -104,9 +100,6 @@ class ZImage(KLAutoencoder):
         return z_image_velocity(transformer, x_t, t, prompt)
 
     # Prediction
-
-    def call_arguments(self, width: int, height: int) -> dict[str, Any]:
-        return super().call_arguments(width, height) | {"max_sequence_length": self._max_sequence_length}
 
     def pipeline_class(self) -> "type[DiffusionPipeline]":
         from lightning_modules.families.z_image.pipeline import LatentZImagePipeline

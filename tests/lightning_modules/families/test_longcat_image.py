@@ -10,8 +10,8 @@ from hydra.utils import instantiate
 from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.pairs import collate_pixels
-from lightning_modules.families.longcat_image.conditions import HalvedForText
 from lightning_modules.families.longcat_image.denoise import CONTROL, TARGET, longcat_image_ids, longcat_text_ids
+from lightning_modules.families.longcat_image.module import HalvedForText
 from tests.support.commands import compose
 from tests.support.pictures import photograph
 from tests.support.references import PROMPTS, REFERENCES, VAE

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from datamodules.errors import UserError
-from lightning_modules.objectives.losses import (
+from lightning_modules.objectives.flow_matching import (
     WEIGHTINGS,
     EditWeight,
     Huber,
