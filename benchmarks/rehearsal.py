@@ -133,7 +133,6 @@ def rehearse(model: str, work: Path, side: int, format: str, depth: int | None) 
     vae = footprint.encoders["vae"]
     here = footprint.process
     training = footprint.adapter + footprint.optimizer + footprint.activations["full"]
-    loading = here + footprint.loading[1]
     fit = [*common, *data, *device, "output_dir=run", "callbacks.sample_images=null", "logger=none"]
     picture = f"image={pairs / 'control_images' / '0.png'}"
     stages = [
@@ -151,7 +150,7 @@ def rehearse(model: str, work: Path, side: int, format: str, depth: int | None) 
             "train two steps, save",
             "train.py",
             work,
-            max(loading, here + footprint.weights + training),
+            here + footprint.weights + training,
             *fit,
             "trainer.max_steps=2",
         ),

@@ -96,18 +96,15 @@ def _memory(plan: Footprint, module: EditModule, caches: bool, samples: bool, ot
     peaks = [sum(training.values()), *([encoding_peak] if caches else []), *([sampling] if samples else [])]
     peak = max([*peaks, *([base + apart] if offloads and not caches else [])])
     host = {"this process": plan.process}
-    host |= {"prompts while encoding": plan.prompts} if caches else {}
     host |= {part: plan.encoders[part] for part in sorted(on_host)} | (present if offloads else {})
     host |= {"blocks": plan.offloaded} if plan.offloaded else {}
     listed = ", ".join(f"{policy} {decimal(size)}" for policy, size in plan.activations.items())
-    to_gpu, to_host = (decimal(plan.process + size) for size in plan.loading)
     return {
         "GPU, training": _sum(training),
         "": f"activations by gradient checkpointing: {listed}",
         "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
         "GPU, sampling": f"{decimal(sampling)} while an image is decoded" if samples else "no sample images",
         "host": _sum(host),
-        "host, loading": f"at most {to_gpu} while the transformer is loaded to a GPU, {to_host} to host memory",
         "disk": f"cache {decimal(plan.cache)}" if caches else "no cache",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{more}{_against_this_machine(peak)}",
     }

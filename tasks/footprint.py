@@ -1,7 +1,7 @@
 """The memory and work of a run, estimated without weights: from its settings, and by a step on fake tensors."""
 
-import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -27,10 +27,7 @@ from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.pretrained.repository import meta_component
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.weights import AHEAD
-from lightning_modules.quantization.quantization import FORMATS
-
-log = logging.getLogger("retouch")
+from lightning_modules.quantization.quantization import FORMATS, Quantization
 
 
 @dataclass
@@ -43,14 +40,12 @@ class Footprint:
         batch: the heaviest.
         weights: of the transformer.
         offloaded: part of these that is in host memory at any time.
-        loading: peak host memory while the transformer is loaded to a GPU, and to host memory.
         adapter: its weights and gradients.
         optimizer: its state.
         ema: the averages of its weights.
         activations: peak of a step besides these, by gradient checkpointing policy.
         encoders: weights of the other components.
         encode, decode: peak of the autoencoder besides its weights.
-        prompts: embeddings held in host memory while encoding.
         cache: everything that is encoded.
         process: this process's memory now.
     """
@@ -61,7 +56,6 @@ class Footprint:
     batch: Heaviest
     weights: int
     offloaded: int
-    loading: tuple[int, int]
     adapter: int
     optimizer: int
     ema: int
@@ -69,7 +63,6 @@ class Footprint:
     encoders: dict[str, int]
     encode: int
     decode: int
-    prompts: int
     cache: int
     process: int
 
@@ -81,13 +74,11 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert optimizer is not None
     assert module.objective is not None
     passes, checkpointing = module.objective.passes(0), module.execution.checkpointing
-    # All of these before the adapter is injected.
-    flops = sample_flops(module, base, module.step_flops, passes, checkpointing, data.sizes)
     source, transformer = base.source, base.source.meta
+    # Before the adapter is injected. Weights that train count with the adapter, in float32.
+    flops = sample_flops(module, base, module.step_flops, passes, checkpointing, data.sizes)
     parameters = sum(p.numel() for p in transformer.parameters())
-    weights = 0 if adapter.trains_base else weight_bytes(source)  # trained ones count with the adapter, in float32
-    offloaded = offloaded_bytes(source)
-    loading = loading_bytes(source, on_host=False), loading_bytes(source, on_host=True)
+    weights, offloaded = 0 if adapter.trains_base else weight_bytes(source), offloaded_bytes(source)
     module.execution.adapt(transformer)
     parts = {name: meta_component(base.components.repository, name, base.revision) for name in base.encoder_names}
     models = {name: part for name, part in parts.items() if part is not None}
@@ -101,15 +92,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     heaviest = heaviest_batch(module, base, data)
     batch = empty_latents(module, base, heaviest.size, heaviest.samples, heaviest.caption)
     step = FakeStep(module, adapter, base.dtype, module.execution.compile_blocks, transformer, batch, passes)
-    activations = {}
-    for policy in dict.fromkeys([*POLICIES, *([checkpointing] if checkpointing != "auto" else [])]):
-        log.info(f"simulating a step on fake tensors with gradient checkpointing {policy}")
-        activations[policy] = step.peak(policy) - count * 4  # gradients count with the adapter
-    single = {size: empty_latents(module, base, size, 1, heaviest.caption) for size in set(data.sizes)}
-    with_std = module.flow.vae_encode_mode == "sample"
-    latents = {size: _latent_bytes(one, with_std) for size, one in single.items()}
-    prompt = {size: sum(tensor.nbytes for tensor in one.prompt.values()) for size, one in single.items()}
-    cached_prompts, prompts = _prompt_bytes(module, data, prompt)
+    policies = dict.fromkeys([*POLICIES, *([checkpointing] if checkpointing != "auto" else [])])
     encode, decode = autoencoder_peaks(module, models["vae"], data.sizes)
     return Footprint(
         flops=flops,
@@ -118,72 +101,69 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
         batch=heaviest,
         weights=weights,
         offloaded=offloaded,
-        loading=loading,
         adapter=sum(tensor.nbytes for part in trained for tensor in adapter.tensors(part).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(optimizer)),
         ema=0 if module.optimization.ema is None else count * 4,
-        activations=activations,
+        activations={policy: step.peak(policy) - count * 4 for policy in policies},  # gradients count with the adapter
         encoders=encoders,
         encode=encode,
         decode=decode,
-        prompts=prompts,
-        cache=sum(latents[size] for size in data.sizes) + cached_prompts,
+        cache=_cache_bytes(module, data, heaviest.caption),
         process=psutil.Process().memory_info().rss,
     )
 
 
 def weight_bytes(source: TransformerSource) -> int:
     """Return the bytes of a transformer's weights; an estimate for files that are quantized."""
-    wanted = source.quantization
-    if wanted is not None and wanted.format == source.expected_precision:
-        return wanted.nbytes(source.meta, source.dtype)
-    row = FORMATS.get(source.expected_precision)
-    bits = 8 * source.dtype.itemsize if row is None else row.bits
-    return round(sum(parameter.numel() for parameter in source.meta.parameters()) * bits / 8)
+    quantization = _applied(source)
+    if quantization is not None:
+        return quantization.nbytes(source.meta, source.dtype)
+    return round(sum(parameter.numel() for parameter in source.meta.parameters()) * _bits(source) / 8)
 
 
 def offloaded_bytes(source: TransformerSource) -> int:
     """Return the bytes of streamed blocks in host memory: all but two, which are in a buffer each."""
-    sizes = _streamed_bytes(source)
+    bits, quantization = int(_bits(source)), _applied(source)  # the scales of 4-bit blocks are not streamed
+
+    def nbytes(name: str, module: nn.Module) -> int:
+        if not isinstance(module, nn.Linear):
+            return 0
+        plain = quantization is not None and not quantization.converts(name, module)
+        return module.weight.numel() * (8 * source.dtype.itemsize if plain else bits) // 8
+
+    streamed = streamed_blocks(source.meta, source.streamed).items()
+    sizes = [sum(nbytes(f"{at}.{name}", part) for name, part in block.named_modules()) for at, block in streamed]
     return sum(sizes) - min(2, len(sizes)) * max(sizes, default=0)
 
 
-def loading_bytes(source: TransformerSource, on_host: bool) -> int:
-    """Return the peak host memory of loading a transformer.
+def _applied(source: TransformerSource) -> Quantization | None:
+    """Return the quantization of the settings; None without one, or for files that are quantized in another format."""
+    quantization = source.quantization
+    return quantization if quantization and quantization.format == source.expected_precision else None
+
+
+def _bits(source: TransformerSource) -> float:
+    """Return the bits of a weight of its linear layers."""
+    row = FORMATS.get(source.expected_precision)
+    return 8 * source.dtype.itemsize if row is None else row.bits
+
+
+def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int:
+    """Return the bytes of all latents and prompt embeddings.
 
     Args:
-        on_host: whether it stays there; otherwise only its streamed blocks do.
+        caption: the longest.
     """
-    kept = weight_bytes(source) if on_host else sum(_streamed_bytes(source))
-    largest = max(parameter.numel() for parameter in source.meta.parameters()) * source.dtype.itemsize
-    return loading_bound(kept, largest) + (0 if source.quantization is None else AHEAD * largest)
-
-
-def loading_bound(kept: int, largest: int) -> int:
-    """Return the most host memory that loading a model may take, by the bytes that stay and its largest tensor's."""
-    return kept + kept // 10 + largest + 150_000_000
-
-
-def _streamed_bytes(source: TransformerSource) -> list[int]:
-    """Return the bytes that are streamed of each offloaded block: weights without the scales of blocks."""
-    plain, quantization = 8 * source.dtype.itemsize, source.quantization
-    row = FORMATS.get(source.expected_precision)
-    stored = plain if row is None else int(row.bits)
-    if quantization is not None and quantization.format != source.expected_precision:
-        quantization = None
-
-    def bits(name: str, linear: nn.Linear) -> int:
-        return plain if quantization is not None and not quantization.converts(name, linear) else stored
-
-    return [
-        sum(
-            part.weight.numel() * bits(f"{block}.{name}", part)
-            for name, part in module.named_modules()
-            if isinstance(part, nn.Linear)
-        )
-        // 8
-        for block, module in streamed_blocks(source.meta, source.streamed).items()
-    ]
+    single = {size: empty_latents(module, module.base, size, 1, caption) for size in set(data.sizes)}
+    prompt = {size: sum(tensor.nbytes for tensor in batch.prompt.values()) for size, batch in single.items()}
+    latents = {size: _latent_bytes(batch, module.flow.vae_encode_mode == "sample") for size, batch in single.items()}
+    others = {prompt for prompt in data.preserve_prompts if prompt}
+    if module.condition_images.text_sees_them:  # no two samples share an embedding
+        prompts = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.views)
+    else:
+        shared = {prompt for sample in data.samples for prompt in sample.prompts} | others | {""}
+        prompts = len(shared) * max(prompt.values())
+    return sum(latents[size] for size in data.sizes) + prompts
 
 
 def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
@@ -193,37 +173,15 @@ def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _prompt_bytes(module: EditModule, data: PairsDataModule, prompt: dict[Size, int]) -> tuple[int, int]:
-    """Return the bytes of all prompt embeddings in the cache, and of those in host memory while encoding.
-
-    Args:
-        prompt: bytes of an embedding, by the size of its sample.
-    """
-    others = {prompt for prompt in data.preserve_prompts if prompt}
-    if module.condition_images.text_sees_them:  # no two samples share an embedding: each is written at once
-        cached = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.views)
-        return cached, min(cached, module.encoder.prompts.kept * max(prompt.values()))
-    shared = {prompt for sample in data.samples for prompt in sample.prompts} | others | {""}
-    cached = len(shared) * max(prompt.values())
-    return cached, cached
-
-
 def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: Sequence[Size]) -> tuple[int, int]:
     """Return the peak memory, besides weights, of encoding the largest image and of decoding the largest target."""
-    log.info("simulating the encoding and decoding of the largest images")
-
-    def largest(images: Iterable[tuple[int, int]]) -> tuple[int, int]:
-        return max(set(images), key=lambda size: size[0] * size[1])
-
-    width, height = largest(image for images, _ in sizes for image in images)
-    pixels = (1, 3, height, width)
-    channels = module.geometry.channels(module.base.source.config())
-    latents = (1, channels, *module.base.latent_size(*largest(images[0] for images, _ in sizes)))
+    width, height = max((image for images, _ in sizes for image in images), key=math.prod)
+    target = max((images[0] for images, _ in sizes), key=math.prod)
+    latents = (1, module.geometry.channels(module.base.source.config()), *module.base.latent_size(*target))
     with FakeTensorMode(), PeakMemory() as memory, torch.no_grad():
         fake, dtype = fake_model(vae, module.base.dtype), module.base.dtype
         memory.restart()
-        raw = torch.empty(pixels)
-        module.encode_pixels(fake, raw.to(dtype, memory_format=torch.channels_last))
+        module.encode_pixels(fake, torch.empty(1, 3, height, width).to(dtype, memory_format=torch.channels_last))
         encode = memory.peak
         memory.restart()
         module.decode(fake, torch.empty(latents)).float()

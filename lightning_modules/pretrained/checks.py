@@ -19,17 +19,6 @@ from lightning_modules.quantization.quantization import FORMATS
 IN_16_BITS = (
     "name a repository of plain 16-bit weights; model/quantization=fp8 or fp4 makes it smaller while it is loaded"
 )
-# Tensors of other programs' quantizations, by name and dtype.
-FOREIGN = {
-    r"\.(?:wscales|wtscale|wcscales|smooth_factor|smooth|proj_down) ": "SVDQuant weights of nunchaku",
-    r"\.(?:qweight|qzeros|g_idx) ": "GPTQ or AWQ weights",
-    r"\.(?:weight_scale_2 |weight_scale F8_E4M3$)": "nvfp4 weights",
-    r"\.(?:weight_scale|scale_weight) (?:U8|F8_E8M0)$": "mxfp8 weights",
-    r"\.weight_scale_inv ": "fp8 weights with a scale for each block",
-    r"\.weight_packed ": "weights of compressed-tensors",
-    r"\.(?:weight\._(?:data|scale)|weight:\w+|_weight_\w+) ": "weights of torchao or quanto",
-    r"\blora_|\.lora\.": "a LoRA next to its own weights",
-}
 # ComfyUI's names of the formats that are read, by weight dtype; other entries that its notes may have.
 COMFY = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8_tensorwise"}
 HARMLESS = {"full_precision_matrix_mult", "per_row", "per_channel"}
@@ -93,29 +82,23 @@ def _require(folder: Path, choices: Iterable[tuple[str, ...]]) -> None:
 
 
 def check_weight_files(folder: Path, class_name: str) -> None:
-    """Raise a UserError unless a folder contains the weight files of a model."""
-    check_weight_names([path.name for path in folder.iterdir()], class_name, str(folder))
+    """Raise a UserError unless a folder contains the weight files that the class's library reads."""
+    import diffusers
+
+    library = "diffusers" if class_name in dir(diffusers) else "transformers"  # imports no class
+    names, usual = [path.name for path in folder.iterdir()], USUAL[library]
+    if not any(name in names for whole in usual for name in (whole, f"{whole}.index.json")):
+        others = sorted(name for name in names if WEIGHTS.fullmatch(name))
+        if not others:
+            raise UserError(f"{folder} lacks its weights: the download is incomplete; {GET_AGAIN}")
+        variant = others[0].split(".")[::2] == usual[0].split(".")
+        remedy = f"rename it to {usual[0]}" if variant else f"save the model with {library} (save_pretrained)"
+        raise UserError(f"{folder} has {listing(others)} and not {usual[0]}, which is read: {remedy}")
     # A download may have left others: those that are loaded are checked.
     kind = "safetensors" if any(folder.glob("*.safetensors")) else "bin"
     for index in [path for path in folder.glob(f"*.{kind}.index.json") if path.name.count(".") == 3]:
         if missing := [name for name in indexed_files(index) if not (folder / name).is_file()]:
             raise UserError(f"{folder} lacks {listing(missing)}: the download is incomplete; {GET_AGAIN}")
-
-
-def check_weight_names(names: Sequence[str], class_name: str, where: str) -> None:
-    """Raise a UserError unless one of the files is one that the class's library reads."""
-    import diffusers
-
-    library = "diffusers" if class_name in dir(diffusers) else "transformers"  # imports no class
-    usual = USUAL[library]
-    if any(name in names for whole in usual for name in (whole, f"{whole}.index.json")):
-        return
-    others = sorted(name for name in names if WEIGHTS.fullmatch(name))
-    if not others:
-        raise UserError(f"{where} lacks its weights: the download is incomplete; {GET_AGAIN}")
-    variant = others[0].split(".")[::2] == usual[0].split(".")
-    remedy = f"rename it to {usual[0]}" if variant else f"save the model with {library} (save_pretrained)"
-    raise UserError(f"{where} has {listing(others)} and not {usual[0]}, which is read: {remedy}")
 
 
 def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> None:
@@ -125,7 +108,6 @@ def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> No
         UserError: a tensor is missing, is quantized in an unknown way, or does not exist in the model.
     """
     dtypes = weights.dtypes
-    refuse_foreign(dtypes, where)
     parameters = [name for name, _ in model.named_parameters()]
     if missing := [name for name in parameters if name not in dtypes]:
         raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
@@ -143,14 +125,6 @@ def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> No
         if how.pop("format", None) != wanted or any(how[key] for key in how.keys() - HARMLESS):
             shown = ", ".join(f"{key} {value}" for key, value in note.items())
             raise UserError(f"{where} has {layer} quantized in an unknown way ({shown}): {IN_16_BITS}")
-
-
-def refuse_foreign(dtypes: Mapping[str, str], where: str) -> None:
-    """Raise a UserError for files with tensors of quantizations that are not read, or of a LoRA."""
-    for name, dtype in dtypes.items():
-        for pattern, what in FOREIGN.items():
-            if re.search(pattern, f"{name} {dtype}"):
-                raise UserError(f"{where} holds {what} ({name}), which is not read: {IN_16_BITS}")
 
 
 def refuse_unexpected(names: Sequence[str], where: str) -> None:
@@ -180,7 +154,6 @@ def check_library_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """
     refuse_method(config, str(folder))
     dtypes = SafetensorsWeights(folder.glob("*.safetensors")).dtypes
-    refuse_foreign(dtypes, str(folder))
     companions = re.compile("|".join(rf"\.(?:{row.layout.companions})$" for row in FORMATS.values()))
     integers = re.compile(r"(?:weight|bias) (?!F|BF)")
     quantized = [name for name, kind in dtypes.items() if companions.search(name) or integers.search(f"{name} {kind}")]

@@ -16,7 +16,6 @@ from datamodules.hub import repository_file
 from lightning_modules.pretrained.checks import (
     check_component,
     check_library_weights,
-    check_weight_names,
     read_json,
     refuse_unexpected,
 )
@@ -192,16 +191,7 @@ def load_model(
     place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
     dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"  # else transformers 5
     arguments = {dtype_name: dtype, "output_loading_info": True, **place}
-    try:
-        model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
-    except UserError:
-        from huggingface_hub import list_repo_files
-
-        with suppress(OSError, ValueError):  # a folder, or no network
-            paths = [Path(name) for name in list_repo_files(repository, revision=revision)]
-            names = [path.name for path in paths if path.parent == Path(subfolder or "")]
-            check_weight_names(names, cls.__name__, where)
-        raise
+    model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
     # They would be random numbers.
     if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
         raise UserError(f"{where} lacks {listing(lacking)}: {GET_AGAIN}")

@@ -2,10 +2,7 @@
 
 import json
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +25,6 @@ GET_AGAIN = "download it again"
 PLAIN = ("F64", "F32", "BF16", "F16")
 # Bytes read before a file is reopened: pages of a mapped file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
-# Tensors that are read ahead, each by a thread.
-AHEAD = 2
 # Bytes at which a new file begins.
 FILE_SIZE = 2 * 10**9
 
@@ -44,7 +39,7 @@ class Weights(Protocol):
     dtypes: dict[str, str]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor that the caller may keep; several threads may call this."""
+        """Return a tensor that the caller may keep."""
 
     def map(self, name: str) -> Tensor:
         """Return a tensor without copying it, if possible."""
@@ -74,20 +69,18 @@ class SafetensorsWeights(Weights):
                         self.notes[name.removesuffix(".comfy_quant")] = note
         self._open: tuple[Path, Any] | None = None
         self._touched = 0
-        self._lock = threading.Lock()
 
     def read(self, name: str) -> Tensor:
         return self.map(name).clone()
 
     def map(self, name: str) -> Tensor:
         """Return a tensor in its file's memory: pages are read on use, and the system may drop them."""
-        with self._lock:
-            file = self._file[name]
-            if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
-                self._open, self._touched = (file, safe_open(file, "pt").__enter__()), 0
-            tensor = self._open[1].get_tensor(name)
-            self._touched += tensor.nbytes
-            return tensor
+        file = self._file[name]
+        if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
+            self._open, self._touched = (file, safe_open(file, "pt").__enter__()), 0
+        tensor = self._open[1].get_tensor(name)
+        self._touched += tensor.nbytes
+        return tensor
 
     def on_meta(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return all tensors on the meta device, in this dtype."""
@@ -106,32 +99,6 @@ class SafetensorsWeights(Weights):
                 if row.layout.detect(name, dtype):
                     return format
         return None
-
-
-class ReadAhead(Weights):
-    """Weights that are partly read by threads ahead of their use.
-
-    Args:
-        names: tensors to read ahead, in the order of their use; others are read on use.
-    """
-
-    def __init__(self, weights: Weights, names: Sequence[str]) -> None:
-        self.dtypes = weights.dtypes
-        self._weights = weights
-        self._waiting = deque(names)
-        self._coming: dict[str, Future[Tensor]] = {}
-        self._threads = ThreadPoolExecutor(AHEAD, "read")
-
-    def read(self, name: str) -> Tensor:
-        self._begin()
-        coming = self._coming.pop(name, None)
-        self._begin()
-        return self._weights.read(name) if coming is None else coming.result()
-
-    def _begin(self) -> None:
-        while self._waiting and len(self._coming) < AHEAD:
-            following = self._waiting.popleft()
-            self._coming[following] = self._threads.submit(self._weights.read, following)
 
 
 def assemble(
@@ -159,13 +126,12 @@ def assemble(
     if quantization is not None:
         unquantized = [name for name in names if weights.dtypes[f"{name}.weight"] in PLAIN]
         converted = {name for name in unquantized if quantization.converts(name, model.get_submodule(name))}
-    ahead = ReadAhead(weights, [f"{name}.weight" for name in names if name in converted])
     progress = ProgressLines(len(names), "layers")
     layer: nn.Module | None
     for number, name in enumerate(names, 1):
         linear: Any = model.get_submodule(name)
         if quantization is not None and name in converted:
-            tensors = {part: ahead.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
+            tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
             for part, tensor in tensors.items():
                 _require_shape(f"{name}.{part}", tensor.shape, linear.get_parameter(part).shape)
             linear.load_state_dict(tensors, assign=True)

@@ -214,11 +214,14 @@ def stored_scale(parts: Mapping[str, Tensor], name: str) -> Tensor | None:
         name: of the layer.
     """
     scale, rows = next((parts[key] for key in SCALES if key in parts), None), len(parts["weight"])
-    if scale is not None and scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+    if scale is None:
+        return None
+    if scale.itemsize == 1 or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
         raise UserError(
-            f"{name} has scales {tuple(scale.shape)} on disk: expected one for the layer, or one for each row"
+            f"{name} has scales {tuple(scale.shape)} in {scale.dtype} on disk: expected one for the layer, or one for "
+            "each row, in 16 or 32 bits"
         )
-    return None if scale is None else scale.float().reshape(-1, 1)
+    return scale.float().reshape(-1, 1)
 
 
 def in_pieces(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:

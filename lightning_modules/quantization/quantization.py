@@ -21,7 +21,6 @@ from lightning_modules.quantization.linear import SCALED, SCALES, Layout
 LIBRARIES = {"quanto": "optimum-quanto", "bitsandbytes": "bitsandbytes"}
 # Bits of a weight in 4 bits with double quantization.
 DOUBLE_QUANT_BITS = 4.127
-NO_LAYOUT = Layout("", (), "(?!)", (), lambda *_: None)
 # Quantizes a layer; the flag is double quantization.
 Quantize = Callable[[nn.Linear, bool], nn.Module]
 
@@ -38,7 +37,7 @@ class QuantizationFormat:
 
     bits: float
     backends: Mapping[str, Quantize]
-    layout: Layout = NO_LAYOUT
+    layout: Layout
 
     @property
     def is_four_bit(self) -> bool:

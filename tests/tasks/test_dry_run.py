@@ -58,12 +58,9 @@ def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
         write_shallow(model, 2, str(tmp_path / "shallow"))
         more.append(f"model.pretrained_model_name_or_path={tmp_path / 'shallow'}")
     outcome = run("train", "task=dry_run", f"model={model}", *more, *data)
-    assert re.search("5 (pairs|pictures) of", outcome.text)
-    phases = [f"with gradient checkpointing {position}\n" for position in ("none", "selective", "every_2", "full")]
-    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "disk", *phases):
+    assert re.search("5 (pairs|images) of", outcome.text)
+    for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "disk"):
         assert part in outcome.text
-    assert not re.search(r"^loading", outcome.text, re.MULTILINE)
-    assert "while the transformer is loaded to a GPU" in outcome.text
     assert not (tmp_path / "out").exists()
 
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import loading_memory
 from lightning_modules.estimation.memory import PeakMemory
-from lightning_modules.pretrained.weights import ReadAhead, Weights, assemble
+from lightning_modules.pretrained.weights import Weights, assemble
 from tests.support.quantized import quantization
 
 
@@ -49,30 +49,6 @@ class FakeWeights(Weights):
 
     def read(self, name: str) -> torch.Tensor:
         return torch.empty(self.shapes[name], dtype=torch.bfloat16)
-
-
-class FailingWeights(Weights):
-    """Notes which tensors are read; the fourth cannot be."""
-
-    def __init__(self, count: int) -> None:
-        self.dtypes = {str(index): "F32" for index in range(count)}
-        self.read_so_far: list[str] = []
-
-    def read(self, name: str) -> torch.Tensor:
-        if name == "3":
-            raise OSError("it cannot be read")
-        self.read_so_far.append(name)
-        return torch.tensor(float(name))
-
-
-def test_weights_are_read_ahead_and_errors_come_in_their_place():
-    weights = FailingWeights(6)
-    ahead = ReadAhead(weights, ["0", "1", "2", "3", "4"])
-    assert [float(ahead.read(name)) for name in ("0", "5", "1", "2")] == [0, 5, 1, 2]
-    with pytest.raises(OSError, match="cannot be read"):
-        ahead.read("3")
-    assert float(ahead.read("4")) == 4
-    assert sorted(weights.read_so_far) == ["0", "1", "2", "4", "5"]
 
 
 @pytest.mark.parametrize("format", [None, "fp8", "fp4", "nf4", "int8"])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
+from lightning_modules.pretrained.checks import check_weight_files
 from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
 from lightning_modules.quantization.fp8 import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
@@ -187,8 +188,14 @@ def test_a_marker_of_scales_without_any_is_an_error(source, tmp_path):
 @pytest.mark.parametrize(
     ("scales", "message"),
     [
-        (fp8("weight_scale_inv"), r"fp8 weights with a scale for each block \(context_embedder"),
-        (lambda module: fp8()(module) | {"weight_scale": torch.ones(2, 2)}, r"scales \(2, 2\) on disk: expected one"),
+        (
+            lambda module: fp8()(module) | {"weight_scale": torch.ones(2, 2)},
+            r"scales \(2, 2\) in torch.float32 on disk: expected one",
+        ),
+        (
+            lambda module: fp8()(module) | {"weight_scale": torch.ones(len(module.weight), 1, dtype=torch.uint8)},
+            "torch.uint8",
+        ),
     ],
 )
 def test_scales_that_are_not_known_are_named(source, tmp_path, scales, message):
@@ -259,14 +266,18 @@ UNREAD = {
         {},
         "lacks the scales of",
     ),
-    "nvfp4": (fp8("weight_scale"), {f"{LAYER}.weight_scale_2": torch.ones(())}, "holds nvfp4 weights"),
-    "blocks": (fp8("weight_scale_inv"), {}, "holds fp8 weights with a scale for each block"),
-    "nunchaku": (lambda module: {"weight": module.weight}, {f"{LAYER}.wscales": torch.ones(2)}, "SVDQuant weights"),
-    "GPTQ": (lambda module: {"weight": module.weight}, {f"{LAYER}.qzeros": torch.ones(2)}, "GPTQ or AWQ weights"),
+    "nvfp4": (
+        fp8("weight_scale"),
+        {f"{LAYER}.weight_scale_2": torch.ones(())},
+        "weight_scale_2, for which its model has no place",
+    ),
+    "blocks": (fp8("weight_scale_inv"), {}, "weight_scale_inv"),
+    "nunchaku": (lambda module: {"weight": module.weight}, {f"{LAYER}.wscales": torch.ones(2)}, "wscales, for which"),
+    "GPTQ": (lambda module: {"weight": module.weight}, {f"{LAYER}.qzeros": torch.ones(2)}, "qzeros, for which"),
     "a LoRA beside": (
         lambda module: {"weight": module.weight},
         {f"{LAYER}.lora_A.weight": torch.ones(2, 64)},
-        "a LoRA next to its own weights",
+        "lora_A.weight, for which",
     ),
     "no place": (
         lambda module: {"weight": module.weight},
@@ -304,13 +315,26 @@ def test_a_single_file_is_said_to_be_one_and_not_looked_for_on_the_hub(tmp_path,
         assert ("is a GGUF file" in str(raised.value)) == (there and name.endswith("gguf"))
 
 
-def test_weights_of_another_variant_are_named(tmp_path):
-    from lightning_modules.pretrained.checks import check_weight_names
-
-    with pytest.raises(UserError, match=r"has diffusion_pytorch_model.fp16.safetensors and not .*: rename it to diff"):
-        check_weight_names(["diffusion_pytorch_model.fp16.safetensors"], "FluxTransformer2DModel", str(tmp_path))
-    with pytest.raises(UserError, match=r"has flax_model.msgpack, model.onnx and not model.safetensors"):
-        check_weight_names(["flax_model.msgpack", "model.onnx"], "CLIPTextModel", str(tmp_path))
+@pytest.mark.parametrize(
+    ("names", "class_name", "message"),
+    [
+        (
+            ["diffusion_pytorch_model.fp16.safetensors"],
+            "FluxTransformer2DModel",
+            r"has .* and not .*: rename it to diff",
+        ),
+        (
+            ["flax_model.msgpack", "model.onnx"],
+            "CLIPTextModel",
+            r"has flax_model.*, model.onnx and not model.safetensors",
+        ),
+    ],
+)
+def test_weights_of_another_variant_are_named(tmp_path, names, class_name, message):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=message):
+        check_weight_files(tmp_path, class_name)
 
 
 @pytest.mark.parametrize("build", [flux, qwen, z_image])
