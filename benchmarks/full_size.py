@@ -2,7 +2,7 @@
 
     python benchmarks/full_size.py --output benchmarks/results/h200.json
 
-Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only (roofline.py):
+Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only:
 the forward pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
 """
 
@@ -25,7 +25,7 @@ from torch.profiler import profile
 from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.estimation.flops import matrix_peak, median_seconds
+from lightning_modules.estimation.flops import matrix_peak, mean_seconds
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import transformer
 from lightning_modules.pretrained.weights import Weights
@@ -84,7 +84,7 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
     """Measure one row of results.
 
     Args:
-        rounds: steps that the median is of.
+        rounds: steps to average.
         peak: FLOP/s of the device.
         show: print where a step's time goes, by kernel.
     """
@@ -101,7 +101,7 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    taken = median_seconds(step, rounds, device)
+    taken = mean_seconds(step, rounds)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if show:
         with profile() as profiler:

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from benchmarks.made_up_weights import write_encoder, write_transformer
-from benchmarks.memory import compose, empty_batch, write_shallow
+from benchmarks.memory import compose, write_shallow
 from tasks.placement import frozen_model
 
 ROOT = Path(__file__).parent.parent
@@ -39,9 +38,7 @@ WAYS = (
     "encoder nf4",
     "encoder nf4 from float32",
     "task=quantize",
-    "task=compare_precision",
 )
-LOADING, LOADED = "loading", "loaded"
 
 
 def load(way: str, folder: str) -> int:
@@ -50,7 +47,6 @@ def load(way: str, folder: str) -> int:
     from lightning_modules.pretrained.weights import save_quantized
     from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
-    from tasks.precision import compare_velocities
 
     host, name = torch.device("cpu"), way.split()[0]
     if name == "encoder":
@@ -58,35 +54,12 @@ def load(way: str, folder: str) -> int:
         places = {"text_encoder": None, "vae": None}
         parts = Components(folder, None, torch.bfloat16, places, lambda: host, StageTimer(), quantization)
         return nbytes(parts["text_encoder_2"])
-    module = flux(folder, {"task=quantize": "nf4", "task=compare_precision": None}.get(name, name))
-    if name == "task=compare_precision":
-        batch = empty_batch(module, 64, 1)
-        filled = batch.map(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
-        with tempfile.TemporaryDirectory() as pictures:
-            quantizations = [instantiate(quantization_settings(one)) for one in QUANTIZED]
-            sizes: list[int] = []
-            module.base.load_transformer = told(module.base.load_transformer, sizes)
-            compare_velocities(module, quantizations, [filled], Path(pictures, "precision.png"))
-        return max(sizes[1:])  # the first one, in bf16, stays in its files
+    module = flux(folder, "nf4" if name == "task=quantize" else name)
     transformer = module.base.source.load(host)
     if name == "task=quantize":
         with tempfile.TemporaryDirectory(dir=folder) as written:
             save_quantized(transformer, module.base.source.quantization, Path(written))
     return nbytes(transformer)
-
-
-def told(load: Callable[[], nn.Module], sizes: list[int]) -> Callable[[], nn.Module]:
-    """Loading that tells the parent when it begins and ends: what is computed in between is not measured."""
-    from lightning_modules.quantization.quantization import nbytes
-
-    def loading() -> nn.Module:
-        print(LOADING, flush=True)
-        transformer = load()
-        print(LOADED, flush=True)
-        sizes.append(nbytes(transformer))
-        return transformer
-
-    return loading
 
 
 def flux(folder: str, format: str | None) -> Any:
@@ -142,8 +115,7 @@ def measure(way: str, folder: Path) -> tuple[int, int]:
     process.stdin.write("go\n")
     process.stdin.flush()
     while process.poll() is None:
-        if not lines or lines[-1] != LOADED:
-            peak = max(peak, anonymous(process.pid))
+        peak = max(peak, anonymous(process.pid))
         time.sleep(0.001)
     reader.join()
     if process.returncode:

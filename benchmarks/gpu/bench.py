@@ -116,10 +116,10 @@ class Bench:
         return matrix_peak(self.device, self.size(8192, 64))
 
     def seconds(self, run: Any, rounds: int = 5) -> float:
-        """Return the median time of a call."""
-        from lightning_modules.estimation.flops import median_seconds
+        """Return the mean time of a call."""
+        from lightning_modules.estimation.flops import mean_seconds
 
-        return median_seconds(run, self.size(rounds, 1), self.device)
+        return mean_seconds(run, self.size(rounds, 1))
 
     @contextmanager
     def compiler(self) -> Iterator[None]:

@@ -1,7 +1,5 @@
 """The useful work of a training step, which is its matrix products counted once each, and the time it takes."""
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -11,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.benchmark import Timer
 
 from datamodules.batch import LatentBatch
 from datamodules.images.framing import Size
@@ -230,22 +229,9 @@ def duration(flops: float, peak: float) -> str:
 def matrix_peak(device: torch.device, side: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
     """Measure the FLOP/s of a square product, as the device's peak."""
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / median_seconds(lambda: a @ b, 20, device)
+    return 2 * side**3 / mean_seconds(lambda: a @ b, 20)
 
 
-def median_seconds(run: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """Return the median seconds of a call, after two that warm up."""
-    taken = []
-    for index in range(-2, rounds):
-        _synchronize(device)
-        start = time.perf_counter()
-        run()
-        _synchronize(device)
-        if index >= 0:
-            taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def mean_seconds(run: Callable[[], Any], rounds: int) -> float:
+    """Return the mean seconds of a call, after two that warm up; a GPU is waited for."""
+    return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()).timeit(rounds).mean

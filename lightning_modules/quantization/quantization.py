@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ class Quantization:
         bnb_4bit_use_double_quant: quantize the scales of 4-bit blocks too: 4.1 bits a weight instead of 4.5.
 
     Raises:
-        UserError: the format or its library does not exist.
+        UserError: the format or backend does not exist.
     """
 
     def __init__(
@@ -110,9 +109,6 @@ class Quantization:
             raise UserError(f"model.quantization.backend={backend} has no {format}: choose {' or '.join(backends)}")
         self.format = format
         self.backend = backend or backends[0]
-        library = LIBRARIES.get(self.backend)
-        if library is not None and find_spec(library.partition("-")[0]) is None:
-            raise UserError(f"model.quantization.backend={self.backend} is not installed: pip install {library}")
         self.modules_to_not_convert = tuple(modules_to_not_convert)
         self.components_to_quantize = tuple(components_to_quantize)
         self.double_quant = bnb_4bit_use_double_quant

@@ -76,12 +76,6 @@ def test_settings_that_do_not_exist_are_named(setting, message):
         instantiate(compose("train", "model=flux_kontext_fp8", f"model.quantization.{setting}").model)
 
 
-def test_a_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("lightning_modules.quantization.quantization.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"backend=quanto is not installed: pip install optimum-quanto"):
-        quantization("fp8", "quanto")
-
-
 def test_a_device_that_cannot_do_it_is_named(monkeypatch):
     def no_kernel(*args, **kwargs):
         raise RuntimeError("no kernel image is available\nfor execution on the device")
