@@ -135,50 +135,16 @@ def rehearse(model: str, work: Path, side: int, format: str, depth: int | None) 
     training = footprint.adapter + footprint.optimizer + footprint.activations["full"]
     fit = [*common, *data, *device, "output_dir=run", "callbacks.sample_images=null", "logger=none"]
     picture = f"image={pairs / 'control_images' / '0.png'}"
+    trained = here + footprint.weights + training
+    request = [f"data.cache_dir={work / 'cache'}", "lora=run", picture, 'prompt="make it snow"']
+    images = [*common, *device, *request, "num_inference_steps=2", "output_dir=pictures"]
     stages = [
-        run(
-            "encode",
-            "predict.py",
-            work,
-            here + max(texts, vae + footprint.encode),
-            "task=cache",
-            *common,
-            *data,
-            *device,
-        ),
-        run(
-            "train two steps, save",
-            "train.py",
-            work,
-            here + footprint.weights + training,
-            *fit,
-            "trainer.max_steps=2",
-        ),
-        run(
-            "resume, a third",
-            "train.py",
-            work,
-            here + footprint.weights + training,
-            *fit,
-            "trainer.max_steps=3",
-            "ckpt_path=last",
-        ),
-        run(
-            "predict",
-            "predict.py",
-            work,
-            here + footprint.weights + vae + footprint.decode,
-            *common,
-            *device,
-            f"data.cache_dir={work / 'cache'}",
-            "lora=run",
-            picture,
-            'prompt="make it snow"',
-            "num_inference_steps=2",
-            "output_dir=pictures",
-        ),
+        ("encode", "predict.py", here + max(texts, vae + footprint.encode), ["task=cache", *common, *data, *device]),
+        ("train two steps, save", "train.py", trained, [*fit, "trainer.max_steps=2"]),
+        ("resume, a third", "train.py", trained, [*fit, "trainer.max_steps=3", "ckpt_path=last"]),
+        ("predict", "predict.py", here + footprint.weights + vae + footprint.decode, images),
     ]
-    return stages
+    return [run(name, script, work, estimated, *overrides) for name, script, estimated, overrides in stages]
 
 
 def main() -> None:

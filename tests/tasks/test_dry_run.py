@@ -103,8 +103,6 @@ def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path):
 
 
 def test_configurations_name_their_source():
-    import json
-
     for file in (ROOT / "assets" / "configurations").glob("*.json"):
         assert json.loads(file.read_text())["source"] == f"https://huggingface.co/{file.stem.replace('--', '/')}"
 
@@ -127,7 +125,7 @@ def test_optimizer_state_is_what_the_optimizer_keeps(name, expected):
 
 @pytest.fixture
 def planned(run, tiny, tmp_path):
-    """Return the plan of a tiny run on images of two sizes, its module and the data."""
+    """Return the plan of a tiny run on images of two sizes, its module, overrides and config."""
     root = make_pairs(tmp_path / "data", [(64, 48)] * 2 + [(128, 96)] * 3)
     own_cache = ["data.resolution=null", f"data.cache_dir={tmp_path / 'cache'}"]
     overrides = [*short(tiny, root, tmp_path / "run", 1), *own_cache]
@@ -135,12 +133,12 @@ def planned(run, tiny, tmp_path):
     module, data = instantiate(cfg.model), instantiate(cfg.data)
     data.configure_for(module)
     data.scan()
-    return measure(module, data), module, data, overrides, cfg
+    return measure(module, data), module, overrides, cfg
 
 
 @pytest.mark.slow
 def test_cache_is_as_large_as_planned(run, planned, tmp_path):
-    plan, _, _, overrides, _ = planned
+    plan, _, overrides, _ = planned
     run("train", *overrides)
     (folder,) = [path.parent for path in (tmp_path / "cache").glob("*/manifest.json")]
     headers = 450 * len(rows := list(Cache(folder, {}).rows()))
@@ -149,7 +147,10 @@ def test_cache_is_as_large_as_planned(run, planned, tmp_path):
 
 def test_activations_are_what_a_real_step_holds(planned):
     """The same step runs on real tensors, and its memory is counted in the same way."""
-    plan, _, _, _, cfg = planned
+    plan, planned_module, _, cfg = planned
+    assert planned_module.transformer is None
+    assert plan.weights == 4 * plan.parameters
+    assert plan.adapter == plan.optimizer == 8 * plan.trainable
     samples, (images, _) = plan.batch.samples, plan.batch.size
     assert (samples, images) == (2, ((128, 96), (128, 96)))
     module = instantiate(cfg.model)
@@ -172,11 +173,3 @@ def test_activations_are_what_a_real_step_holds(planned):
     assert peaks["none"] > 1.5 * peaks["full"]
     for checkpointing, peak in peaks.items():
         assert plan.activations[checkpointing] == pytest.approx(peak, rel=0.05)
-
-
-def test_adapter_and_weights_are_counted(planned):
-    plan, module, _, _, _ = planned
-    assert module.transformer is None
-    assert plan.weights == 4 * plan.parameters
-    assert plan.adapter == 8 * plan.trainable
-    assert plan.optimizer == 8 * plan.trainable

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.estimation.memory import OnCuda
 from lightning_modules.execution.blocks import LastBlock, blocks
-from lightning_modules.execution.checkpointing import POLICIES, read_policy, set_checkpointing
+from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.family import Family
 from tests.support.combinations import first
 from tests.support.commands import compose
@@ -113,24 +114,23 @@ def test_casting_inputs_once_changes_no_bit(tiny):
     [
         (["model.attention_backend=fast"], "model.attention_backend=fast: diffusers has .*native"),
         (["model.attention_backend=sage"], "sage has no backward pass: use it in prediction only"),
+        (["model.attention_backend=flash"], "cannot be used here"),
+        (["model.gradient_checkpointing=some"], "choose none, selective, every_2"),
+        (["model.gradient_checkpointing=every_0"], "choose none, selective, every_2"),
+        (["model.gradient_checkpointing='2'"], "choose none, selective, every_2"),
     ],
 )
-def test_what_cannot_be_is_named(tiny, settings, message):
+def test_impossible_execution_is_named(tiny, settings, message):
     path = f"model.pretrained_model_name_or_path={tiny}"
-    module = instantiate(compose("train", "model=flux_kontext", path, *settings).model, _convert_="all")
-    with pytest.raises(UserError, match=message):
+    cfg = compose("train", "model=flux_kontext", path, *settings)
+
+    def configure():
+        module = instantiate(cfg.model, _convert_="all")
         module.check()
+        module.configure_model()
 
-
-def test_kernel_that_is_not_there_is_named(tiny):
-    with pytest.raises(UserError, match="cannot be used here"):
-        build(tiny, "lora", "model.attention_backend=flash")
-
-
-@pytest.mark.parametrize("setting", ["some", "every_0", "2"])
-def test_what_is_no_position_of_the_dial_is_named(setting):
-    with pytest.raises(UserError, match="choose none, selective, every_2"):
-        read_policy(setting)
+    with pytest.raises((UserError, InstantiationException), match=message):
+        configure()
 
 
 def test_what_multiplies_fp8_layers_is_said(tiny, caplog):

@@ -12,11 +12,7 @@ import torch
 
 from datamodules.errors import UserError
 from datamodules.hub import repository_file
-from lightning_modules.pretrained.repository import (
-    load_component,
-    read_index,
-    resolve_device,
-)
+from lightning_modules.pretrained.repository import load_component, read_index, resolve_device
 from lightning_modules.pretrained.transformer import TransformerSource
 from tests.support.commands import ROOT, run_code
 from tests.support.quantized import load
@@ -32,22 +28,16 @@ def test_model_loaded_alone_equals_the_pipelines(tiny, stock, name):
     assert not any(p.requires_grad for p in own.parameters())
     assert not own.training
     ours, expected = own.state_dict(), theirs.state_dict()
-    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in expected.items()}
+    assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
-def test_tokenizer_loaded_alone_equals_the_pipelines(tiny, stock, name):
+def test_tokenizers_and_scheduler_loaded_alone_equal_the_pipelines(tiny, stock):
     text = ["make it snow", "What's THIS? 42", ""]
     arguments = {"padding": "max_length", "max_length": 20, "truncation": True}
-    assert load_component(str(tiny), name)(text, **arguments) == getattr(stock, name)(text, **arguments)
-
-
-def test_scheduler_loaded_alone_equals_the_pipelines(tiny, stock):
+    for name in ("tokenizer", "tokenizer_2"):
+        assert load_component(str(tiny), name)(text, **arguments) == getattr(stock, name)(text, **arguments)
     assert dict(load_component(str(tiny), "scheduler").config) == dict(stock.scheduler.config)
-
-
-def test_component_comes_in_the_dtype_asked_for(tiny):
     assert load_component(str(tiny), "vae", dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -65,26 +55,25 @@ def test_meta_transformer_has_the_names_and_shapes_and_no_memory(tiny, stock):
     assert all(p.is_meta for p in meta.parameters())
 
 
-def test_folder_that_is_no_pipeline_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/such/folder", "neither a folder here nor the name of a repository"),
+        ("black-forest-labs/FLUX.1-Kontext-dev", r"huggingface\.co cannot be reached: check the network"),
+    ],
+)
+def test_repository_that_cannot_be_read_is_named(name, message):
+    with pytest.raises(UserError, match=message):
+        repository_file(name, "model_index.json")
+
+
+def test_folder_without_an_index_or_weights_is_named(tiny, tmp_path):
     with pytest.raises(UserError, match=r"has no model_index\.json"):
         read_index(str(tmp_path))
-
-
-def test_damaged_weights_are_named(tiny, tmp_path):
     copy = shutil.copytree(tiny, tmp_path / "copy")
     (copy / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(UserError, match=r"vae lacks its weights"):
         load_component(str(copy), "vae")
-
-
-def test_name_that_is_neither_folder_nor_repository_is_refused():
-    with pytest.raises(UserError, match="neither a folder here nor the name of a repository"):
-        repository_file("no/such/folder", "model_index.json")
-
-
-def test_unreachable_hub_says_what_to_do():
-    with pytest.raises(UserError, match=r"huggingface\.co cannot be reached: check the network"):
-        repository_file("black-forest-labs/FLUX.1-Kontext-dev", "model_index.json")
 
 
 def cached_like(folder: Path, cache: Path, repository: str, listed: bool) -> None:
