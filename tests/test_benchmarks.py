@@ -44,7 +44,7 @@ def test_full_size_benchmark_runs(tiny, tmp_path, monkeypatch):
 def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_path):
     """All parts, train.py among them."""
     output = tmp_path / "results" / "tiny.json"
-    named = "torch", "diffusers", "peft", "bitsandbytes", "lightning", "hydra-core", "rapidfuzz"
+    named = "torch", "diffusers", "peft", "bitsandbytes", "lightning", "hydra-core", "obstore", "rapidfuzz"
     assert all(name in (ROOT / "benchmarks" / "gpu_check.py").read_text() for name in named)
     few = f"from tests.support.installed import only; only(*{named}); "
     hidden = "from importlib.util import find_spec; assert not find_spec('webdataset'); assert find_spec('torch'); "

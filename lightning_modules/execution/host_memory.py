@@ -80,21 +80,20 @@ class HostMemory:
         ]
 
     def pin(self, device: torch.device) -> None:
-        """Pin it for copies to a CUDA device, if possible, for as long as it exists."""
-        if device.type == "cuda" and pin(self.piece, device):
+        """Pin it for copies to a CUDA device, if possible, for as long as it exists.
+
+        It is pinned in place: PyTorch's own pinned memory comes in powers of two.
+        """
+        if device.type != "cuda":
+            return
+        try:
+            _register(self.piece, device)
+        except RuntimeError as error:
+            _note(f"note: offloaded weights are copied more slowly: memory cannot be pinned: {error}")
+            with suppress(RuntimeError):  # CUDA reports the failure again to the next kernel
+                _launch_kernel(device)
+        else:
             weakref.finalize(self, _unpin, self.piece, device)
-
-
-def pin(memory: Tensor, device: torch.device) -> bool:
-    """Pin memory in place and return whether that worked; PyTorch's own pinned memory comes in powers of two."""
-    try:
-        _register(memory, device)
-    except RuntimeError as error:
-        _note(f"note: offloaded weights are copied more slowly: memory cannot be pinned: {error}")
-        with suppress(RuntimeError):  # CUDA reports the failure again to the next kernel
-            _launch_kernel(device)
-        return False
-    return True
 
 
 @cache

@@ -8,7 +8,7 @@ from torch.nn import Linear
 from datamodules.errors import UserError
 from lightning_modules.execution import host_memory
 from lightning_modules.execution.blocks import blocks
-from lightning_modules.execution.host_memory import all_weights, pin
+from lightning_modules.execution.host_memory import HostMemory, all_weights
 from lightning_modules.execution.offload import BlockStream, streamed_blocks, streamed_linears
 from lightning_modules.pretrained.components import Components
 from lightning_modules.timing import StageTimer
@@ -135,10 +135,10 @@ def test_components_rest_beside_the_transformer_only(tiny):
 
 def test_failed_pinning_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
     """CUDA reports a failed call twice: to its caller, and to whoever starts a kernel next."""
-    left = []
+    left, unpinned = [], []
 
     def register(memory, device):
-        if len(memory) > 2:
+        if len(memory) > 512:
             left.append("operation not supported")
             raise RuntimeError(f"Registering memory failed with cudaError: {left[0]}")
 
@@ -148,8 +148,11 @@ def test_failed_pinning_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
 
     monkeypatch.setattr(host_memory, "_register", register)
     monkeypatch.setattr(host_memory, "_launch_kernel", launch_kernel)
+    monkeypatch.setattr(host_memory, "_unpin", lambda memory, device: unpinned.append(len(memory)))
     device = torch.device("cuda", 0)
-    assert [pin(torch.empty(size), device) for size in (2, 3, 4, 1)] == [True, False, False, True]
+    for size in (512, 513, 700, 256):
+        HostMemory([torch.empty(size, dtype=torch.uint8)]).pin(device)
+    assert unpinned == [512, 256]
     launch_kernel(device)
     [note] = [record.message for record in caplog.records]
     assert "memory cannot be pinned: Registering memory failed" in note
