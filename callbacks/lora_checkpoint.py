@@ -22,7 +22,7 @@ from runs.run_folder import RunFolder
 log = logging.getLogger("retouch")
 
 # Settings that LoRA files do not record: of the run and its machine, and of training only.
-NOT_RECORDED = (*("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "training_adapter"),)
+NOT_RECORDED = ("_target_", "seed", "gradient_checkpointing", "compile", "attention_backend", "training_adapter")
 
 
 def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,8 +43,7 @@ class Report(L.Callback):
         self._data: dict[str, Any] = {}
         self._config = ""
         self._started = False
-        self._strips: dict[Path, tuple[Strip, dict[str, Any]]] = {}  # of the last step, with its part of the page
-        self._results: dict[Path, str] = {}  # data URLs
+        self._parts: dict[Path, dict[str, Any]] = {}  # of the page, by sample image
         self._sampled_step = -1
         self._written = 0.0
 
@@ -95,13 +94,16 @@ class Report(L.Callback):
     def _rows(self, samples: dict[int, dict[str, Path]]) -> list[dict[str, Any]]:
         """Return the rows of sample images: those of the last step, each with its results at all steps."""
         last = samples[max(samples)] if samples else {}
-        self._strips = {path: self._strips.get(path) or _shown(read_strip(path)) for path in last.values()}
-        for path in (path for files in samples.values() for path in files.values() if path not in self._results):
-            strip = self._strips[path][0] if path in self._strips else read_strip(path)
-            self._results[path] = data_url(strip.result)
+        for path in (path for files in samples.values() for path in files.values() if path not in self._parts):
+            self._parts[path] = _shown(read_strip(path))
         return [
-            {**part, "results": [self._results[files[name]] if name in files else None for files in samples.values()]}
-            for name, (_, part) in zip(last, self._strips.values(), strict=True)
+            {
+                **self._parts[path],
+                "results": [
+                    self._parts[files[name]]["result"] if name in files else None for files in samples.values()
+                ],
+            }
+            for name, path in last.items()
         ]
 
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
@@ -117,10 +119,8 @@ class Report(L.Callback):
             self._config = OmegaConf.to_yaml(shareable(OmegaConf.to_container(OmegaConf.load(self.run.config))))
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         names = Names.of_run(module, self.run, self.model_name)
-        seed, sample = (
-            None if sampler is None else sampler.seed,
-            next((strip for strip, _ in self._strips.values()), None),
-        )
+        shown = next(iter(samples[max(samples)].values()), None) if samples else None
+        seed, sample = None if sampler is None else sampler.seed, None if shown is None else read_strip(shown)
         facts = [without_secrets(module.base.name), str(module.adapter), module.objective.chosen]
         facts += [module.optimization.describe(), f"step {trainer.global_step} of {trainer.max_steps}"]
         render(
@@ -142,9 +142,10 @@ class Report(L.Callback):
         )
 
 
-def _shown(strip: Strip) -> tuple[Strip, dict[str, Any]]:
-    """Return a strip and its part of the page."""
-    return strip, {
+def _shown(strip: Strip) -> dict[str, Any]:
+    """Return the page's part on a sample image."""
+    return {
+        "result": data_url(strip.result),
         "prompt": strip.prompt if strip.target else f"{strip.prompt} (of sample_root)",
         "controls": [data_url(control) for control in strip.controls],
         "target": data_url(strip.target) if strip.target else "",

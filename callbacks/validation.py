@@ -5,7 +5,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -220,7 +219,7 @@ class Validation(L.Callback):
         return {name: value for row in self.rows for name, value in row.items() if math.isfinite(value)}
 
     def best_lines(self, folder: str) -> list[str]:
-        """Return lines on the best weights, on the length of the run, and on metrics that are best at other steps.
+        """Return lines on the best weights and on the length of the run.
 
         Args:
             folder: contains `best` and `last`.
@@ -229,30 +228,23 @@ class Validation(L.Callback):
         if best is None:
             return []
 
-        def at(row: Mapping[str, float], name: str) -> str:
-            return f"{name} {row.get(name, math.nan):.4g} at step {row['step']:.0f}"
-
-        lines = [f"best: {folder}/best, {at(best, self.monitor)}; {folder}/last: {at(last, self.monitor)}"]
+        then, now = (
+            f"{self.monitor} {row.get(self.monitor, math.nan):.4g} at step {row['step']:.0f}" for row in (best, last)
+        )
+        lines = [f"best: {folder}/best, {then}; {folder}/last: {now}"]
         if len(judged) >= FEWEST_TO_JUDGE:
             more = f"train longer, trainer.max_steps={2 * last['step']:.0f}"
             longer = f"{self.monitor} still improves at step {last['step']:.0f}: {more}"
             lines.append(longer if best is judged[-1] else self._has_stopped_improving(best))
-        others = []
-        for name, direction in self.directions.items():
-            if direction is not None and not name.startswith("val_loss_") and not name.endswith(tuple(ENDS)):
-                peak = max((row for row in self.rows if row["step"]), key=partial(self._score, figure=name))
-                if math.isfinite(self._score(peak, name)) and peak["step"] != best["step"]:
-                    others.append(at(peak, name))
-        return [*lines, *([f"best at another step: {', '.join(others)}"] if others else [])]
+        return lines
 
     def _has_stopped_improving(self, best: Mapping[str, float]) -> str:
         return f"{self.monitor} has not improved since step {best['step']:.0f}: use `best`, which is from there"
 
-    def _score(self, row: Mapping[str, float], figure: str | None = None) -> float:
-        """Return the monitored figure or another one, negated if less is better; -inf if it is not finite."""
-        figure = figure or self.monitor
-        value = row.get(figure, math.nan)
-        return -math.inf if not math.isfinite(value) else value if self.directions[figure] else -value
+    def _score(self, row: Mapping[str, float]) -> float:
+        """Return the monitored figure, negated if less is better; -inf if it is not finite."""
+        value = row.get(self.monitor, math.nan)
+        return -math.inf if not math.isfinite(value) else value if self.directions[self.monitor] else -value
 
 
 def _directions(metrics: Mapping[str, Any]) -> dict[str, bool | None]:

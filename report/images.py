@@ -127,7 +127,7 @@ def sample_files(run: RunFolder) -> dict[int, dict[str, Path]]:
 
 
 def write_grid(run: RunFolder, path: Path, step: int | None = None, most: int | None = None) -> bool:
-    """Draw control, before, after and target of each sample, two samples a row; return whether there are any.
+    """Draw control, before, after and target of each sample, one sample a row; return whether there are any.
 
     Args:
         step: the last one to show.
@@ -136,28 +136,19 @@ def write_grid(run: RunFolder, path: Path, step: int | None = None, most: int | 
     samples = {at: files for at, files in sample_files(run).items() if step is None or at <= step}
     if len(samples) < 2 or 0 not in samples:  # a run that started from a checkpoint elsewhere has no images of the base
         return False
-    before, after = (
-        {name: read_strip(path) for name, path in samples[at].items()} for at in (min(samples), max(samples))
-    )
-    known = [(before[name], strip, strip.target) for name, strip in after.items() if name in before]
-    complete = [[*strip.controls[:1], base.result, strip.result, target] for base, strip, target in known if target]
-    rows = complete[:most]
+    first, rows = samples[0], []
+    for name, path_after in samples[max(samples)].items():
+        strip = read_strip(path_after)
+        if name in first and strip.target is not None:
+            images = {"control": strip.controls[0]} if strip.controls else {}
+            images |= {"before": read_strip(first[name]).result, "after": strip.result, "target": strip.target}
+            rows.append(labelled_row(images))
     if not rows:
         return False
-    side = max(max(part.size) for row in rows for part in row)
-    scale = max(1, round(128 / side)) if side < 512 else 512 / side
-    cell = round(side * scale) + 6
-    columns = len(rows[0])
-    titles = ["control", "before", "after", "target"][-columns:]
-    across = min(2, len(rows))
-    grid = Image.new("RGB", (across * columns * cell + (across - 1) * 24, 20 + -(-len(rows) // across) * cell), "white")
-    canvas = ImageDraw.Draw(grid)
+    rows = rows[:most]
+    grid = Image.new("RGB", (max(row.width for row in rows), sum(row.height for row in rows)), "white")
     for index, row in enumerate(rows):
-        left = index % across * (columns * cell + 24)
-        for column, (part, title) in enumerate(zip(row, titles, strict=True)):
-            resized = scaled(part, scale, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
-            grid.paste(resized, (left + column * cell + 3, 20 + index // across * cell + 3))
-            canvas.text((left + column * cell + 3, 4), title, fill="black")
+        grid.paste(row, (0, sum(above.height for above in rows[:index])))
     save_png(grid, path)
     return True
 

@@ -156,7 +156,7 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
         log.info(validation.summary())
     if run.report.is_file():
         log.info(f"look at it: {run.report}")
-    for line in [] if validation is None else validation.best_lines(str(run.path / kind))[:2]:
+    for line in [] if validation is None else validation.best_lines(str(run.path / kind)):
         log.info(line)
     log.info(f"done: {run.weights(kind, 'last')}")
     photo, prompt = example(run, TrainingData.of(trainer))

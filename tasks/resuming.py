@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, without_credentials
 from datamodules.files import reading, replacing
 from report.quoting import SECRET
 from runs.run_folder import RunFolder
@@ -23,10 +23,7 @@ RESTORED = ("adapter", "optimizer", "ema")
 OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
 ABSENT = object()
 # Settings of an adapter that determine the shapes of its weights.
-SHAPES = (
-    *("_target_", "rank", "rank_pattern", "target_modules"),
-    *("decompose_factor", "full_matrix", "block_size"),
-)
+SHAPES = ("_target_", "rank", "rank_pattern", "target_modules", "decompose_factor", "full_matrix", "block_size")
 
 
 def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -> tuple[Path, int] | None:
@@ -177,8 +174,6 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     Raises:
         UserError: the checkpoint would restore the former value of a setting, and so hide the change.
     """
-    from datamodules.errors import without_credentials
-
     if not run.config.is_file():
         return
     with reading(run.config, "remove the file, to resume without comparing the settings"):
