@@ -43,6 +43,7 @@ class Report(L.Callback):
         self._data: dict[str, Any] = {}
         self._config = ""
         self._started = False
+        self._sample: Strip | None = None  # the first of the last step
         self._parts: dict[Path, dict[str, Any]] = {}  # of the page, by sample image
         self._sampled_step = -1
         self._written = 0.0
@@ -95,7 +96,10 @@ class Report(L.Callback):
         """Return the rows of sample images: those of the last step, each with its results at all steps."""
         last = samples[max(samples)] if samples else {}
         for path in (path for files in samples.values() for path in files.values() if path not in self._parts):
-            self._parts[path] = _shown(read_strip(path))
+            strip = read_strip(path)
+            self._parts[path] = _shown(strip)
+            if path == next(iter(last.values())):
+                self._sample = strip
         return [
             {
                 **self._parts[path],
@@ -119,8 +123,7 @@ class Report(L.Callback):
             self._config = OmegaConf.to_yaml(shareable(OmegaConf.to_container(OmegaConf.load(self.run.config))))
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         names = Names.of_run(module, self.run, self.model_name)
-        shown = next(iter(samples[max(samples)].values()), None) if samples else None
-        seed, sample = None if sampler is None else sampler.seed, None if shown is None else read_strip(shown)
+        seed = None if sampler is None else sampler.seed
         facts = [without_secrets(module.base.name), str(module.adapter), module.objective.chosen]
         facts += [module.optimization.describe(), f"step {trainer.global_step} of {trainer.max_steps}"]
         render(
@@ -135,7 +138,7 @@ class Report(L.Callback):
             pictures_title="Held-out images" if data.validation is not None else "Images of the training data",
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
-            commands=commands(module, names, seed, sample),
+            commands=commands(module, names, seed, self._sample),
             config=self._config,
             unfinished=unfinished,
             **self._data,

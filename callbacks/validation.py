@@ -151,24 +151,19 @@ class Validation(L.Callback):
         samples = [_in_unit_range(one) for one in sampler.results if one.target is not None]
         finite = all(bool(result.isfinite().all()) for _, result, _ in samples)
         for name, metric in self.metrics.items():
-            metric.reset()
-            if isinstance(metric, EditMetrics):
-                for source, result, target in samples:
-                    if source is not None and result.isfinite().all():
-                        module.base.timer.note_progress("measuring shift and drift")
-                        metric.update(result, target, source)
-                measured = metric.compute() if metric.update_count else {}
-                figures |= {one: float(value) for one, value in measured.items() if value.isfinite()}
-                continue
-            for end, (one, other) in {"": (1, 2), **ENDS}.items():
-                pairs = [(images[one], images[other]) for images in samples if images[one] is not None]
-                pairs = [pair for pair in pairs if pair[1] is not None]
+            compares_all = isinstance(metric, EditMetrics)
+            for end, indices in {"": (1, 2, 0)}.items() if compares_all else {"": (1, 2), **ENDS}.items():
+                groups = [[images[index] for index in indices] for images in samples]
+                groups = [group for group in groups if all(image is not None for image in group)]
                 metric.reset()
-                for index, pair in enumerate(pairs if finite else (), start=1):
-                    module.base.timer.note_progress(f"measuring {name} {index}/{len(pairs)}")
-                    metric.update(*pair)
-                if pairs:
-                    figures[name + end] = float(metric.compute()) if metric.update_count else math.nan
+                for count, group in enumerate(groups if finite else (), start=1):
+                    module.base.timer.note_progress(f"measuring {name} {count}/{len(groups)}")
+                    metric.update(*group)
+                measured = metric.compute() if metric.update_count else torch.tensor(math.nan)
+                if isinstance(measured, dict):
+                    figures |= {one: float(value) for one, value in measured.items() if value.isfinite()}
+                elif groups and not compares_all:
+                    figures[name + end] = float(measured)
         return figures
 
     def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
