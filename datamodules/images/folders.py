@@ -166,13 +166,25 @@ def belongs_to_another(stem: str, stems: Container[str]) -> bool:
     )
 
 
-def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
-    """Return by stem X the images `X_control_1.*`, `X_control_2.*`, ..., by number."""
+def further_controls(images: Mapping[str, Path]) -> dict[str, list[tuple[int, Path]]]:
+    """Return by stem X the images `X_control_1.*`, `X_control_2.*`, ..., each with its number."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for name, path in images.items():
         if match := _FURTHER_CONTROL.match(name):
             found.setdefault(match["stem"], []).append((int(match["number"]), path))
-    return {stem: [path for _, path in sorted(paths)] for stem, paths in found.items()}
+    return found
+
+
+def in_order(further: Sequence[tuple[int, Path]]) -> list[Path]:
+    """Return the further controls of an image by number.
+
+    Raises:
+        UserError: their numbers are not 1, 2, ...: with one missing, the others would be taken for it.
+    """
+    for expected, (number, path) in enumerate(sorted(further), 1):
+        if number != expected:
+            raise UserError(f"{path}: further controls are numbered 1, 2, ..., and this should be {expected}")
+    return [path for _, path in sorted(further)]
 
 
 def none_of_the_formats(path: Path) -> str:
@@ -244,6 +256,7 @@ def samples_by_name(
             incomplete.append(f"{target} has no control image {lost.lack(stem)}")
             continue
         try:
+            more = [in_order(one.get(stem, [])) for one in further]
             prompts, caption_file = targets.captions(stem, root.caption_per_line)
         except UserError as error:
             incomplete.append(str(error))
@@ -254,7 +267,7 @@ def samples_by_name(
             hint = f" (there is {listing(list(there))})" if there else ""
             incomplete.append(f"{target} has no caption {caption_file}{hint}")
             continue
-        own = [path for number in range(count) for path in (images[number][stem], *further[number].get(stem, []))]
+        own = [path for number in range(count) for path in (images[number][stem], *more[number])]
         beside = masks.get(f"{stem}_mask"), rejects.get(stem)
         samples.append(Sample(stem, target, tuple(own), prompts, *beside, caption_file=caption_file))
     for others in (*images, rejects):

@@ -359,25 +359,41 @@ def _csv_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
                 continue
             if not columns:
                 columns = values
-                if repeated := [name for name, count in Counter(columns).items() if count > 1]:
-                    raise UserError(f"{table} has the column {listing(repeated)} twice")
+                _require_distinct(table, columns)
                 continue
             if len(values) != len(columns):
                 raise UserError(
                     f"{table} line {first}: {len(values)} values for {len(columns)} columns ({', '.join(columns)}); a "
                     "prompt with a comma needs quotes"
                 )
+            if swallowed := _swallowed_row(table.parent, values):
+                raise UserError(f"{table} line {first}: a quote is left open, so a value holds the row of {swallowed}")
             yield dict(zip(columns, values, strict=True))
     except csv.Error as error:
         raise UserError(f"{table} line {line}: a quote is left open, or not doubled, in this row ({error})") from error
 
 
+def _swallowed_row(folder: Path, values: Sequence[str]) -> str | None:
+    """Return a file named on a further line of a value: an open quote that closes later makes one row of several."""
+    cells = [cell.strip(' "') for value in values for line in value.splitlines()[1:] for cell in line.split(",")]
+    return next((cell for cell in cells if os.path.isfile(folder / cell)), None)
+
+
+def _require_distinct(table: Path, columns: Sequence[str]) -> None:
+    if repeated := [name for name, count in Counter(columns).items() if count > 1]:
+        raise UserError(f"{table} has the column {listing(repeated)} twice")
+
+
 def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _require_distinct(table, [name for name, _ in pairs])
+        return dict(pairs)
+
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=read)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{table} line {number} is not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(row, dict):

@@ -51,14 +51,20 @@ def test_folder_names(tmp_path, targets, controls):
 
 def test_further_controls_by_number_and_masks_in_any_folder(tmp_path):
     make_pairs(tmp_path, [(32, 32)] * 3)
-    further = ["00_control_10.png", "00_control_2.jpg", "00_control_1.webp", "00_mask.png"]
-    write(tmp_path / "control_images", *further)
+    further = [f"00_control_{number}.{'jpg' if number == 2 else 'png'}" for number in range(1, 11)]
+    write(tmp_path / "control_images", *further, "00_mask.png")
     write(tmp_path / "training_images", "01_mask.png")
     first, second, third = found_in(tmp_path).samples
-    names = ["00.png", "00_control_1.webp", "00_control_2.jpg", "00_control_10.png"]
-    assert [path.name for path in first.controls] == names
+    assert [path.name for path in first.controls] == ["00.png", *further]
     assert (first.mask.name, second.mask, third.mask) == ("00_mask.png", tmp_path / "training_images/01_mask.png", None)
     assert len(second.controls) == 1
+    (tmp_path / "control_images/00_control_2.jpg").unlink()
+    assert incomplete(tmp_path) == [
+        "control_images/00_control_3.png: further controls are numbered 1, 2, ..., and this should be 2"
+    ]
+    (tmp_path / "control_images/00_control_1.png").unlink()
+    with pytest.raises(UserError, match=r"00_control_3\.png: further controls are numbered"):
+        find_images(str(tmp_path / "control_images"))
 
 
 def numbered(root, *folders):

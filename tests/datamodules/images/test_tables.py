@@ -224,6 +224,7 @@ FIRST, LAST = "t/1.png,c/1.png,make it red\n", "t/1.png,c/2.png,make it blue\n"
         ("t/1.png,c/1.png\n", "line 3: 2 values for 3 columns"),
         ('t/1.png,c/1.png,"make it snow\n', "line 3: a quote is left open"),
         (f't/1.png,c/1.png,"make it snow\n{LAST}t/1.png,c/1.png,"rain"\n', "line 3: a quote is left open"),
+        (f't/1.png,c/1.png,"make it snow\n{LAST}t/1.png,c/1.png,rain"\n', "line 3: .* holds the row of t/1.png"),
         ('t/1.png,c/1.png,"make it "snow" now"\n', "line 3: a quote is left open, or not doubled"),
     ],
 )
@@ -244,6 +245,7 @@ def test_csv_may_have_empty_rows_spaces_after_commas_and_prompts_of_several_line
     ("name", "text", "message"),
     [
         ("metadata.csv", "prompt,prompt,file_name\n1,2,3\n", "has the column prompt twice"),
+        ("metadata.jsonl", '{"prompt": "a", "prompt": "b"}', "has the column prompt twice"),
         ("metadata.jsonl", "", "has no rows"),
         ("metadata.jsonl", "{nonsense", "line 1 is not JSON"),
         ("metadata.jsonl", '["a"]', "line 1 is not an object of columns"),
