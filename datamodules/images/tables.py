@@ -242,14 +242,8 @@ def choose_columns(
     certain = tiers if "control" in wanted or len(tiers) == 1 else tiers[:-1]
     controls = found.setdefault("control", _guess(place, "control", certain, columns))
     others = [[name for name in tier if name not in controls] for tier in tiers]
-    among: dict[str, Sequence[Sequence[str]]] = {
-        "target": others,
-        "prompt": [columns],
-        "mask": tiers,
-        "rejected": tiers,
-    }
-    for role in among:
-        found[role] = found.get(role) or _guess(place, role, among[role], columns)
+    for role, among in (("target", others), ("prompt", [columns]), ("mask", tiers), ("rejected", tiers)):
+        found[role] = found.get(role) or _guess(place, role, among, columns)
     if missing := [role for role in WORDS if role in wanted and not found[role]]:
         raise UserError(
             f"{place} has no {listing([NOUNS[role] for role in missing])}; its columns are {', '.join(columns)}: name "
