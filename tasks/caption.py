@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,25 +164,23 @@ def _row(sample: Sample) -> dict[str, Any]:
     return row | {name: os.path.abspath(str(path)) for name, path in optional.items() if path}
 
 
+@dataclass
 class Captioning:
     """A command that writes captions.
 
-    Args:
-        overwrite: write a new caption for samples that have one.
-
     Attributes:
+        overwrite: write a new caption for samples that have one.
         written: number of captions of this command.
         empty, unreadable: samples without one, for an empty answer or an unreadable image.
     """
 
-    def __init__(self, captioner: Captioner, data: SampleSet, proposals: Proposals, overwrite: bool) -> None:
-        self.captioner = captioner
-        self.data = data
-        self.proposals = proposals
-        self.overwrite = overwrite
-        self.written = 0
-        self.empty: list[str] = []
-        self.unreadable: list[str] = []
+    captioner: Captioner
+    data: SampleSet
+    proposals: Proposals
+    overwrite: bool
+    written: int = 0
+    empty: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
     def lacks(self, sample: Sample) -> bool:
         """Return whether a caption is to be written for a sample."""
