@@ -48,7 +48,8 @@ class Origin(NamedTuple):
         """
         names = list(dict.fromkeys((base.name, base.transformer_name)))
         known = {name: hub_id(name, model_name) for name in names}
-        shown = {name: id or _without_folders(name) for name, id in known.items()}
+        here = {name: f"PATH_TO/{Path(name).expanduser().absolute().name}" for name in names} | {EMBEDDED: EMBEDDED}
+        shown = {name: id or here[name] for name, id in known.items()}
         revisions = {base.name: base.revision}
         licences = [licence(name, id, revisions.get(name)) for name, id in known.items()]
         same = licences[0] if all(one == licences[0] for one in licences) else {}
@@ -129,8 +130,3 @@ def licence(name: str, repository: str | None, revision: str | None) -> dict[str
     if re.fullmatch(r"[\w./-]+", link) and repository is not None:  # a file next to it
         link = f"https://huggingface.co/{repository}/blob/main/{link.removeprefix('./')}"
     return {**found, "license_link": link} if re.fullmatch(r"https?://[^\s()<>\"]+", link) else found
-
-
-def _without_folders(name: str) -> str:
-    """Return PATH_TO/NAME for a folder, or the name of the embedded base."""
-    return name if name == EMBEDDED else f"PATH_TO/{Path(name).expanduser().absolute().name}"

@@ -87,10 +87,9 @@ def shareable(settings: Any) -> Any:
 
 
 def without_secrets(text: str) -> str:
-    """Remove folders of this machine, tokens, credentials in URLs, and commands from a text."""
+    """Remove folders of this machine, tokens, and credentials in URLs from a text."""
     if re.match(r"(~|/|[A-Za-z]:[/\\])[^\n]*$", text):  # only a path, which may contain spaces
         return ".../" + re.split(r"[/\\]", text.rstrip("/\\"))[-1]
-    text = re.sub(r"\bpipe:.*", "pipe:***", text)
     text = re.sub(r"\bfile://\S*/", "file://.../", text)
     text = without_credentials(text)
     return re.sub(r"(?<![\w:/.}$])(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s'\",\]/\\]+[/\\])+([^\s'\",\]/\\]+)", r".../\1", text)

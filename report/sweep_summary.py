@@ -106,8 +106,14 @@ class SweepSummary(Callback):
             return (False, -row["value"] if higher else row["value"]) if comparable else (True, 0.0)
 
         rows = sorted(self.rows, key=order)
-        with best_effort("sweep.csv"):
-            _write_table(folder / "sweep.csv", self.rows)
+        with (
+            best_effort("sweep.csv"),
+            replacing(folder / "sweep.csv") as path,
+            path.open("w", encoding="utf-8", newline="") as file,
+        ):
+            writer = csv.DictWriter(file, dict.fromkeys(name for row in self.rows for name in row), restval="")
+            writer.writeheader()
+            writer.writerows(self.rows)
         with best_effort("sweep.png"):
             _plot(folder, self.rows)
         with best_effort("report.html"):
@@ -134,13 +140,6 @@ def _read_jobs(folder: Path) -> list[dict[str, Any]]:
 
 def _is_known(row: Mapping[str, Any]) -> bool:
     return row["value"] != "" and math.isfinite(row["value"])
-
-
-def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _plot(folder: Path, rows: list[dict[str, Any]]) -> None:

@@ -72,4 +72,4 @@ def test_jobs_of_a_sweep_do_not_upload_to_one_repository(run, tiny, pairs, tmp_p
     assert "hub.push=me/snow: the jobs of a sweep would replace each other's weights there" in outcome.text
     own = "hub.push='me/snow-${hydra:job.num}'"
     outcome = run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", own, ok=False)
-    assert "hub.push=me/snow-1 needs the network" in outcome.text
+    assert "hub.push=me/snow-1: it needs the network" in outcome.text
