@@ -14,7 +14,7 @@ from tasks.folders import in_use
 from tasks.keys import check_keys, chosen_task
 from tasks.placement import queued_again
 from tasks.resolvers import CONF
-from tasks.settings import check_ranges
+from tasks.settings import check_ranges, check_shards
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors
 
 
@@ -47,6 +47,7 @@ def job(cfg: DictConfig) -> float | None:
             task = chosen_task(cfg.task, "train")
             check_keys(cfg, "train")
             check_ranges(cfg, "train")
+            check_shards(cfg)
             if cfg.task != "fit":
                 return get_method(task)(cfg, output_dir)
             with contextlib.ExitStack() as around:

@@ -6,7 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, without_credentials
+from tasks.resolvers import CONF
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,11 @@ OPEN_MAPPINGS = ("data.columns", "adapter.rank_pattern", "adapter.alpha_pattern"
 # Groups of a single setting that people write without it.
 SHORT_FORMS = {"export": "dtype", "hub": "push", "ema": "half_life", "average": "relative_std"}
 ABSENT = object()
+# Settings of conf/data/pairs.yaml that do not change the encodings in data.shards, or have a check of their own.
+KEPT_BY_SHARDS = {
+    *("_target_", "root", "source", "val_root", "val_count", "batch_size", "num_workers", "seed", "preview_count"),
+    "caption_dropout_rate",
+}
 
 
 def check_ranges(cfg: DictConfig, script: str) -> None:
@@ -179,3 +185,17 @@ def check_ranges(cfg: DictConfig, script: str) -> None:
     steps, warmup = (OmegaConf.select(cfg, key) for key in ("trainer.max_steps", "scheduler.num_warmup_steps"))
     if steps is not None and warmup is not None and warmup > steps:
         raise UserError(f"scheduler.num_warmup_steps={warmup}: must not be above trainer.max_steps={steps}")
+
+
+def check_shards(cfg: DictConfig) -> None:
+    """Raise a UserError for a setting of images next to data.shards, where it would have no effect."""
+    if cfg.data.get("shards") is None:
+        return
+    defaults = OmegaConf.load(CONF / "data" / "pairs.yaml")
+    plain = OmegaConf.merge(cfg, {"data": defaults}).data
+    for key in defaults.keys() - KEPT_BY_SHARDS:
+        if cfg.data[key] != plain[key]:
+            raise UserError(
+                f"data.{key}={cfg.data[key]} applies to images, and data.shards={without_credentials(cfg.data.shards)} "
+                "contains encodings. Leave it out, or encode data.root with it."
+            )

@@ -14,6 +14,7 @@ from datamodules.errors import UserError
 from lightning_modules.lora_files.find import find_weights
 from runs.run_folder import RunFolder
 from tasks.resuming import check_resumable, find_checkpoint, start_again
+from tasks.settings import check_shards
 from tests.support.commands import compose, lora_bytes, short
 
 
@@ -158,6 +159,17 @@ def test_shards_beside_a_root(tmp_path):
     cfg = compose("train", "data.root=pairs", f"data.shards={tmp_path}", f"output_dir={tmp_path}")
     with pytest.raises(InstantiationException, match="both are set"):
         instantiate(cfg.data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("resolution", 512), ("crop", "random_cached"), ("columns", {"target": "x"})]
+)
+def test_image_settings_next_to_shards(key, value):
+    cfg = compose("train", "data.shards=s3://bucket/folder", "data.batch_size=3", "data.seed=5")
+    check_shards(cfg)
+    cfg.data[key] = value
+    with pytest.raises(UserError, match=f"^data.{key}=.* applies to images, and data.shards=s3://bucket/folder"):
+        check_shards(cfg)
 
 
 def test_checkpoint_of_another_adapter(run, gallery, copied, tiny, pairs, tmp_path):
