@@ -57,7 +57,11 @@ class Outcome:
 def captured(path: Path | str):
     """Send the output of this process, and of those that it starts, to a file."""
     before = [os.dup(number) for number in (1, 2)]
-    with open(path, "a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with (
+        open(path, "a", buffering=1, errors="backslashreplace") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         try:
             for number in (1, 2):
                 os.dup2(file.fileno(), number)
