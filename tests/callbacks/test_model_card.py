@@ -19,6 +19,7 @@ from report.origin import hub_id, licence
 from tasks import fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short
+from tests.support.gallery import SHOWN as SAMPLED
 from tests.support.pictures import make_pairs
 from tests.support.tiny_pipelines import MODELS, every_model
 
@@ -315,13 +316,13 @@ def test_card_that_cannot_be_written_costs_nothing(run, tiny, pairs, tmp_path, m
     assert [path.name for path in (tmp_path / "run/lora/last").iterdir()] == ["pytorch_lora_weights.safetensors"]
 
 
-def test_damaged_pictures_cost_the_pictures_alone(run, tiny, pairs, tmp_path):
-    broken = tmp_path / "run/samples/step-000000/a.png"
-    broken.parent.mkdir(parents=True)
-    broken.write_bytes(b"no picture")
-    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1, shown=True), *SHOWN)
+def test_damaged_images_cost_the_card_its_images_only(run, tiny, pairs, gallery, copied):
+    folder = copied(gallery("shown"))
+    for before in (folder / "samples/step-000000").iterdir():
+        before.write_bytes(b"no image")
+    outcome = run("train", *short(tiny, pairs, folder, 5, shown=True), *SAMPLED, "ckpt_path=last")
     assert "note: no images in" in outcome.text
-    assert read(tmp_path / "run/lora/last").data.get("widget") is None
+    assert read(folder / "lora/last").data.get("widget") is None
 
 
 def test_weights_that_an_error_saved_have_a_card(run, tiny, pairs, tmp_path, monkeypatch):
