@@ -16,9 +16,9 @@ KINDS = {"one": ["data.batch_size=2"], "ddp": DDP, "fsdp": FSDP}
 def even(datasets, tmp_path_factory):
     """For each model= the four samples of one size: two batches of two."""
     folders = {}
-    for model, root in datasets.items():
+    for model in MODELS:
         folders[model] = tmp_path_factory.mktemp(model)
-        shutil.copytree(root, folders[model], dirs_exist_ok=True, ignore=shutil.ignore_patterns("[45]*"))
+        shutil.copytree(datasets[model], folders[model], dirs_exist_ok=True, ignore=shutil.ignore_patterns("[45]*"))
     return folders
 
 

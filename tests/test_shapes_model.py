@@ -59,7 +59,7 @@ def drawn(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_lora_learns_an_edit_that_the_base_does_not_have(run, drawn, tmp_path, seed):
-    short = ["trainer.max_steps=30", "sample_every=0", "logger=none", "callbacks.sample_images.count=4"]
+    short = ["trainer.max_steps=60", "sample_every=0", "logger=none", "callbacks.sample_images.count=4"]
     short.append("+callbacks.validation.metrics.mask_iou._target_=report.image_metrics.MaskIoU")
     run("train", *drawn, f"output_dir={tmp_path / 'run'}", f"seed={seed}", *short)
     before, after = rows(tmp_path / "run")
