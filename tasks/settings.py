@@ -193,7 +193,7 @@ def check_shards(cfg: DictConfig) -> None:
         return
     defaults = OmegaConf.load(CONF / "data" / "pairs.yaml")
     plain = OmegaConf.merge(cfg, {"data": defaults}).data
-    for key in defaults.keys() - KEPT_BY_SHARDS:
+    for key in sorted(map(str, defaults.keys() - KEPT_BY_SHARDS)):
         if cfg.data[key] != plain[key]:
             raise UserError(
                 f"data.{key}={cfg.data[key]} applies to images, and data.shards={without_credentials(cfg.data.shards)} "
