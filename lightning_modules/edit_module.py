@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import lightning.pytorch as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from datamodules.base import PromptData, TrainingData
 from datamodules.batch import LatentBatch, RawBatch
@@ -188,6 +188,16 @@ class EditModule(L.LightningModule, Family):
         self.sampler.use(None)
         self.base.release()
         return super().cpu()
+
+    # The autoencoder of most families, diffusers' AutoencoderKL
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        config = self.base.vae_config
+        return (latents - config["shift_factor"]) * config["scaling_factor"]
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        latents = latents.to(vae.dtype)  # before scaling, as the pipelines round in bf16
+        return vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample
 
     # Training
 

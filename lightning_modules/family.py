@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.flow import dynamic_shift
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
 
 # Linear layers of several families' transformers.
 ATTENTION = ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0")
@@ -195,6 +192,13 @@ class Parts(Protocol):
         """Return the device of a component."""
 
 
+def stock_pipeline(name: str) -> Any:
+    """Return a pipeline of diffusers, whose import loads the encoders' classes: cached training does not need it."""
+    import diffusers
+
+    return getattr(diffusers, name)
+
+
 class Family(ABC):
     """A pipeline's own part of encoding, denoising and decoding.
 
@@ -206,6 +210,8 @@ class Family(ABC):
         geometry: sizes of latents and tokens.
         layers: the layers that LoRA adapts, and their names in other programs.
         sampling_rules: guidance and schedule of its pipeline.
+        latent_pipeline: mixin of the pipeline, whose `edit(controls, size, **arguments)` is from latents to latents.
+        last_block: arguments of `LastBlock`, if the last block may compute only the outputs that `velocity` reads.
         max_sequence_length: text tokens of the pipeline's argument of this name; None if it has none.
         transformer: once it is loaded.
     """
@@ -217,6 +223,8 @@ class Family(ABC):
     geometry = Geometry()
     layers: ClassVar[Layers] = Layers()
     sampling_rules: ClassVar[SamplingRules] = SamplingRules()
+    latent_pipeline: ClassVar[type]
+    last_block: ClassVar[tuple[Any, ...] | None] = None
     max_sequence_length: int | None = None
     transformer: Any
 
@@ -224,27 +232,31 @@ class Family(ABC):
         """Return the family's settings that the outputs of its encoders depend on."""
         return {} if self.max_sequence_length is None else {"max_sequence_length": self.max_sequence_length}
 
-    @abstractmethod
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return the text conditioning by diffusers' argument names, without a batch dimension; `images` in 8 bits.
 
         Sequence tensors are (L, ...); NAME_mask is (L,), ones for tokens that count.
         """
+        return {name: tensor[0] for name, tensor in self.encode_prompts(parts, [prompt]).items()}
 
     def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
         """Encode several prompts, each tensor (B, ...), with trainable text encoders that see no images."""
         raise NotImplementedError
 
-    @abstractmethod
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of `encode_prompt` without masks, estimated without a tokenizer, to plan memory.
+        """Return the shapes of `encode_prompt` without masks, for a transformer's config; the length is estimated."""
+        return {"prompt_embeds": (self.text_length(prompt, images), config["joint_attention_dim"])}
+
+    def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
+        """Estimate a prompt's text tokens, without a tokenizer, to plan memory.
 
         Args:
-            config: of the transformer.
             images: (width, height) of the condition images for the autoencoder.
         """
+        assert self.max_sequence_length is not None
+        return self.max_sequence_length
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
         """Return each prompt's token count and the text encoder's limit; None if it has no limit.
@@ -253,9 +265,10 @@ class Family(ABC):
         """
         return None
 
-    @abstractmethod
     def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) in [-1, 1], in the autoencoder's dtype -> mean and std (B, C, h, w), before shift and scale."""
+        latent = vae.encode(pixels).latent_dist
+        return latent.mode(), latent.std
 
     @abstractmethod
     def normalize(self, latents: Tensor) -> Tensor:
@@ -267,10 +280,6 @@ class Family(ABC):
     ) -> Tensor:
         """Predict the velocity (B, C, h, w) at t (B,) in [0, 1]; controls are normalized latents."""
 
-    def trim_last_block(self, transformer: Any) -> None:
-        """Make the transformer's last block compute only the outputs that `velocity` reads, if supported."""
-        return
-
     @abstractmethod
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
         """Normalized latents (B, C, h, w) on the autoencoder's device -> pixels (B, 3, H, W), about [-1, 1]."""
@@ -279,10 +288,3 @@ class Family(ABC):
         """Return arguments of the stock pipeline, besides prompt and sampling, for the image that predict.py makes."""
         length = {} if self.max_sequence_length is None else {"max_sequence_length": self.max_sequence_length}
         return {"height": height, "width": width, **length}
-
-    @abstractmethod
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        """Return its diffusers pipeline, with a method `edit(controls, size, **arguments)` from latents to latents.
-
-        Import it here only: its module imports the classes of the encoders, which cached training does not need.
-        """

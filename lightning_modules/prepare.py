@@ -24,6 +24,7 @@ from lightning_modules.execution.blocks import (
     compile_blocks,
     compute_dtype,
     set_attention_backend,
+    trim_last_block,
 )
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
 from lightning_modules.execution.host_memory import all_weights
@@ -135,7 +136,8 @@ class Execution:
     def adapt(self, transformer: Any) -> None:
         """Inject the adapter and prepare the transformer for training; it may be on the meta device."""
         self.adapter.inject(transformer, self.family.layers)
-        self.family.trim_last_block(transformer)
+        if self.family.last_block is not None:
+            trim_last_block(transformer, *self.family.last_block)
         cast_inputs_once(transformer)
 
     def adapted_meta_transformer(self) -> Any:

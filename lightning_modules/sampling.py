@@ -18,7 +18,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
-from lightning_modules.family import Family, Sampling
+from lightning_modules.family import Family, Sampling, stock_pipeline
 from lightning_modules.pretrained.frozen_base import FrozenBase, note_once
 from lightning_modules.pretrained.repository import EMBEDDED, load_component
 from lightning_modules.pretrained.transformer import TransformerSource
@@ -87,7 +87,7 @@ class Sampler:
     def pipeline(self) -> Any:
         """Return the family's pipeline with the transformer, without encoders."""
         if self._pipeline is None:
-            parts, pipeline_class = self.base.components, self.family.pipeline_class()
+            parts, pipeline_class = self.base.components, stock_pipeline(self.family.pipeline_name)
             chosen = self._source or self.base.source
             own, known = chosen.pipeline_index(), inspect.signature(pipeline_class.__init__).parameters
             # The transformer's repository says whether it is distilled, and so not guided.
@@ -97,7 +97,8 @@ class Sampler:
             if self._source is not None and "scheduler" in own:
                 home = chosen.repository, chosen.revision
             self._scheduler = load_component(home[0], "scheduler", revision=home[1])
-            self._pipeline = pipeline_class(
+            latent_class = type(pipeline_class.__name__, (self.family.latent_pipeline, pipeline_class), {})
+            self._pipeline = latent_class(
                 scheduler=self._scheduler,
                 vae=parts["vae"],
                 transformer=self.transformer,

@@ -17,6 +17,7 @@ FAMILY = '''
     from datamodules.images.windows import ConditionImages
     from lightning_modules.edit_module import EditModule
     from lightning_modules.families.flux.denoise import flux_velocity
+    from lightning_modules.families.flux.pipeline import LatentKontext
 
 
     class Toy(EditModule):
@@ -24,6 +25,7 @@ FAMILY = '''
         transformer_class = "FluxTransformer2DModel"
         text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
         condition_images = ConditionImages(most=0)
+        latent_pipeline = LatentKontext
 
         def __init__(self, words, **settings):
             super().__init__(**settings)
@@ -42,10 +44,6 @@ FAMILY = '''
             side = config["joint_attention_dim"]
             return {"prompt_embeds": (self.words, side), "pooled_prompt_embeds": (side,)}
 
-        def encode_pixels(self, vae, pixels):
-            latent = vae.encode(pixels).latent_dist
-            return latent.mode(), latent.std
-
         def normalize(self, latents):
             return latents / 2
 
@@ -54,11 +52,6 @@ FAMILY = '''
 
         def decode(self, vae, latents):
             return vae.decode(2 * latents.to(vae.dtype)).sample
-
-        def pipeline_class(self):
-            from lightning_modules.families.flux.pipeline import LatentKontextPipeline
-
-            return LatentKontextPipeline
 '''
 MODEL = """
     defaults: [_base, _self_]

@@ -101,6 +101,12 @@ class LastBlock:
         return self.compute(self.block, target, control, text, *args, **kwargs)
 
 
+def trim_last_block(transformer: nn.Module, *arguments: Any) -> None:
+    """Replace the forward of the last block; `arguments` of `LastBlock` after the block."""
+    *_, block = blocks(transformer).values()
+    block.forward = LastBlock(block, *arguments)
+
+
 @contextmanager
 def target_tokens_only(block: nn.Module, tokens: int, text_tokens: int = 0) -> Iterator[None]:
     """Temporarily make a `LastBlock` compute only the first `tokens` image tokens; other blocks compute all.

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_modules.execution.blocks import target_tokens_only
+from lightning_modules.execution.blocks import blocks, target_tokens_only
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -30,16 +30,14 @@ def token_grid(latents: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Tenso
     return rows, columns
 
 
-def predict_target(
-    transformer: Any, last_block: nn.Module, images: Sequence[Tensor], text_tokens: int = 0, **arguments: Any
-) -> Tensor:
+def predict_target(transformer: Any, images: Sequence[Tensor], text_tokens: int = 0, **arguments: Any) -> Tensor:
     """Predict for the first of some latents, (B, C, h, w); the others are controls.
 
     Args:
-        last_block: of the transformer; it may compute the target's tokens only.
-        text_tokens: text tokens before the images' in that block's `hidden_states`.
+        text_tokens: text tokens before the images' in the last block's `hidden_states`.
         arguments: of the transformer, besides the images' tokens.
     """
+    *_, last_block = blocks(transformer).values()
     tokens = [pack(image) for image in images]
     count = tokens[0].shape[1]
     with target_tokens_only(last_block, count, text_tokens):

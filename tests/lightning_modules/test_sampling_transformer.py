@@ -10,6 +10,8 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.errors import UserError
+from lightning_modules import sampling
+from lightning_modules.family import stock_pipeline
 from lightning_modules.inference import SamplingTransformer
 from lightning_modules.lora_files.writing import write
 from lightning_modules.pretrained.transformer import TransformerSource
@@ -129,14 +131,14 @@ def test_the_commands_of_the_report_name_it(run, settings, distilled, tmp_path):
 def test_it_says_whether_it_is_distilled_and_brings_its_scheduler(tiny, distilled, tmp_path, monkeypatch):
     def pipeline(name, chosen):
         module = build(tiny, "lora", f"model.transformer_name_or_path={name}")
-        kontext = module.pipeline_class()
+        kontext = stock_pipeline(module.pipeline_name)
 
         class Guided(kontext):
             def __init__(self, *, is_distilled=False, **parts):
                 super().__init__(**parts)
                 self.register_to_config(is_distilled=is_distilled)
 
-        monkeypatch.setattr(module, "pipeline_class", lambda: Guided)
+        monkeypatch.setattr(sampling, "stock_pipeline", lambda _: Guided)
         module.sampler.use(module.transformer, module.base.source if chosen else None)
         made = module.sampler.pipeline()
         return made.config.is_distilled, made.scheduler.config.shift

@@ -33,7 +33,6 @@ def flux_velocity(
     embeds = prompt["prompt_embeds"]
     return predict_target(
         transformer,
-        transformer.single_transformer_blocks[-1],
         images,
         timestep=t,
         guidance=torch.full_like(t, guidance_scale) if transformer.config.guidance_embeds else None,

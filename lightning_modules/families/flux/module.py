@@ -1,26 +1,24 @@
 """FLUX.1 dev and Kontext: an MMDiT over text, target and control tokens (arXiv 2506.15742)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from datamodules.images.windows import ConditionImages
-from lightning_modules.execution.blocks import LastBlock
+from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux.denoise import flux_last_block, flux_velocity
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
-from lightning_modules.families.kl_autoencoder import KLAutoencoder
+from lightning_modules.families.flux.pipeline import LatentKontext
+from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Geometry, Layers, Parts
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
 
 # PREFERRED_KONTEXT_RESOLUTIONS of diffusers' pipeline, whose module imports the classes of all encoders.
 HIGH = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
 PREFERRED_SIZES = (*HIGH, (1024, 1024), *((high, wide) for wide, high in reversed(HIGH)))
 
 
-class FluxKontext(KLAutoencoder):
+class FluxKontext(EditModule):
     """FLUX.1 Kontext [dev]: any number of condition images, each of its own size; none in prediction works as well.
 
     Args:
@@ -35,6 +33,8 @@ class FluxKontext(KLAutoencoder):
     geometry = Geometry(preferred_sizes=PREFERRED_SIZES)
     # As diffusers' script for Kontext: both streams and their MLPs, 57 % of the weights.
     layers = Layers(NATIVE_NAMES, (*ATTENTION, *TEXT_ATTENTION, *MLPS, "proj_mlp"))
+    latent_pipeline: ClassVar[type] = LatentKontext
+    last_block = (flux_last_block,)
 
     def __init__(self, max_sequence_length: int, training_guidance_scale: float, **settings: Any) -> None:
         super().__init__(**settings)
@@ -43,12 +43,8 @@ class FluxKontext(KLAutoencoder):
 
     # Text
 
-    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
-        """Return prompt_embeds (L, D) and pooled_prompt_embeds (P,)."""
-        return {name: tensor[0] for name, tensor in self.encode_prompts(parts, [prompt]).items()}
-
     def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
-        """Return T5's last hidden states, of padding too, and CLIP's pooled output."""
+        """Return prompt_embeds (B, L, D), T5's last hidden states, and pooled_prompt_embeds (B, P) of CLIP."""
         length = parts["tokenizer"].model_max_length
         t5 = _encode(parts, "_2", prompts, self.max_sequence_length).last_hidden_state
         clip = _encode(parts, "", prompts, length).pooler_output
@@ -57,10 +53,8 @@ class FluxKontext(KLAutoencoder):
     def prompt_shapes(
         self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
     ) -> dict[str, tuple[int, ...]]:
-        return {
-            "prompt_embeds": (self.max_sequence_length, config["joint_attention_dim"]),
-            "pooled_prompt_embeds": (config["pooled_projection_dim"],),
-        }
+        pooled = {"pooled_prompt_embeds": (config["pooled_projection_dim"],)}
+        return super().prompt_shapes(config, prompt, images) | pooled
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         """Count T5's tokens; CLIP's vector is of the first 77."""
@@ -73,10 +67,6 @@ class FluxKontext(KLAutoencoder):
     ) -> Tensor:
         return flux_velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
 
-    def trim_last_block(self, transformer: Any) -> None:
-        block = transformer.single_transformer_blocks[-1]
-        block.forward = LastBlock(block, flux_last_block)
-
     # Prediction
 
     def call_arguments(self, width: int, height: int) -> dict[str, Any]:
@@ -85,16 +75,12 @@ class FluxKontext(KLAutoencoder):
             arguments |= {"max_area": width * height, "_auto_resize": False}
         return arguments
 
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.flux.pipeline import LatentKontextPipeline
-
-        return LatentKontextPipeline
-
 
 class FluxDev(FluxKontext):
     """FLUX.1 [dev]: Kontext's transformer without condition images."""
 
     pipeline_name = "FluxPipeline"
+    latent_pipeline = LatentPipeline
     condition_images = ConditionImages(most=0)
     geometry = Geometry()
 

@@ -58,7 +58,6 @@ def flux2_velocity(
     images, embeds = [x_t, *controls], prompt["prompt_embeds"]
     return predict_target(
         transformer,
-        transformer.single_transformer_blocks[-1],
         images,
         text_tokens=embeds.shape[1],
         timestep=t,

@@ -1,7 +1,7 @@
 """FLUX.2 klein and dev: an MMDiT over text, target and reference tokens, its text from one language model's layers."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,13 +9,10 @@ from torch import Tensor
 from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
-from lightning_modules.execution.blocks import LastBlock
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
 from lightning_modules.families.flux2.native_names import NATIVE_NAMES
-from lightning_modules.family import Layers, Parts, SamplingRules
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+from lightning_modules.families.flux2.pipeline import LatentKlein, LatentReferences
+from lightning_modules.family import Layers, Parts, SamplingRules, stock_pipeline
 
 # The double blocks' attention, and both layers of a single block, which are its attention and its MLP in one.
 TARGETS = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "to_out")
@@ -36,6 +33,8 @@ class Flux2Klein(EditModule):
     condition_images = ConditionImages(most_area=1024 * 1024, crops=True)
     layers = Layers(NATIVE_NAMES, TARGETS)
     sampling_rules = SamplingRules("guidance_scale", any_negative=False, mu=empirical_mu)
+    latent_pipeline: ClassVar[type] = LatentKlein
+    last_block = (flux2_last_block,)
     _prompt_function = "_get_qwen3_prompt_embeds"  # of the pipeline
     _guidance_scale: float | None = None  # embedded in training
     _language_model = "Qwen3ForCausalLM"
@@ -58,7 +57,7 @@ class Flux2Klein(EditModule):
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (max_sequence_length, 3D), the outputs of three layers; padding counts."""
-        embed = getattr(self.pipeline_class(), self._prompt_function)
+        embed = getattr(stock_pipeline(self.pipeline_name), self._prompt_function)
         # The language model without its head, whose logits are not needed.
         used = parts["text_encoder"].model, parts["tokenizer"], prompt, parts.dtype, parts.device("text_encoder")
         return {"prompt_embeds": embed(*used, self.max_sequence_length)[0]}
@@ -70,16 +69,7 @@ class Flux2Klein(EditModule):
         texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=False) for one in chats]
         return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self.max_sequence_length
 
-    def prompt_shapes(
-        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
-    ) -> dict[str, tuple[int, ...]]:
-        return {"prompt_embeds": (self.max_sequence_length, config["joint_attention_dim"])}
-
     # Images
-
-    def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        latent = vae.encode(pixels).latent_dist
-        return latent.mode(), latent.std
 
     def _statistics_on(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Return `_mean_and_std` of the autoencoder's batch norm, on the latents' device."""
@@ -105,17 +95,6 @@ class Flux2Klein(EditModule):
     ) -> Tensor:
         return flux2_velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
 
-    def trim_last_block(self, transformer: Any) -> None:
-        block = transformer.single_transformer_blocks[-1]
-        block.forward = LastBlock(block, flux2_last_block)
-
-    # Prediction
-
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.flux2.pipeline import LatentFlux2KleinPipeline
-
-        return LatentFlux2KleinPipeline
-
 
 class Flux2Dev(Flux2Klein):
     """FLUX.2 [dev]: Mistral reads the prompt, and guidance is embedded.
@@ -127,6 +106,7 @@ class Flux2Dev(Flux2Klein):
 
     pipeline_name = "Flux2Pipeline"
     sampling_rules = SamplingRules(None, mu=empirical_mu)
+    latent_pipeline = LatentReferences
     _language_model = "Mistral3ForConditionalGeneration"
     _prompt_function = "_get_mistral_3_small_prompt_embeds"
 
@@ -140,11 +120,6 @@ class Flux2Dev(Flux2Klein):
         template = parts["tokenizer"].apply_chat_template
         tokens = [template(format_input([prompt]), tokenize=True, return_dict=True) for prompt in prompts]
         return [len(one["input_ids"][0]) for one in tokens], self.max_sequence_length
-
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.flux2.pipeline import LatentFlux2Pipeline
-
-        return LatentFlux2Pipeline
 
 
 def _patches(latents: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""diffusers' FLUX.2 pipelines, for references that are latents."""
+"""diffusers' FLUX.2 pipelines for references that are latents."""
 
 from typing import Any
 
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Pipeline
 from PIL import Image
 from torch import Tensor
 
@@ -25,16 +24,12 @@ class LatentReferences(LatentPipeline):
         return self.packed_controls().to(device, dtype), ids.to(device)
 
 
-class LatentFlux2Pipeline(LatentReferences, Flux2Pipeline):
-    """Flux2Pipeline for latents."""
-
-
-class LatentFlux2KleinPipeline(LatentReferences, Flux2KleinPipeline):
-    """Flux2KleinPipeline for latents; it returns them unnormalized, so the tokens of the last step are kept."""
+class LatentKlein(LatentReferences):
+    """Mixin of Flux2KleinPipeline, which returns latents unnormalized, so the tokens of the last step are kept."""
 
     def last_tokens(self, made: Tensor) -> Tensor:
         return self._last
 
     def _unpack_latents_with_ids(self, x: Tensor, *args: Any) -> Tensor:
         self._last = x
-        return super()._unpack_latents_with_ids(x, *args)
+        return super()._unpack_latents_with_ids(x, *args)  # type: ignore[misc]

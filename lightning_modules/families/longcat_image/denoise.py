@@ -33,7 +33,6 @@ def longcat_velocity(
     ids += [longcat_image_ids(control, CONTROL, length) for control in controls]
     return predict_target(
         transformer,
-        transformer.single_transformer_blocks[-1],
         [x_t, *controls],
         timestep=t,
         encoder_hidden_states=embeds,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,12 @@ from datamodules.errors import UserError
 from datamodules.images.decoding import image_size
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 from datamodules.images.windows import ConditionImages, Window, resize
-from lightning_modules.execution.blocks import LastBlock
+from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux.denoise import flux_last_block
-from lightning_modules.families.kl_autoencoder import KLAutoencoder
 from lightning_modules.families.longcat_image.denoise import longcat_velocity
 from lightning_modules.families.longcat_image.native_names import NATIVE_NAMES
-from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts, SamplingRules
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
-
+from lightning_modules.families.longcat_image.pipeline import LatentLongCat
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts, SamplingRules, stock_pipeline
 
 MAX_TOKENS = 512  # the pipeline's, which fails for longer prompts instead of truncating them
 
@@ -57,7 +53,7 @@ def halved(width: int, height: int) -> tuple[int, int]:
     return width // 2, height // 2
 
 
-class LongCatImageEdit(KLAutoencoder):
+class LongCatImageEdit(EditModule):
     """LongCat-Image-Edit: one condition image, which the text encoder sees as well.
 
     Args:
@@ -72,6 +68,8 @@ class LongCatImageEdit(KLAutoencoder):
     # As the authors' train_edit_lora.py: both streams and their MLPs, 45 % of the weights.
     layers = Layers(NATIVE_NAMES, (*ATTENTION, *TEXT_ATTENTION, *MLPS))
     sampling_rules = SamplingRules("guidance_scale", 1.0)
+    latent_pipeline = LatentLongCat
+    last_block = (flux_last_block,)  # as FLUX.1's, except for its name
 
     def __init__(self, vae_image_size: int, **settings: Any) -> None:
         super().__init__(**settings)
@@ -82,31 +80,23 @@ class LongCatImageEdit(KLAutoencoder):
     def encoding_settings(self) -> dict[str, Any]:
         return {"vae_image_size": self.condition_images.vae_image_size}
 
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.longcat_image.pipeline import LatentLongCatPipeline
-
-        return LatentLongCatPipeline
-
     # Text
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) of the image and of 512 text tokens, whose padding is not masked."""
         # The language model without its head, whose logits are not needed.
         used = {name: parts[name] for name in self.text_components} | {"text_encoder": parts["text_encoder"].model}
-        pipeline = self.pipeline_class()(**used, **dict.fromkeys(("scheduler", "vae", "transformer")))
+        pipeline = stock_pipeline(self.pipeline_name)(**used, **dict.fromkeys(("scheduler", "vae", "transformer")))
         tokens = _tokenize(parts["tokenizer"], prompt)
         return {"prompt_embeds": _embed(pipeline, tokens, images, parts.device("text_encoder")).to(parts.dtype)}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         return [len(_tokenize(parts["tokenizer"], prompt)) for prompt in prompts], MAX_TOKENS
 
-    def prompt_shapes(
-        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
-    ) -> dict[str, tuple[int, ...]]:
-        """Return the shape: the text, and for the image one token for 28x28 pixels, between two others."""
+    def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
+        """Return the length of the text and, for the image, one token for 28x28 pixels, between two others."""
         width, height = halved(*images[0])
-        length = 2 + round(width / 28) * round(height / 28) + MAX_TOKENS
-        return {"prompt_embeds": (length, config["joint_attention_dim"])}
+        return 2 + round(width / 28) * round(height / 28) + MAX_TOKENS
 
     # The transformer
 
@@ -114,10 +104,6 @@ class LongCatImageEdit(KLAutoencoder):
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
         return longcat_velocity(transformer, x_t, t, controls, prompt)
-
-    def trim_last_block(self, transformer: Any) -> None:
-        block = transformer.single_transformer_blocks[-1]  # as FLUX.1's, except for its name
-        block.forward = LastBlock(block, flux_last_block)
 
     # Prediction
 

@@ -1,11 +1,9 @@
-"""diffusers' LongCat pipeline, for a condition image that is latents."""
+"""diffusers' LongCat pipeline for a condition image that is latents."""
 
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import LongCatImageEditPipeline
-from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import retrieve_timesteps
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
@@ -19,13 +17,18 @@ class NoProcessor:
     image_processor = None
 
 
-class LatentLongCatPipeline(LongCatImageEditPipeline):
-    """LongCatImageEditPipeline for latents. Its own call makes images of about the size of its single input."""
+class LatentLongCat:
+    """Mixin of LongCatImageEditPipeline, whose own call makes images of about the size of its single input."""
+
+    scheduler: Any
+    transformer: Any
+    vae_scale_factor: int
 
     def __init__(
         self, scheduler: Any, vae: Any, text_encoder: Any, tokenizer: Any, text_processor: Any, transformer: Any
     ) -> None:
-        super().__init__(scheduler, vae, text_encoder, tokenizer, text_processor or NoProcessor(), transformer)
+        processor: Any = text_processor or NoProcessor()
+        super().__init__(scheduler, vae, text_encoder, tokenizer, processor, transformer)  # type: ignore[call-arg]
 
     @torch.no_grad()
     def edit(
@@ -59,4 +62,5 @@ class LatentLongCatPipeline(LongCatImageEditPipeline):
     def _timesteps(self, steps: int, tokens: int) -> Tensor:
         """Return the scheduler's timesteps (N,), shifted as in the stock pipeline for this many tokens."""
         sigmas, mu = np.linspace(1.0, 1.0 / steps, steps), dynamic_mu(self.scheduler.config, tokens, steps)
-        return retrieve_timesteps(self.scheduler, steps, self.transformer.device, sigmas=sigmas, mu=mu)[0]
+        self.scheduler.set_timesteps(sigmas=sigmas, device=self.transformer.device, mu=mu)
+        return self.scheduler.timesteps

@@ -27,7 +27,6 @@ def qwen_velocity(
         mask = None
     return predict_target(
         transformer,
-        transformer.transformer_blocks[-1],
         images,
         timestep=t,
         encoder_hidden_states=prompt["prompt_embeds"],

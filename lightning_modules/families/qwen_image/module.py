@@ -1,7 +1,7 @@
 """Qwen-Image, Edit and Edit-Plus: a 20B MMDiT conditioned by a vision-language model (arXiv 2508.02324)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,12 +10,10 @@ from datamodules.errors import UserError
 from datamodules.images.decoding import size_of_area
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
-from lightning_modules.execution.blocks import LastBlock
+from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
-from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+from lightning_modules.families.qwen_image.pipeline import LatentControls
+from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts, stock_pipeline
 
 
 class QwenImage(EditModule):
@@ -37,6 +35,8 @@ class QwenImage(EditModule):
             *(f"{stream}_mlp.net.{end}" for stream in ("img", "txt") for end in ("0.proj", "2")),
         )
     )
+    latent_pipeline: ClassVar[type] = LatentPipeline
+    last_block = (qwen_last_block, UNREAD)
     most_text_tokens: ClassVar[int | None] = 512  # as its pipeline does unless told otherwise
 
     def __init__(self, **settings: Any) -> None:
@@ -45,14 +45,11 @@ class QwenImage(EditModule):
 
     # Text
 
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.qwen_image.pipeline import LatentQwenPipeline
-
-        return LatentQwenPipeline
-
     def _text_pipeline(self, **parts: Any) -> Any:
         """Return the stock pipeline with its own templates, which only encodes text."""
-        return self.pipeline_class()(**(dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | parts))
+        return stock_pipeline(self.pipeline_name)(
+            **(dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | parts)
+        )
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) and prompt_embeds_mask (L,), by the pipeline's own template."""
@@ -73,11 +70,9 @@ class QwenImage(EditModule):
         counts = [len(ids) - pipeline.prompt_template_encode_start_idx for ids in tokenizer(chats).input_ids]
         return counts, self.most_text_tokens
 
-    def prompt_shapes(
-        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
-    ) -> dict[str, tuple[int, ...]]:
-        """Return the shape, at four characters a token."""
-        return {"prompt_embeds": (8 + len(prompt) // 4, config["joint_attention_dim"])}
+    def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
+        """Return the length at four characters a token."""
+        return 8 + len(prompt) // 4
 
     # Images: the autoencoder is made for videos, (B, C, 1, H, W)
 
@@ -108,10 +103,6 @@ class QwenImage(EditModule):
     ) -> Tensor:
         return qwen_velocity(transformer, x_t, t, controls, prompt)
 
-    def trim_last_block(self, transformer: Any) -> None:
-        block = transformer.transformer_blocks[-1]
-        block.forward = LastBlock(block, qwen_last_block, UNREAD)
-
 
 class QwenImageEdit(QwenImage):
     """Qwen-Image-Edit: one condition image, which the text encoder sees as well.
@@ -126,6 +117,7 @@ class QwenImageEdit(QwenImage):
     pipeline_name = "QwenImageEditPipeline"
     text_components = ("tokenizer", "processor", "text_encoder")
     geometry = Geometry(side_multiple=32)  # its pipelines round so
+    latent_pipeline = LatentControls
     most_condition_images = 1
     most_text_tokens = None
 
@@ -141,21 +133,13 @@ class QwenImageEdit(QwenImage):
         sizes = self.condition_images
         return {"vae_image_size": sizes.vae_image_size, "condition_image_size": sizes.condition_image_size}
 
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.qwen_image.pipeline import LatentQwenEditPipeline
-
-        return LatentQwenEditPipeline
-
-    def prompt_shapes(
-        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
-    ) -> dict[str, tuple[int, ...]]:
-        """Return the shape: the text, and for images one token for 28x28 pixels, with a few words between them."""
+    def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
+        """Return the length of the text and, for images, one token for 28x28 pixels, with a few words between them."""
         area = self.condition_images.condition_image_size
         assert area is not None
         seen = [size_of_area(*image, area) for image in images]
         tokens = sum(round(width / 28) * round(height / 28) + 8 for width, height in seen)
-        length, width = super().prompt_shapes(config, prompt, images)["prompt_embeds"]
-        return {"prompt_embeds": (length + tokens, width)}
+        return super().text_length(prompt, images) + tokens
 
 
 class QwenImageEditPlus(QwenImageEdit):
@@ -163,8 +147,3 @@ class QwenImageEditPlus(QwenImageEdit):
 
     pipeline_name = "QwenImageEditPlusPipeline"
     most_condition_images = 3
-
-    def pipeline_class(self) -> "type[DiffusionPipeline]":
-        from lightning_modules.families.qwen_image.pipeline import LatentQwenEditPlusPipeline
-
-        return LatentQwenEditPlusPipeline

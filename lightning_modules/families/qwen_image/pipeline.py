@@ -1,8 +1,7 @@
-"""diffusers' Qwen pipelines, for condition images that are latents."""
+"""diffusers' Qwen pipelines for condition images that are latents."""
 
 from typing import Any
 
-from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from PIL import Image
 from torch import Tensor
 
@@ -31,15 +30,3 @@ class LatentControls(LatentPipeline):
     def prepare_latents(self, image: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         latents, _ = super().prepare_latents(None, *args, **kwargs)  # type: ignore[misc]
         return latents, self.packed_controls().to(latents)
-
-
-class LatentQwenPipeline(LatentPipeline, QwenImagePipeline):
-    """QwenImagePipeline for latents."""
-
-
-class LatentQwenEditPipeline(LatentControls, QwenImageEditPipeline):
-    """QwenImageEditPipeline for latents."""
-
-
-class LatentQwenEditPlusPipeline(LatentControls, QwenImageEditPlusPipeline):
-    """QwenImageEditPlusPipeline for latents."""

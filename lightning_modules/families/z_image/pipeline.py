@@ -1,16 +1,15 @@
-"""diffusers' Z-Image pipeline, for prompts of several lengths in one tensor."""
+"""diffusers' Z-Image pipeline for prompts of several lengths in one tensor."""
 
 from typing import Any
 
-from diffusers import ZImagePipeline
 from torch import Tensor
 
 from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.z_image.denoise import real_tokens
 
 
-class LatentZImagePipeline(LatentPipeline, ZImagePipeline):
-    """ZImagePipeline for latents, which its transformer takes as they are."""
+class LatentZImage(LatentPipeline):
+    """Mixin of ZImagePipeline, whose transformer takes latents as they are."""
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
         for name in ("prompt_embeds", "negative_prompt_embeds"):
@@ -18,4 +17,5 @@ class LatentZImagePipeline(LatentPipeline, ZImagePipeline):
             if name in arguments:
                 arguments[name] = real_tokens(arguments[name], mask)
         width, height = size
-        return self(height=height, width=width, output_type="latent", **arguments).images
+        pipeline: Any = self
+        return pipeline(height=height, width=width, output_type="latent", **arguments).images

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
+from lightning_modules.execution.blocks import trim_last_block
 from lightning_modules.flow import interpolate
 from tests.support.combinations import first
 from tests.support.steps import BASES, assert_same, with_a_block_of_each_kind
@@ -22,7 +23,7 @@ PRESERVE = ["objective.preserve.outside=0.5", "objective.preserve.prompts=[sharp
 def bare(module):
     """Return the module's transformer without an adapter."""
     transformer = module.base.load_transformer()
-    module.trim_last_block(transformer)
+    trim_last_block(transformer, *module.last_block)
     return transformer
 
 
