@@ -31,7 +31,7 @@ from tasks.resolvers import CONF
 ROOT = Path(__file__).parent.parent
 MEMORY = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
-PROGRAMS = ("ComfyUI", "diffusers", "InvokeAI")
+PROGRAMS = ("ComfyUI", "diffusers")
 PRECISIONS = {"bf16": "null", "fp8": "fp8", "fp4 or nf4": "nf4"}
 FLUX_LICENCE = "[FLUX non-commercial](https://huggingface.co/{}/blob/main/LICENSE.md), gated"
 
@@ -94,8 +94,8 @@ LAST = """
 These columns describe the file in `lora/last`. `python predict.py task=export lora=RUN format=NAME` converts it for
 other programs ([prediction](prediction.md#files-for-other-programs)); Retouch reads all of its formats.
 
-| `model=` | ComfyUI | diffusers | InvokeAI |
-|---|---|---|---|
+| `model=` | ComfyUI | diffusers |
+|---|---|---|
 """
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from report.origin import published
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
 from tasks.folders import require_empty
-from tasks.models import KnownModel, model_for, without_network
+from tasks.models import KnownModel, model_for
 from tasks.placement import compute_device, frozen_model
 from tasks.settings import check_ranges
 from tasks.terminal import log, silence_libraries
@@ -42,8 +41,6 @@ from tasks.terminal import log, silence_libraries
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5
-# Share of the update lost by rounding, from which on people would see it.
-VISIBLE_LOSS = 0.2
 
 
 class ExportedLoRA(NamedTuple):
@@ -145,16 +142,9 @@ def _chosen_files(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
         )
     if cfg.extract is not None:
         return [], []
-    key = "lora" if cfg.merge is None else "merge"
-    found = [LoRAFile(find_or_download(lora)) for lora in as_list(cfg, key)]
-    if cfg.merge is None:
-        if len(found) > 1:
-            raise UserError(f"lora={cfg.lora}: to write several as one, name them by merge=")
-        if cfg.merge_weights is not None:
-            raise UserError("merge_weights has no effect without merge=")
-        return found, [1.0]
-    if len(found) == 1 and cfg.merge_weights is None:
-        raise UserError(f"merge={cfg.merge}: name two or more, or multiply the one by merge_weights=")
+    found = [LoRAFile(find_or_download(lora)) for lora in as_list(cfg, given[0])]
+    if cfg.merge is None and (len(found) > 1 or cfg.merge_weights is not None):
+        raise UserError("lora= writes one LoRA as it is. Name several, or one to be multiplied, by merge=")
     weights = [1.0] * len(found) if cfg.merge_weights is None else list(map(float, as_list(cfg, "merge_weights")))
     if len(weights) != len(found):
         raise UserError(f"merge_weights={cfg.merge_weights}: {len(weights)} for {len(found)} LoRAs. Give one for each")
@@ -177,7 +167,7 @@ def _read(cfg: DictConfig, files: list[LoRAFile], weights: list[float], model: K
     loras = [ExportedLoRA.read(file, model) for file in files]
     lora = loras[0] if cfg.merge is None else _sum_of(loras, weights, [str(file.path) for file in files])
     if lora.gate is not None:
-        return _with_constant_rank(cfg, lora, model)
+        return _first_components(lora, lora.gate, cfg.rank)
     return lora if cfg.rank is None else _with_rank(lora, cfg.rank)
 
 
@@ -191,15 +181,10 @@ def _sum_of(loras: Sequence[ExportedLoRA], weights: Sequence[float], titles: Seq
         UserError: one of them is no constant low-rank update.
     """
     for lora, title in zip(loras, titles, strict=True):
-        if lora.kind != "LoRA":
-            raise UserError(f"merge=: {title} is a {lora.kind}. Write its closest LoRA by rank=N, and merge that")
-        if lora.is_dora:
-            raise UserError(f"merge=: {title} is a DoRA, which scales whole rows of weights: it cannot be added up")
-        if lora.gate is not None:
-            raise UserError(
-                f"merge=: {title} is a T-LoRA, whose rank follows the timestep. Write it with task=export rank=N "
-                "first, and merge that file"
-            )
+        kind = "T-LoRA" if lora.gate is not None else "DoRA" if lora.is_dora else lora.kind
+        if kind != "LoRA":
+            remedy = "" if lora.is_dora else ": write one by task=export rank=N first, and merge that file"
+            raise UserError(f"merge=: {title} is a {kind}, and only plain LoRAs can be added up{remedy}")
     headers = [lora.header for lora in loras]
     bases = dict.fromkeys(str(header["base"]) for header in headers if "base" in header)
     if len(bases) > 1:
@@ -221,59 +206,42 @@ def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
         log.info(f"rank={rank}: no layer has a higher one, all stay as they are")
         return lora
     try:
-        reduced = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
+        reduced: dict[str, Delta] = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
     except ValueError as error:
         raise UserError(f"rank={rank}: {error}. fuse=true writes a transformer that includes it") from error
-    change = _percent(relative_change(lora.deltas, reduced))
-    before = f"rank {lora.rank} to" if lora.kind == "LoRA" else f"{lora.kind} to rank"
-    log.info(f"{before} {rank}: the update changes by {change}")
+    log.info(f"rank={rank}: the update changes by {_percent(relative_change(lora.deltas, reduced))}")
     if lora.kind == "LoRA":
-        return lora._replace(deltas=dict(reduced))
+        return lora._replace(deltas=reduced)
     adapter = {"target_modules": lora.header.get("adapter", {}).get("target_modules")}
-    return ExportedLoRA(dict(reduced), {**lora.header, "adapter": adapter}, None)
+    return ExportedLoRA(reduced, {**lora.header, "adapter": adapter}, None)
 
 
-def _with_constant_rank(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel) -> ExportedLoRA:
-    """Keep the first components of a T-LoRA, and log its ranks."""
-    gate = lora.gate
-    assert gate is not None
-    with without_network(model.settings) as module:
-        size = module.geometry.resolution
-        tokens = module.geometry.image_tokens(module.base.latent_size(size, size))
-        assert module.sampler.sampling is not None
-        sampling = replace(module.sampler.sampling, num_inference_steps=cfg.num_inference_steps)
-        timesteps = module.base.sampling_timesteps(tokens, sampling)
-    active = gate.schedule.active_ranks(timesteps, timesteps)
-    mean, low, high = float(active.float().mean()), gate.schedule.min_rank, gate.schedule.rank
-    if cfg.rank is None or cfg.rank > high:
-        given = "" if cfg.rank is None else f"rank={cfg.rank}: "
+def _first_components(lora: ExportedLoRA, gate: RankGate, rank: int | None) -> ExportedLoRA:
+    """Keep the first components of a T-LoRA."""
+    low, high = max(gate.schedule.min_rank, 1), gate.schedule.rank
+    if rank is None or rank > high:
         raise UserError(
-            f"{given}this is a T-LoRA, whose rank follows the timestep, and a file for other programs has one. "
-            f"Pass rank=N, from {max(low, 1)}, its rank at noise, to {high}, the rank in programs that do not follow "
-            f"the schedule; its mean over {cfg.num_inference_steps} sampling steps is {mean:.1f}, which is "
-            f"rank={max(round(mean), 1)}"
+            "this is a T-LoRA, whose rank follows the timestep, and a file for other programs has one. Pass rank=N, "
+            f"from {low}, its rank at noise, to {high}, the rank in programs that do not follow the schedule"
         )
-    log.warning(
-        f"note: the rank is {cfg.rank} at every timestep; the T-LoRA's is {low} to {high}, {mean:.1f} on average over "
-        f"{len(active)} sampling steps"
+    log.warning(f"note: the rank is {rank} at every timestep; the T-LoRA's is {low} to {high}")
+    return lora._replace(
+        deltas={name: one.first(rank * gate.width) for name, one in lora.deltas.items() if isinstance(one, LowRank)}
     )
-    count = cfg.rank * gate.width
-    return lora._replace(deltas={n: d.first(count) for n, d in lora.deltas.items() if isinstance(d, LowRank)})
 
 
 def title(path: Path) -> str:
     """Return a short name of a LoRA file: its own name, or that of its run.
 
-    outputs/snow/lora/last -> snow; outputs/snow/lora/step-000200 -> snow_step-000200; a sweep's job has the sweep's.
+    outputs/snow/lora/last -> snow; outputs/snow/lora/step-000200 -> snow_step-000200.
     """
     path = Path(printable(str(path.absolute())))
     if path.name not in (WEIGHTS_NAME, PEFT_WEIGHTS_NAME):
         return re.sub(rf"_({'|'.join(FORMATS)})$", "", path.stem)
-    folder = path.parent
+    folder, run = path.parent, path.parent.parent.parent
     if folder.parent.name != "lora":
         return folder.name
-    run = folder.parent.parent
-    name = f"{run.parent.name}_{run.name}" if run.name.isdigit() else run.name
+    name = f"{run.parent.name}_{run.name}" if run.name.isdigit() else run.name  # of a sweep's job
     return name if folder.name == "last" else f"{name}_{folder.name}"
 
 
@@ -353,9 +321,5 @@ def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, output_dir: Pa
     size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} contains {model.base}'s transformer with the LoRA, {source.precision}, {decimal(size)}")
     if rounding is not None and rounding.share > 0:
-        change = f"rounding to {source.precision} changes the update by {_percent(rounding.share)}"
-        if rounding.share > VISIBLE_LOSS:
-            log.warning(f"note: {change}: use the LoRA next to the base where you can")
-        else:
-            log.info(change)
+        log.info(f"rounding to {source.precision} changes the update by {_percent(rounding.share)}")
     log.info(f"use it: model={model.name} model.transformer_name_or_path={output_dir}")

@@ -7,14 +7,6 @@ import torch
 from lightning_modules.lora_files.delta import Delta, LowRank
 
 
-def inner(one: Delta, other: Delta) -> float:
-    """Return the inner product of two deltas of one layer: the sum of the products of their entries."""
-    if not isinstance(one, LowRank) or not isinstance(other, LowRank):
-        return float((one.matrix().double() * other.matrix().double()).sum())
-    downs, ups = ([part.double() for part in parts] for parts in ((one.down, other.down), (one.up, other.up)))
-    return float(((ups[0].T @ ups[1]) * (downs[0] @ downs[1].T)).sum())
-
-
 def squared_difference(one: Delta, other: Delta) -> float:
     """Return the squared Frobenius norm of the difference of two deltas of one layer."""
     if isinstance(one, LowRank) and isinstance(other, LowRank):

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 
-class UnknownForm(ValueError):
-    """Tensors that fit together, in a form that Retouch does not read."""
-
-
 class Delta(ABC):
     """An update of a linear layer's weight W (out, in), with every scale factor applied.
 
@@ -136,7 +132,7 @@ class LowRank(Delta):
             raise ValueError(f"matrices of {tuple(down.shape)} and {tuple(up.shape)}")
         rows = len(up)
         if magnitude is not None and magnitude.shape == (1, down.shape[1]) != (rows, 1):
-            raise UnknownForm(
+            raise ValueError(
                 "a DoRA magnitude per input, OneTrainer's default; Retouch reads only a magnitude per output"
             )
         if magnitude is not None and magnitude.shape not in ((rows,), (rows, 1)):  # ComfyUI has a column

@@ -10,7 +10,7 @@ WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 # owner/name, or owner/name/FILE.
-ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.(?:safetensors|bin|ckpt|pth?)))?", re.ASCII)
+ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
 
 def find_weights(lora: str | Path) -> Path:
@@ -21,14 +21,10 @@ def find_weights(lora: str | Path) -> Path:
     """
     path = Path(lora).expanduser()
     candidates = [path, path / WEIGHTS_NAME, path / "lora" / "last" / WEIGHTS_NAME, path / PEFT_WEIGHTS_NAME]
-    candidates += [path / Path(name).with_suffix(".bin") for name in (WEIGHTS_NAME, PEFT_WEIGHTS_NAME)]  # of 2023
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    if found := next((candidate for candidate in candidates if candidate.is_file()), None):
+        return found
     if not path.exists():
         raise UserError(f"LoRA weights {path}: no such file or folder")
-    if (path / "sweep.csv").is_file():
-        raise UserError(f"LoRA weights {path}: this is a sweep. Name one of its jobs, such as {path / '0'}")
     if (path / "model" / "last").is_dir():
         raise UserError(
             f"LoRA weights {path}: this run trained all weights. Replace lora= by model=NAME "

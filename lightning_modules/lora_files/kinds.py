@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_modules.lora_files.delta import Delta, LowRank, UnknownForm, swap_halves
+from lightning_modules.lora_files.delta import Delta, LowRank, swap_halves
 
 
 class Kronecker(Delta):
@@ -289,14 +289,11 @@ def make_delta(tensors: Mapping[str, Tensor]) -> Delta:
     """Build the delta of a layer's tensors.
 
     Raises:
-        ValueError: they are incomplete, or do not fit together.
-        UnknownForm: they are of a form that Retouch does not read.
+        ValueError: they are incomplete, do not fit together, or are of a form that Retouch does not read.
     """
     kind, *others = matching_kinds(tensors)
     if others:
-        dora = "the magnitude of a DoRA next to " if "magnitude" in tensors else ""
-        parts = " and ".join(sorted(tensors.keys() - {"magnitude"}))
-        raise UnknownForm(f"{dora}{parts}{'' if dora else ', of two kinds of adapters'}")
+        raise ValueError(f"{' and '.join(sorted(tensors))}, of two kinds of adapters")
     try:
         return kind.from_tensors(tensors)
     except KeyError as error:

@@ -6,21 +6,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-# Prefixes of layer names, and the programs that write them.
-PREFIXES = {
-    "transformer.": "diffusers",
-    "diffusion_model.": "ComfyUI",
-    "model.diffusion_model.": "ComfyUI",
-    "base_model.model.": "peft",
-    "pipe.": "DiffSynth",
-    "dit.": "DiffSynth",
-    "unet.": "diffusers",
-    "model.": "a trainer",
-    "lora_unet__": "kohya",
-    "lora_unet_": "kohya",
-    "lora_transformer_": "OneTrainer",
-    "lycoris_": "LyCORIS",
-}
+# Prefixes of layer names: diffusers', ComfyUI's, peft's, DiffSynth's, trainers', kohya's, OneTrainer's and LyCORIS'.
+PREFIXES = (
+    *("transformer.", "diffusion_model.", "model.diffusion_model.", "base_model.model.", "pipe.", "dit.", "unet."),
+    *("model.", "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_"),
+)
 # Endings of a layer's tensors. peft includes the adapter's name unless it saves the file itself.
 PARTS = {
     "down": re.compile(r"\.(?:lora_A(?:\.[^.]+)?|lora_down|lora\.down)\.weight$"),
@@ -38,10 +28,9 @@ PROCESSORS = re.compile(r"(?<=_lora|lora[12])\.(down|up)\.weight$")
 WRAPPERS = re.compile(
     r"(?:^|(?<=[._]))(?:_orig_mod[._]|(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module)\.)"
 )
-TEXT_ENCODERS = "text encoders"
 # Tensors that are ignored with a note, by what they belong to.
 IGNORED = {
-    TEXT_ENCODERS: re.compile(
+    "text encoders": re.compile(
         r"(base_model\.model\.)?(lora_te\d*_|text_encoders?(_\d)?\.|te\d?\.|t5xxl\.|clip_[lg]\.)"
     ),
     "biases and norms": re.compile(r".*\.(diff_b|[wb]_norm)$|.*norm[^.]*\.(weight\.)?diff$"),
@@ -160,10 +149,3 @@ def ignored(key: str) -> str | None:
     """Return what an ignored tensor belongs to, a key of `IGNORED`; None for all others."""
     key = WRAPPERS.sub("", key)
     return next((owner for owner, names in IGNORED.items() if names.match(key)), None)
-
-
-def program_of(key: str) -> str:
-    """Return the program that gives tensors such names."""
-    if PROCESSORS.search(key):
-        return "x-flux"
-    return next((program for prefix, program in PREFIXES.items() if key.startswith(prefix)), "bare names")

@@ -1,6 +1,6 @@
 """Programs that read a LoRA file: a table of measured verdicts, and a check by diffusers' own loader.
 
-Measured with diffusers 0.42, peft 0.21, ComfyUI 0.33 and InvokeAI of 2026-08.
+Measured with diffusers 0.42, peft 0.21 and ComfyUI 0.33.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import Kronecker, common_kind
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import FORMATS
+from lightning_modules.lora_files.writing import DORA_SCALE, FORMATS
 
 # Kinds of deltas that diffusers reads.
 IN_DIFFUSERS = ("LoRA", "LoKr")
@@ -30,14 +30,11 @@ DIFFUSERS = {
     "kohya": ("flux", "flux2", "z_image", ""),
     "onetrainer": ("flux",),
 }
-INVOKEAI = {"diffusers": ("flux", "flux2", "z_image", ""), "comfyui": ("flux", "z_image")}
 # The layers of FLUX and similar models that ComfyUI knows by diffusers' names.
 COMFYUI_LAYERS = (
     *("transformer_blocks.", "single_transformer_blocks.", "x_embedder", "context_embedder", "time_text_embed."),
     *("norm_out.", "proj_out"),
 )
-# Layers by which InvokeAI recognizes a file of FLUX.1 with diffusers' names.
-INVOKEAI_LAYERS = ("single_transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.add_q_proj")
 COMFYUI_DORA = "nearly: it divides by the row norms of the base's weights, not of the updated ones"
 FUSE = "task=export fuse=true writes a transformer that includes it"
 MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
@@ -48,12 +45,12 @@ class Reader(NamedTuple):
     """A program's verdict on a file.
 
     Attributes:
-        reads: whether the file has the effect that it was trained for; None if nobody has tried.
+        reads: whether the file has the effect that it was trained for.
         note: how to load it, or the problem.
     """
 
     program: str
-    reads: bool | None
+    reads: bool
     note: str = ""
 
     @property
@@ -61,8 +58,7 @@ class Reader(NamedTuple):
         """The verdict in words."""
         if self.note == MASKED:
             return f"read {self.note}"
-        words = {True: "reads it", False: "does not read it", None: "not tried"}[self.reads]
-        return f"{words}: {self.note}" if self.note else words
+        return ("reads it" if self.reads else "does not read it") + (f": {self.note}" if self.note else "")
 
 
 def readers(
@@ -86,14 +82,7 @@ def readers(
         masked: whether it is a T-LoRA with its rank schedule in the header, and with all its components.
     """
     layers = list(layers)
-    magnitude = FORMATS[format].magnitude[0]
-    found = [
-        _comfyui(format, names, layers, kind, dora and magnitude != "dora_scale"),
-        _diffusers(format, names, layers, pipeline_name, kind, dora and magnitude == "dora_scale"),
-        _invokeai(format, names, layers, kind == "LoRA" and not dora),
-    ]
-    if dora and found[0].reads:
-        found[0] = Reader("ComfyUI", True, COMFYUI_DORA)
+    found = [_comfyui(format, names, layers, kind, dora), _diffusers(format, names, layers, pipeline_name, kind, dora)]
     if format == "peft":
         found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
     if masked:
@@ -101,36 +90,33 @@ def readers(
     return [*found, Reader("Retouch", True, "lora=, adapter.init_from=")]
 
 
-def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str, without_magnitude: bool) -> Reader:
+def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str, dora: bool) -> Reader:
     if kind == "OFT":
         return Reader("ComfyUI", False, f"its OFT rotates outputs, and this one inputs; {FUSE}")
     if format == "peft" or (format == "kohya" and names.readers == "z_image"):
         return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
-    if without_magnitude:
+    if dora and FORMATS[format].magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, "ignores lora_magnitude_vector, half of the DoRA; use format=comfyui")
     ignored = [layer for layer in layers if not layer.startswith(COMFYUI_LAYERS)]
     if ignored and names.readers in ("flux", "flux2", "longcat") and not FORMATS[format].native:
         which = f"{len(ignored)} of {len(layers)} layers under these names ({listing(ignored)})"
         return Reader("ComfyUI", False, f"ignores {which}; use format=comfyui")
-    return Reader("ComfyUI", True)
+    return Reader("ComfyUI", True, COMFYUI_DORA if dora else "")
 
 
-def _diffusers(
-    format: str, names: LayerNames, layers: list[str], pipeline_name: str, kind: str, without_magnitude: bool
-) -> Reader:
+def _diffusers(format: str, names: LayerNames, layers: list[str], pipeline_name: str, kind: str, dora: bool) -> Reader:
     if kind not in IN_DIFFUSERS:
         return Reader("diffusers", False, f"it has no {kind}; {FUSE}")
-    native = FORMATS[format].native and bool(names.native)
-    if format == "peft" or loader_of(pipeline_name, kind) is None:
-        # The transformer's load_lora_adapter converts no names.
-        if format not in ("diffusers", "peft", "comfyui") or native:
-            return Reader("diffusers", False, f"{UNKNOWN_NAMES}; use format=diffusers")
+    with_pipeline = format != "peft" and loader_of(pipeline_name, kind) is not None
+    # The transformer's load_lora_adapter converts no names.
+    own = format in ("diffusers", "peft") or (format == "comfyui" and not names.native)
+    if names.readers not in DIFFUSERS[format] if with_pipeline else not own:
+        return Reader("diffusers", False, f"{UNKNOWN_NAMES}; use format=diffusers")
+    if not with_pipeline:
         prefix = FORMATS[format].prefix.removesuffix(".")
         call = f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)"
         return Reader("diffusers", True, call)
-    if names.readers not in DIFFUSERS[format]:
-        return Reader("diffusers", False, f"{UNKNOWN_NAMES}; use format=diffusers")
-    if without_magnitude:  # it converts names, and of a DoRA only the projections
+    if dora and FORMATS[format].magnitude == DORA_SCALE:  # it converts names, and of a DoRA only the projections
         return Reader("diffusers", False, "ignores dora_scale, half of the DoRA; use format=diffusers")
     if ignored := [layer for layer in layers if not _converts(format, names, layer)]:
         return Reader("diffusers", False, f"does not read {ignored[0]} under these names; use format=diffusers")
@@ -148,23 +134,6 @@ def _converts(format: str, names: LayerNames, layer: str) -> bool:
     if names.readers == "flux2" and FORMATS[format].native:
         return layer != "norm_out.linear"  # it forgets to swap its halves
     return True
-
-
-def _invokeai(format: str, names: LayerNames, layers: list[str], plain: bool) -> Reader:
-    best = "comfyui" if names.readers == "flux" else "diffusers"
-    if names.readers not in INVOKEAI["diffusers"]:
-        return Reader("InvokeAI", False, "does not know the model")
-    if not plain:
-        return Reader("InvokeAI", False, f"reads no DoRA, LoKr, LoHa or OFT of these forms; {FUSE}")
-    if names.readers not in INVOKEAI.get(format, ()):
-        return Reader("InvokeAI", None, f"nobody has tried these names; use format={best}")
-    if names.readers == "flux" and format == "diffusers":
-        double = [group for native, group in names.native.items() if native.startswith("double")]
-        whole = all(len(set(group) - set(layers)) in (0, len(group)) for group in double)
-        foreign = any(layer.startswith("norm_out.") or "guidance_embedder" in layer for layer in layers)
-        if foreign or not whole or not set(INVOKEAI_LAYERS) <= set(layers):
-            return Reader("InvokeAI", False, f"needs other layers under these names; use format={best}")
-    return Reader("InvokeAI", True)
 
 
 def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
@@ -185,14 +154,6 @@ def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
     return getattr(lora_pipeline, longest + end)
 
 
-class NotLoaded(UserError):
-    """A file that diffusers refuses."""
-
-    def __init__(self, path: Path, pipeline_name: str, why: str) -> None:
-        super().__init__(f"{path} is written, but diffusers' {pipeline_name} cannot load it: {why}")
-        self.why = why
-
-
 def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: Any) -> str:
     """Check a file in diffusers' format; return the programs' verdicts in words.
 
@@ -206,21 +167,17 @@ def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: An
     file = LoRAFile(path)
     deltas = file.read(names, pipeline_name)
     kind = common_kind(deltas.values())
-    refused = ""
+    dora = any("magnitude" in delta.tensors() for delta in deltas.values())
+    found = readers("diffusers", names, deltas, pipeline_name, kind, dora, "rank_schedule" in file.adapter)
     if kind in IN_DIFFUSERS:
         try:
             check_with_diffusers(path, deltas, pipeline_name, transformer)
-        except NotLoaded as error:
+        except UserError as error:
             if kind == "LoRA":
                 raise
-            refused = error.why  # of a LoKr whose layers share no factor; ComfyUI needs none
-    dora = any("magnitude" in delta.tensors() for delta in deltas.values())
-    programs: dict[str, list[str]] = {}
-    for one in readers("diffusers", names, deltas, pipeline_name, kind, dora, "rank_schedule" in file.adapter):
-        reader = Reader("diffusers", False, refused) if refused and one.program == "diffusers" else one
-        if one.program != "Retouch":
-            programs.setdefault(reader.verdict, []).append(one.program)
-    return "; ".join(f"{' and '.join(which)}: {verdict}" for verdict, which in programs.items())
+            # It refuses a LoKr whose layers share no factor; ComfyUI needs none.
+            found = [Reader("diffusers", False, str(error)) if one.program == "diffusers" else one for one in found]
+    return "; ".join(f"{one.program}: {one.verdict}" for one in found if one.program != "Retouch")
 
 
 def check_with_diffusers(path: Path, deltas: Mapping[str, Delta], pipeline_name: str, transformer: Any) -> None:
@@ -232,8 +189,7 @@ def check_with_diffusers(path: Path, deltas: Mapping[str, Delta], pipeline_name:
         transformer: without an adapter, on the meta device; it stays unchanged.
 
     Raises:
-        NotLoaded: diffusers refuses the file.
-        UserError: it ignores layers, or loads something else.
+        UserError: diffusers refuses the file, ignores layers, or loads something else.
     """
     copy, loader = _without_memory(transformer), loader_of(pipeline_name, common_kind(deltas.values()))
     try:
@@ -243,7 +199,8 @@ def check_with_diffusers(path: Path, deltas: Mapping[str, Delta], pipeline_name:
             pipeline = type("Pipeline", (TransformerOnly, loader), {})(copy)
             pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
     except Exception as error:  # another library's loader may raise anything
-        raise NotLoaded(path, pipeline_name, reason(error)) from error
+        why = f"diffusers' {pipeline_name} cannot load it: {reason(error)}"
+        raise UserError(f"{path} is written, but {why}") from error
     require_loaded(copy, "check", deltas, path)
 
 

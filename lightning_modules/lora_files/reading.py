@@ -3,9 +3,7 @@
 import json
 import logging
 import math
-import pickle
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,8 +15,8 @@ import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.files import PICKLE, kind_of_file, reading
-from lightning_modules.lora_files.delta import Delta, UnknownForm
+from datamodules.files import kind_of_file, reading
+from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME
 from lightning_modules.lora_files.kinds import make_delta, matching_kinds
 from lightning_modules.lora_files.names import LayerNames, Meaning, ignored, split_key
@@ -29,6 +27,7 @@ log = logging.getLogger("retouch")
 HEADER_KEY = "retouch"
 # Key under which diffusers' own trainers store peft's settings.
 DIFFUSERS_KEY = "lora_adapter_metadata"
+REMEDY = "name a LoRA's safetensors file, or download it again"
 # Bytes; a LoRA of thousands of layers has a header of about one million.
 LARGEST_HEADER = 10 * 10**6
 # Letters; layer names have about a hundred.
@@ -57,7 +56,7 @@ AS_USUAL = {
 
 
 class LoRAFile:
-    """A LoRA's safetensors file, of which opening reads only the header; or a pickle of only its tensors.
+    """A LoRA's safetensors file; opening reads only the header.
 
     Attributes:
         path: of the file.
@@ -71,47 +70,25 @@ class LoRAFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._reading("name a LoRA's safetensors file, or download it again"):
-            self._is_pickle = kind_of_file(path) == PICKLE
-            if self._is_pickle:
-                self.metadata: dict[str, str] = {}
-                self.shapes = {key: tuple(tensor.shape) for key, tensor in self._pickled.items()}
-                self.dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in self._pickled.items()}
-                return
+        with reading(self.path, REMEDY):
+            if kind := kind_of_file(path):
+                raise UserError(f"{path} is {kind}; {REMEDY}")
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if LARGEST_HEADER < length <= path.stat().st_size:
                 raise ValueError(f"its header has {length:,} bytes")
             with safetensors.safe_open(path, framework="pt") as opened:
-                self.metadata = opened.metadata() or {}
+                self.metadata: dict[str, str] = opened.metadata() or {}
                 self.shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
                 self.dtypes = {key: str(opened.get_slice(key).get_dtype()) for key in self.shapes}
             if not all(key.isprintable() and len(key) <= LONGEST_NAME for key in self.shapes):
                 raise ValueError("it has names that no layer has")
 
-    @cached_property
-    def _pickled(self) -> dict[str, Tensor]:
-        try:
-            zipped = zipfile.is_zipfile(self.path)
-            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
-        except pickle.UnpicklingError as error:
-            raise self._error(
-                "is a pickle that contains more than tensors, and may run code. Convert it to safetensors"
-            ) from error
-        state = state.get("state_dict", state) if isinstance(state, dict) else {}
-        if not state or not all(isinstance(one, Tensor) for one in state.values()):
-            raise self._error("is a pickle of something other than a LoRA's tensors. Name a safetensors file")
-        return {str(key): tensor for key, tensor in state.items()}
-
     @contextmanager
     def opened(self) -> Iterator[Callable[[str], Tensor]]:
         """Yield a function that reads a tensor by its name."""
-        with self._reading():
-            if self._is_pickle:
-                yield self._pickled.__getitem__
-                return
-            with safetensors.safe_open(self.path, framework="pt") as file:
-                yield file.get_tensor
+        with reading(self.path, REMEDY), safetensors.safe_open(self.path, framework="pt") as file:
+            yield file.get_tensor
 
     @cached_property
     def header(self) -> dict[str, Any] | None:
@@ -122,8 +99,8 @@ class LoRAFile:
         """
         if HEADER_KEY not in self.metadata:
             return None
-        with self._reading("name a LoRA's safetensors file, or download it again"):
-            header = self._json(HEADER_KEY)
+        with reading(self.path, REMEDY):
+            header = _json_object(self.metadata[HEADER_KEY])
             parts = [header.get(name) for name in ("adapter", "model", "export")]
             parts += [(parts[0] or {}).get("rank_schedule"), (parts[1] or {}).get("quantization")]
             if not all(part is None or isinstance(part, dict) for part in parts):
@@ -161,10 +138,16 @@ class LoRAFile:
                 raise self._error(f"contains several adapters ({_some_keys([layers[name][part], key])}). Name one")
             else:
                 layers[name][part] = key
-        known = {name: parts for name, parts in layers.items() if matching_kinds(parts)}
-        others += [key for name, parts in layers.items() if name not in known for key in parts.values()]
-        if others or not known:
-            self._refuse(sorted(others), bool(known))
+        others += [key for parts in layers.values() if not matching_kinds(parts) for key in parts.values()]
+        if others:
+            raise self._error(
+                f"contains tensors that Retouch does not read ({_some_keys(sorted(others))}); it reads lora_A and "
+                "lora_B or lora_down and lora_up of linear layers, with alpha and DoRA's magnitude, LoKr, LoHa and "
+                "peft's OFT. A model's own weights are set by model.transformer_name_or_path"
+            )
+        if not layers:
+            only = f", only weights of {' and '.join(self.ignored)}" if self.ignored else ""
+            raise self._error(f"contains no layer of a transformer{only}")
         return dict(sorted(layers.items()))
 
     @cached_property
@@ -174,22 +157,23 @@ class LoRAFile:
         Raises:
             UserError: its tensors do not fit together, or peft's settings give them another meaning.
         """
-        with self._reading():
-            setting = _unknown_setting(self._peft_settings)
-        if setting:
-            raise self._error(
-                f"was saved by peft with {setting}, which Retouch does not read. Save it as a plain LoRA there"
-            )
+        with reading(self.path, REMEDY):
+            settings = self._peft_settings
+        for name, value in settings.items():
+            if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
+                raise self._error(
+                    f"was saved by peft with {name}={printable(str(value)[:60])}, which Retouch does not read. Save it "
+                    "as a plain LoRA there"
+                )
         found = {}
         for name, parts in self.parts.items():
             tensors = {part: torch.empty(self.shapes[key], device="meta") for part, key in parts.items()}
             try:
                 found[name] = make_delta(tensors)
             except ValueError as error:
-                wide = any(one.ndim > 2 for one in tensors.values())
-                unread = "is of a form that Retouch does not read" if isinstance(error, UnknownForm) else "is damaged"
-                problem = "includes convolutions" if wide else unread
-                raise self._error(f"{problem}: {short_key(name)} has {error}") from error
+                raise self._error(
+                    f"contains a layer that Retouch does not read: {short_key(name)} has {error}"
+                ) from error
         return found
 
     def match(self, names: LayerNames, base: str) -> dict[str, Meaning]:
@@ -265,43 +249,16 @@ class LoRAFile:
     def _peft_settings(self) -> Mapping[str, Any]:
         """peft's settings of the transformer's adapter, of diffusers' header or of the file next to peft's weights."""
         if DIFFUSERS_KEY in self.metadata:
-            settings = self._json(DIFFUSERS_KEY).items()
-            return {key.removeprefix("transformer."): one for key, one in settings if not key.startswith("text_enc")}
-        return _peft_settings_next_to(self.path)
-
-    def _json(self, key: str) -> dict[str, Any]:
-        try:
-            value = json.loads(self.metadata[key])
-        except RecursionError as error:
-            raise ValueError(f"its header {key} is nested too deeply") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"its header {key} is not an object")
-        return value
-
-    @contextmanager
-    def _reading(self, remedy: str = "download it again") -> Iterator[None]:
-        """Turn the errors of a damaged file into a UserError."""
-        with reading(self.path, remedy):
-            yield
+            found = _json_object(self.metadata[DIFFUSERS_KEY]).items()
+            return {key.removeprefix("transformer."): one for key, one in found if not key.startswith("text_enc")}
+        config = self.path.with_name(PEFT_CONFIG_NAME)
+        if self.path.name != PEFT_WEIGHTS_NAME or not config.is_file():
+            return {}
+        with reading(config, "download it again"):
+            return _json_object(config.read_text(encoding="utf-8"))
 
     def _error(self, text: str) -> UserError:
         return UserError(f"the LoRA {self.path} {text}")
-
-    def _refuse(self, others: list[str], has_deltas: bool) -> None:
-        """Raise the UserError for tensors that Retouch cannot use."""
-        if not others:
-            text = f", only weights of {' and '.join(self.ignored)}" if self.ignored else ""
-            raise self._error(f"contains no layer of a transformer{text}")
-        if not has_deltas and all(len(self.shapes[key]) < 2 or key.endswith("weight") for key in others):
-            raise UserError(
-                f"{self.path} contains a model's own weights ({_some_keys(others)}) and no LoRA. A transformer is set "
-                "by model.transformer_name_or_path"
-            )
-        raise UserError(
-            f"{self.path} contains tensors that Retouch does not read ({_some_keys(others)}); it reads lora_A and "
-            "lora_B or lora_down and lora_up of each layer, with alpha and DoRA's magnitude, and LoKr, LoHa and peft's "
-            "OFT, all of linear layers only"
-        )
 
 
 def _split(whole: Delta, meaning: Meaning, names: LayerNames) -> dict[str, Delta]:
@@ -316,28 +273,15 @@ def _split(whole: Delta, meaning: Meaning, names: LayerNames) -> dict[str, Delta
     return {layer: part for layer, part in zip(meaning.layers, parts, strict=True) if part is not None}
 
 
-def _peft_settings_next_to(weights: Path) -> Mapping[str, Any]:
-    """Read peft's settings file next to peft's weights; empty for other weights.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    config = weights.with_name(PEFT_CONFIG_NAME)
-    if weights.stem != Path(PEFT_WEIGHTS_NAME).stem or not config.is_file():
-        return {}
-    with reading(config, "download it again"):
-        settings = json.loads(config.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError("these are no settings of peft")
-        return settings
-
-
-def _unknown_setting(settings: Mapping[str, Any]) -> str | None:
-    """Return a setting, as `name=value`, that gives the weights a meaning Retouch does not know; None without one."""
-    for name, value in settings.items():
-        if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
-            return f"{name}={printable(str(value)[:60])}"
-    return None
+def _json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; raises ValueError for anything else."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its header is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("its header is not an object")
+    return value
 
 
 def _peft_scale(settings: Mapping[str, Any], layer: str, delta: Delta) -> float:

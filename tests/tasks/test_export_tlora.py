@@ -1,7 +1,5 @@
 """task=export of T-LoRAs, whose rank follows the timestep: the file has one rank."""
 
-import re
-
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -66,7 +64,7 @@ def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, 
     assert "rank_schedule" not in facts
     assert facts["rank"] == 2 * width
     assert Ranks.of_file(LoRAFile(path)).scale == Ranks.of_file(LoRAFile(weights_of(lora))).scale == 2.0
-    assert "the rank is 2 at every timestep; the T-LoRA's is 1 to 4, " in text
+    assert "the rank is 2 at every timestep; the T-LoRA's is 1 to 4" in text
 
 
 @pytest.mark.parametrize("adapter", first(1, ADAPTERS))
@@ -85,16 +83,11 @@ def test_the_rank_must_be_chosen_and_is_proposed(run, learned, tmp_path, given):
     error = run("predict", "task=export", f"lora={learned('tlora')}", *given, f"output_dir={tmp_path}", ok=False).error
     assert "is a T-LoRA, whose rank follows the timestep" in error
     assert "Pass rank=N, from 1, its rank at noise, to 4, the rank in programs that do not follow the schedule" in error
-    mean = float(re.search(r"its mean over 10 sampling steps is ([\d.]+)", error)[1])
-    assert f"which is rank={round(mean)}" in error
-    assert 1 < mean < 4
 
 
 def test_mistakes_are_one_line(refuses, learned):
     one, other = learned("tlora"), learned("lora")
-    mean = "its mean over 1 sampling steps is 1.0, which is rank=1"
-    refuses("task=export", f"lora={one}", "num_inference_steps=1", words=mean, script="predict")
-    merge = "is a T-LoRA, whose rank follows the timestep. Write it with task=export rank=N first"
+    merge = "is a T-LoRA, and only plain LoRAs can be added up: write one by task=export rank=N first"
     refuses("task=export", f"merge=[{other},{one}]", "rank=2", words=merge, script="predict")
 
 

@@ -25,8 +25,6 @@ LAYERS = (
     "single_transformer_blocks.30.proj_mlp",
     "x_embedder",
 )
-# In one layer with its neighbours where names are the model's own.
-LARGEST = "transformer_blocks.3.attn.to_k"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +42,7 @@ def update(sides, seed, rank=2):
 
 @pytest.fixture(scope="module")
 def updates(flux):
-    found = {layer: update(flux.shapes[layer], seed) for seed, layer in enumerate(LAYERS)}
-    return found | {LARGEST: found[LARGEST].scaled(3.0)}
+    return {layer: update(flux.shapes[layer], seed) for seed, layer in enumerate(LAYERS)}
 
 
 def dense(updates):
@@ -84,47 +81,30 @@ def test_a_run_is_described_by_its_header_and_its_weights(info, trained):
     assert rows["adapter.alpha"] == ["8"]
     assert rows["step"] == ["8"]
     assert number(rows["norm"][0]) == pytest.approx(sum(one**2 for one in products.values()) ** 0.5, rel=1e-3)
-    largest = max(products, key=products.get)
-    assert rows["largest"][0].endswith(largest.removeprefix("transformer.").removesuffix(".lora_A.weight"))
-    assert number(rows["largest"][0]) == pytest.approx(products[largest], rel=1e-3)
-    assert number(rows["smallest"][0]) == pytest.approx(min(products.values()), rel=1e-3)
     assert rows["T-LoRA"] == ["no"]
 
 
-@pytest.mark.parametrize(("adapter", "words"), [("tlora", ""), ("ortho_tlora", ", of 2 rows each")])
-def test_a_t_loras_schedule_is_said(info, learned, adapter, words):
+@pytest.mark.parametrize(("adapter", "width"), [("tlora", 1), ("ortho_tlora", 2)])
+def test_a_t_loras_schedule_is_said(info, learned, adapter, width):
     rows, _ = info(learned(adapter))
-    assert rows["T-LoRA"] == [f"timestep, 1 to 4 components{words}, alpha_rank_scale 1"]
+    assert {"kind timestep", "min_rank 1", "rank 4", f"width {width}"} <= set(rows["T-LoRA"][0].split(", "))
 
 
 @pytest.mark.parametrize(
-    ("name", "program"),
-    first(
-        2,
-        [
-            ("comfyui", "ComfyUI"),
-            ("lycoris", "LyCORIS"),
-            ("diffusers", "diffusers"),
-            ("kohya", "kohya"),
-            ("peft", "peft"),
-            ("onetrainer", "OneTrainer"),
-            ("bare", "bare names"),
-        ],
-    ),
+    ("name", "start"), first(2, [("comfyui", "diffusion_model."), ("lycoris", "lycoris_"), ("bare", "single_")])
 )
-def test_every_programs_file_is_the_same_lora(info, flux, updates, tmp_path, name, program):
+def test_every_programs_file_is_the_same_lora(info, flux, updates, tmp_path, name, start):
     path = tmp_path / "x.safetensors"
     own = name in FORMATS
     write(path, updates, {}, torch.float32, name if own else "kohya" if name == "lycoris" else "diffusers", flux)
     if not own:
         tensors = load_file(path)
-        start = {"lycoris": ("lora_unet_", "lycoris_"), "bare": ("transformer.", "")}[name]
-        save_file({key.replace(*start): tensor for key, tensor in tensors.items()}, path)
+        change = {"lycoris": ("lora_unet_", "lycoris_"), "bare": ("transformer.", "")}[name]
+        save_file({key.replace(*change): tensor for key, tensor in tensors.items()}, path)
     rows, _ = info(path)
     assert rows["for"] == ["flux_dev or flux_kontext, by its layers"]
-    assert rows["names"][0].startswith(f"{program}: ")
+    assert rows["names"][0].startswith(start)
     assert number(rows["norm"][0]) == pytest.approx(float(dense(updates).norm()), rel=1e-3)
-    assert rows["largest"][0].endswith(LARGEST)
 
 
 def test_x_flux_dora_and_text_encoders_are_named(info, flux, updates, tmp_path):
@@ -134,7 +114,6 @@ def test_x_flux_dora_and_text_encoders_are_named(info, flux, updates, tmp_path):
     start = "double_blocks.3.processor.proj_lora1"
     save_file({f"{start}.down.weight": one.down.half(), f"{start}.up.weight": one.up.half()}, path)
     rows, _ = info(path)
-    assert rows["names"][0].startswith("x-flux: ")
     assert rows["dtype"] == ["F16"]
     layer = "transformer_blocks.3.attn.to_q"
     with_dora = {**updates, layer: replace(updates[layer], magnitude=torch.ones(3072))}
@@ -171,12 +150,13 @@ def test_what_is_broken_is_said(info, updates, tmp_path):
     write(path, {**updates, second: updates[second].scaled(0.0)}, {})
     rows, _ = info(path)
     assert rows["ALL ZERO"] == [f"1 layers: {second}"]
-    assert "NOT FINITE" not in rows
+    assert "DAMAGED" not in rows
     tensors = load_file(path)
     tensors[f"transformer.{first}.lora_B.weight"][3, 1] = torch.nan
     save_file(tensors, path)
-    rows, _ = info(path)
-    assert rows["NOT FINITE"] == [f"1 tensors, training diverged: transformer.{first}.lora_B.weight"]
+    rows, text = info(path)
+    assert "contains values that are not finite" in " ".join(text.split())
+    assert "DAMAGED" in rows
     assert "norm" not in rows
 
 
@@ -191,12 +171,10 @@ def test_two_files_are_compared_as_by_dense_matrices(info, flux, updates, tmp_pa
     rows, _ = info(one, other)
     a, b = (dense({layer: facts[layer] for layer in LAYERS if layer != removed}) for facts in (updates, changed))
     assert number(rows["difference"][0]) == pytest.approx(100 * float((a - b).norm() / a.norm()), rel=1e-3)
-    assert number(rows["cosine"][0]) == pytest.approx(float(torch.cosine_similarity(a, b, dim=0)), abs=1e-4)
     assert rows["step"] == ["8", "900"]
     assert "base" not in rows
     same, _ = info(one, one)
     assert same["difference"][0].startswith("0 % of the first's norm, in 7 common layers")
-    assert number(same["cosine"][0]) == 1
     write(other, {layer: part.scaled(0.0) for layer, part in updates.items()}, {})
     assert "difference" not in info(other, one)[0]
 

@@ -360,18 +360,6 @@ def test_former_names_of_other_programs_are_known(names, tmp_path, key, layer):
     torch.testing.assert_close(dense(again), dense(update))
 
 
-def test_a_pickle_of_tensors_is_read_and_one_with_code_is_refused_as_such(names, tmp_path):
-    """lora.pt of T-LoRA's authors, pytorch_lora_weights.bin of 2023."""
-    update = random_delta(names["flux"], LAYER)
-    tensors = {f"transformer.{LAYER}.lora_A.weight": update.down, f"transformer.{LAYER}.lora_B.weight": update.up}
-    torch.save(tensors, tmp_path / "lora.pt")
-    found = LoRAFile(tmp_path / "lora.pt").read(names["flux"], "flux")[LAYER]
-    torch.testing.assert_close(dense(found), dense(update))
-    torch.save(tensors | {"hook": print}, tmp_path / "code.pt")
-    with pytest.raises(UserError, match="is a pickle that contains more than tensors"):
-        LoRAFile(tmp_path / "code.pt")
-
-
 def test_layers_that_cannot_be_fused_keep_diffusers_names_for_comfyui(names, tmp_path):
     """The default DoRA of FLUX.1 adapts single blocks without proj_mlp, a part of linear1 in ComfyUI."""
     layers = [f"single_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")]

@@ -140,7 +140,7 @@ def test_other_verdicts(pipeline):
     assert row("ComfyUI", "comfyui", names, names.shapes, name, dora=True).reads is True
     for kind in ("LoKr", "LoHa", "OFT"):
         found = {one.program: one.reads for one in readers("diffusers", names, ["proj_out"], name, kind=kind)}
-        assert found == {"ComfyUI": kind != "OFT", "diffusers": kind == "LoKr", "InvokeAI": False, "Retouch": True}
+        assert found == {"ComfyUI": kind != "OFT", "diffusers": kind == "LoKr", "Retouch": True}
 
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}

@@ -71,7 +71,7 @@ FILES = {
         stored(GOOD, {"retouch": '{"adapter": {"rank_schedule": "x"}}'}),
         "header retouch is not one of ours",
     ),
-    "rank 0": (stored({DOWN: torch.ones(0, 64), UP: torch.ones(64, 0)}), "is damaged"),
+    "rank 0": (stored({DOWN: torch.ones(0, 64), UP: torch.ones(64, 0)}), "has matrices of (0, 64) and (64, 0)"),
     "ranks that differ": (stored(GOOD | {UP: torch.ones(64, 3)}), "has matrices of (2, 64) and (64, 3)"),
     "a convolution": (stored({DOWN: torch.ones(2, 64, 1, 1), UP: torch.ones(64, 2, 1, 1)}), "has matrices of"),
     "one half": (stored({DOWN: GOOD[DOWN]}), "half of an update"),
@@ -82,7 +82,7 @@ FILES = {
     ),
     "a whole model": (
         stored({"transformer_blocks.0.attn.to_q.weight": torch.ones(4, 4)}),
-        "contains a model's own weights (transformer_b",
+        UNREAD + "transformer_blocks.0.attn.to_q.weight); it reads",
     ),
     "LoKr": (
         stored({"lycoris_x.lokr_w1": torch.ones(2, 2), "lycoris_x.alpha": torch.ones(1)}),
@@ -127,7 +127,7 @@ FILES = {
     ),
     "DoRA by columns": (
         stored(GOOD | {DOWN: torch.ones(2, 32), f"{LAYER}.dora_scale": torch.ones(1, 32)}),
-        "is of a form that Retouch does not read: transformer.",
+        "contains a layer that Retouch does not read: transformer.",
     ),
     "DoRA of a LoKr": (
         stored(
@@ -137,7 +137,7 @@ FILES = {
                 f"{LAYER}.dora_scale": torch.ones(64, 1),
             }
         ),
-        "has the magnitude of a DoRA next to lokr_w1 and lokr_w2",
+        "has lokr_w1 and lokr_w2 and magnitude, of two kinds",
     ),
     "PiSSA": (
         with_header('{"transformer.init_lora_weights": "pissa_niter_4"}'),
@@ -209,7 +209,7 @@ def test_a_header_is_looked_at_without_reading_weights(names, tmp_path):
     file = LoRAFile(tmp_path / "x.safetensors")
     (tmp_path / "x.safetensors").write_bytes(stored(GOOD)[:-40])
     assert list(file.match(names, "tiny")) == [LAYER]
-    with pytest.raises(UserError, match=r"is damaged .*; download it again"):
+    with pytest.raises(UserError, match=r"is damaged .* or download it again"):
         file.read(names, "tiny")
 
 
