@@ -150,7 +150,7 @@ class Captioner:
             else:
                 # In the dtype of the files, so that each weight stays on disk until it is quantized.
                 self.model = load_model(cls, self.name, None, self.revision, "auto", None, self.name)
-                log.info(f"quantizing it to {self.quantization}")
+                log.info(f"quantizing it to {self.quantization.format}")
                 self.quantization.convert(self.model, place, self.dtype)
         except torch.OutOfMemoryError as error:
             raise UserError(f"no room for {self.name} on {place}: pass captioner/quantization=nf4") from error

@@ -315,8 +315,6 @@ def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, output_dir: Pa
     module = frozen_model(cfg)
     module.check()
     source = module.base.source
-    if source.stored_format is None and source.quantization is not None:
-        source.quantization.require_layout("fuse=true")
     rounding = write_fused(source, lora.deltas, output_dir, device)
     size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} contains {model.base}'s transformer with the LoRA, {source.precision}, {decimal(size)}")

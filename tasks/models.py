@@ -173,8 +173,6 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
         raise UserError(f"the LoRA was trained with model={short}, which is not in conf/model: pass model=NAME")
     model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
     given = {override.split("=")[0].removeprefix("model.").removeprefix("model/") for override in own}
-    if "quantization.format" in given:
-        quantization = {key: value for key, value in quantization.items() if key != "backend"}
     settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
     if isinstance(sampling := trained.get("sampling"), dict):
         settings |= {f"sampling.{key}": value for key, value in sampling.items()}

@@ -48,7 +48,6 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
         raise UserError(
             "task=quantize needs a model that quantizes: model=flux_kontext_fp8, model/quantization=fp4, ..."
         )
-    quantization.require_layout("task=quantize")
     require_empty(output_dir)
     module.check()
     module.base.source.require_unquantized("task=quantize")
@@ -73,8 +72,7 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     data.configure_for(module)
     data.open(data.cache(module))
     settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
-    defaults = {"backend": None, "components_to_quantize": ["transformer"]}
-    quantizations = [instantiate(settings, format=format, **defaults) for format in FORMATS]
+    quantizations = [instantiate(settings, format=format, components_to_quantize=["transformer"]) for format in FORMATS]
     examples = [example.batch for example in data.examples(slice(EXAMPLES), negative_prompt=None)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
     compare_velocities(module.to(device), quantizations, batches, output_dir / "precision.png")

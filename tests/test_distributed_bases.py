@@ -10,7 +10,7 @@ import torch
 
 from report.tables import read_validation
 from tests.support.commands import ROOT, lora_bytes, short
-from tests.support.quantized import MODEL, WAYS, quantized
+from tests.support.quantized import MODEL, NAMES, quantized
 from tests.support.same_runs import assert_close, assert_close_losses, assert_close_models, column
 from tests.support.several_runs import DDP, FSDP, arguments_of
 
@@ -41,10 +41,9 @@ def by_torchrun(runs):
 @pytest.mark.slow
 def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two_processes, tiny, pairs, tmp_path):
     """So are a float32 base, and an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
-    bases = {f"{format}-{backend}": (format, backend) for format, backend in WAYS}
 
     def overrides(kind, name, *more):
-        return quantized(tiny, pairs, tmp_path / kind / name, 2, *bases[name], *SETTINGS, *more)
+        return quantized(tiny, pairs, tmp_path / kind / name, 2, name, *SETTINGS, *more)
 
     def plain(kind, *more):
         return [*short(tiny, pairs, tmp_path / kind / "plain", 5), *more]
@@ -56,16 +55,16 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two
         common = [part for part in short(tiny, pairs, tmp_path / kind / "full", 2) if not part.startswith("adapter.")]
         return [*common, *SETTINGS, "adapter=full", "adapter.text_encoders=true", *more]
 
-    for name in bases:
+    for name in NAMES:
         run("train", *overrides("one", name, "data.batch_size=2"))
     run("train", *full("one", "data.batch_size=2"))
     run("train", *orthogonal("one", "data.batch_size=2"))
     run("train", *plain("one", "data.batch_size=2"))
     dump = "+callbacks.dump={_target_: tests.support.probes.DumpWeights, folder: " + str(tmp_path) + "}"
     others = [orthogonal("two", *DDP), plain("two", *DDP, dump), full("two", *DDP)]
-    status, text = in_two_processes([*(overrides("two", name, *DDP) for name in bases), *others])
+    status, text = in_two_processes([*(overrides("two", name, *DDP) for name in NAMES), *others])
     assert status == 0, text
-    for name in (*bases, "ortho", "plain"):
+    for name in (*NAMES, "ortho", "plain"):
         assert_close(*(tmp_path / kind / name for kind in ("one", "two")))
     assert column(tmp_path / "one" / "ortho", "active_rank") == column(tmp_path / "two" / "ortho", "active_rank")
     assert_close_models(*(tmp_path / kind / "full" for kind in ("one", "two")))

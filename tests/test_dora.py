@@ -6,7 +6,7 @@ from PIL import Image
 
 from tests.support.combinations import first
 from tests.support.commands import lora_bytes, short
-from tests.support.quantized import WAYS, quantized
+from tests.support.quantized import NAMES, quantized
 from tests.support.same_runs import SMOOTH_ADAM, assert_close
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_pipelines import FLUX
@@ -26,13 +26,13 @@ def picture(run, folder, *overrides):
     return [np.asarray(Image.open(one)).astype(int) for one in sorted(folder.glob("*.png"))], outcome.text
 
 
-@pytest.mark.parametrize(("format", "backend"), first(1, WAYS))
-def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, asked, format, backend):
+@pytest.mark.parametrize("format", first(1, NAMES))
+def test_run_goes_on_bitwise_and_predicts(run, tiny, pairs, tmp_path, asked, format):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    text = run("train", *quantized(tiny, pairs, whole, 4, format, backend, *DORA)).text
+    text = run("train", *quantized(tiny, pairs, whole, 4, format, *DORA)).text
     assert "DoRA rank 4" in text
-    run("train", *quantized(tiny, pairs, parts, 2, format, backend, *DORA))
-    run("train", *quantized(tiny, pairs, parts, 4, format, backend, *DORA, "ckpt_path=last"))
+    run("train", *quantized(tiny, pairs, parts, 2, format, *DORA))
+    run("train", *quantized(tiny, pairs, parts, 4, format, *DORA, "ckpt_path=last"))
     assert lora_bytes(whole) == lora_bytes(parts) != lora_bytes(parts, "step-000002")
     (none, half, full), _ = picture(run, tmp_path / "pictures", f"lora={whole}", "lora_scale=[0,0.5,1]", *asked)
     assert np.abs(full - none).max() > np.abs(half - none).max() > 0

@@ -188,8 +188,8 @@ def test_quantization_format_is_a_row(run, tiny, pairs, tmp_path, monkeypatch):
     asked = ["model=flux_kontext", "model/quantization=fp8", "model.quantization.format=rounded"]
     arguments = [*asked, *short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=64"]
     assert "choose fp8, fp4, nf4, int8" in run("train", *arguments, ok=False).error
-    layout = Layout("tests", [], "no other tensors", [], lambda *_: None)
-    row = QuantizationFormat(7.0, {"tests": lambda linear, *_: Rounded(linear)}, layout)
+    layout = Layout([], "no other tensors", [], lambda *_: None)
+    row = QuantizationFormat(7.0, lambda linear, _: Rounded(linear), layout)
     monkeypatch.setitem(FORMATS, "rounded", row)
     assert "(rounded)" in run("train", *arguments).text
     assert "rounded" in run("train", *arguments, "task=dry_run", f"output_dir={tmp_path / 'plan'}").text

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Facts
-from lightning_modules.quantization.fp8 import E4M3, E5M2, has_tensor_cores, quantize_rows, scaled_product
+from lightning_modules.quantization.eight_bit import E4M3, E5M2, has_tensor_cores, quantize_rows, scaled_product
 from lightning_modules.quantization.linear import scaled_rows, transposed
 
 

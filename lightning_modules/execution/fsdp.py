@@ -42,8 +42,8 @@ def shard(transformer: nn.Module, mesh: Any) -> None:
     for name, module in transformer.named_modules():
         if not getattr(module, "shardable", True):
             raise UserError(
-                f"trainer=fsdp cannot split {name}: it splits bf16, fp8 by retouch and int8 by bitsandbytes; others "
-                "are small enough for trainer.strategy=ddp"
+                f"trainer=fsdp cannot split {name}: it splits bf16, fp8 and int8; 4 bits are small enough for "
+                "trainer.strategy=ddp"
             )
     for block in blocks(transformer).values():
         fully_shard(block, mesh=mesh)

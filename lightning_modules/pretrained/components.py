@@ -80,7 +80,7 @@ class Components:
         # In the files' own dtype, so that the weights stay mapped until each is quantized.
         part = load_component(self.repository, name, revision=self.revision, dtype="auto")
         assert self.quantization is not None
-        log.info(f"quantizing {name} to {self.quantization}")
+        log.info(f"quantizing {name} to {self.quantization.format}")
         self.quantization.convert(part, device, self.dtype)
         return part
 

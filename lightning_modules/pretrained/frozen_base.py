@@ -230,11 +230,12 @@ class FrozenBase:
 
     def provenance(self) -> dict[str, Any]:
         """Return its entries in a LoRA file's header."""
+        quantization = self.components.quantization
         return {
             "base": self.name,
             "transformer": self.transformer_name,
             "base_precision": self.source.precision,
-            **{f"{name}_precision": str(self.components.quantization) for name in self.components.quantized},
+            **{f"{name}_precision": quantization.format for name in self.components.quantized if quantization},
         }
 
     def sign_of_distillation(self) -> str | None:

@@ -19,7 +19,7 @@ from lightning_modules.pretrained.checks import (
 )
 from lightning_modules.pretrained.repository import load_model, resolve_repository
 from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
-from lightning_modules.quantization.fp8 import describe_kernels
+from lightning_modules.quantization.eight_bit import describe_kernels
 from lightning_modules.quantization.linear import HINTS
 from lightning_modules.quantization.quantization import Quantization
 
@@ -168,7 +168,7 @@ class TransformerSource:
 
         if hints := [name for name in weights.dtypes if name.endswith(HINTS)]:
             log.info(f"note: input scales on disk ({listing(hints)}) are not used: inputs are scaled by their own size")
-        how = f", quantizing to {quantization}" if quantization is not None else ""
+        how = f", quantizing to {quantization.format}" if quantization is not None else ""
         log.info(f"loading transformer{f', {weights.format} on disk' if weights.format else how}")
         assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
         if any(getattr(module, "storage", None) == "fp8" for module in model.modules()):

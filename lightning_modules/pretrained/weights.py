@@ -179,11 +179,7 @@ def _require_shape(name: str, on_disk: Sequence[Any], wanted: Sequence[Any]) -> 
 
 
 def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -> None:
-    """Write a quantized transformer in a layout that `assemble` reads; diffusers reads 4 and 8 bits too.
-
-    Args:
-        quantization: with a backend that has a layout.
-    """
+    """Write a quantized transformer in a layout that `assemble` reads; diffusers reads 4 and 8 bits too."""
     from diffusers import BitsAndBytesConfig
     from huggingface_hub import save_torch_state_dict
 

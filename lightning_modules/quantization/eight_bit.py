@@ -1,22 +1,178 @@
-"""int8 by bitsandbytes (arXiv 2208.07339), fp8 and int8 by optimum-quanto: 8 bits a weight and a scale for each row.
+"""fp8 (arXiv 2209.05433), multiplied on tensor cores where there are any, and int8 by bitsandbytes (arXiv 2208.07339).
 
-Products run in the dtype of the activations.
+8 bits a weight and a scale for each row. Products of int8 run in the dtype of the activations.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
+from datamodules.files import reason
 from lightning_modules.quantization.linear import (
     STORAGES,
     QuantizedLinear,
+    Scaled,
     Storage,
     in_pieces,
     scaled_rows,
     stored_scale,
+    transposed,
 )
+
+log = logging.getLogger("retouch")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# The dtypes by their names in safetensors.
+FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+# Tensor cores need matrices whose sides are multiples of this.
+TILE = 16
+# Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
+PROBE = (256, 3072)
+# Device types on which rounding is compiled to one kernel.
+FUSES = ("cuda",)
+
+
+class Float8(Scaled):
+    """A float8 weight and its scales, multiplied on fp8 tensor cores where there are any.
+
+    Activations are quantized to e4m3 and gradients to e5m2, each row with its own scale.
+    """
+
+    def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        weight, scale = parts
+        out_features, in_features = shape
+        if not _on_tensor_cores(x, weight, E4M3):
+            return super().product(x, parts, shape)
+        rows, row_scales = quantize_rows(x.reshape(-1, in_features), E4M3)
+        # The second matrix is weight^T, column by column, so its rows' scales are the columns'.
+        column_scales = scale.expand(out_features, 1).reshape(1, -1).contiguous()
+        y = scaled_product(rows, row_scales, weight.t(), column_scales)
+        return y.view(*x.shape[:-1], out_features).to(x.dtype)
+
+    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        weight, scale = parts
+        out_features, in_features = shape
+        if not _on_tensor_cores(grad, weight, E5M2):
+            return super().input_gradient(grad, parts, shape)
+        # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
+        rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
+        ones = torch.ones(1, in_features, device=grad.device)
+        # Hopper's tensor cores need the second matrix column by column: a copy of one layer's bytes.
+        x = scaled_product(rows, row_scales, transposed(weight).t(), ones)
+        return x.view(*grad.shape[:-1], in_features).to(grad.dtype)
+
+
+STORAGES["fp8"] = Float8
+
+
+def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:
+    """Quantize with per-row scales that are powers of two: multiplying by them is exact and costs no precision."""
+
+    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+        mantissa, exponent = torch.frexp(_row_scale(rows, E4M3))
+        scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+        return _to_float8(rows, scale, E4M3), scale
+
+    weight, scale = in_pieces(quantize, linear.weight)
+    return QuantizedLinear("fp8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, weight_scale=scale)
+
+
+def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:
+    """Build a float8 layer with one scale, a scale for each row, or none; a `Read`."""
+    weight, scale = parts["weight"], stored_scale(parts, name)
+    if weight.dtype not in FLOAT8.values():
+        return None
+    scale = torch.ones(1, 1, device=weight.device) if scale is None else scale
+    return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
+
+
+def describe_kernels(device: torch.device) -> str:
+    """Return which products of fp8 layers run on tensor cores: nothing else shows that they stay idle."""
+    used = [word for word, dtype in (("products", E4M3), ("gradients", E5M2)) if has_tensor_cores(device, dtype)]
+    return f"tensor cores for {' and '.join(used)}" if used else "weights only: its tensor cores are not used here"
+
+
+def _on_tensor_cores(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
+    return fits and weight.dtype == E4M3 and has_tensor_cores(x.device, dtype)
+
+
+@cache
+def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device multiplies rows of this float8 dtype; compute capability 8.9 and later, not AMD."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
+        return False
+    samples, side = PROBE
+    try:
+        rows, columns = (torch.zeros(n, side, device=device).to(kind) for n, kind in ((samples, dtype), (side, E4M3)))
+        scaled_product(rows, torch.ones(samples, 1, device=device), columns.t(), torch.ones(1, side, device=device))
+    except RuntimeError as error:
+        name = str(dtype).removeprefix("torch.")
+        log.warning(f"note: fp8 tensor cores cannot be used here with {name}: {reason(error)}")
+        return False
+    return True
+
+
+def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor) -> Tensor:
+    """Multiply (n, k) in float8 with scales (n, 1) by (k, m) in e4m3 with scales (1, m) -> (n, m) in bf16.
+
+    Args:
+        columns: column by column in memory.
+    """
+    return torch._scaled_mm(
+        rows,
+        columns,
+        scale_a=row_scales,
+        scale_b=column_scales,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=rows.dtype == E4M3,  # gradients are summed in float32
+    )
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize (n, k) -> float8 (n, k) and scales (n, 1) in float32."""
+    # torch.compile would build one more graph for a single row (modulation) and for each grad and autocast mode.
+    if len(x) == 1:
+        rows, scale = _quantize_rows(x, dtype)
+    else:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            rows, scale = _fused_rows(x.device)(x.detach(), dtype)
+    return rows.contiguous(), scale
+
+
+def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = _row_scale(x, dtype)
+    return _to_float8(x, scale, dtype), scale
+
+
+def _row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (..., 1) in float32: a row's largest magnitude over the largest value of a float8 dtype."""
+    return (x.abs().amax(-1, keepdim=True).float() / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round x / scale; without the clamp, values that round above the largest would become NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+@cache
+def _fused_rows(device: torch.device) -> Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]:
+    """Return the rounding, on a GPU as one kernel: as separate operations it would cost what tensor cores gain."""
+    if device.type not in FUSES:
+        return _quantize_rows
+    fused = torch.compile(_quantize_rows, dynamic=True)
+    try:
+        for dtype in (E4M3, E5M2):
+            fused(torch.ones(PROBE, device=device, dtype=torch.bfloat16), dtype)
+    except (RuntimeError, OSError) as error:
+        log.warning(f"note: fp8 is slower than it could be: torch.compile does not run here: {reason(error)}")
+        return _quantize_rows
+    return fused
 
 
 class Int8(Storage):
@@ -39,20 +195,6 @@ def quantize_int8(linear: nn.Linear) -> QuantizedLinear:
 
     weight, maxima = in_pieces(quantize, linear.weight.data)
     return QuantizedLinear("int8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, SCB=maxima)
-
-
-def quantize_quanto(linear: nn.Linear, format: str) -> QuantizedLinear:
-    """Quantize to `fp8` or `int8` by quanto's rule, in our layer: diffusers' LoRA loader does not know quanto's."""
-    from optimum.quanto import absmax_scale, qfloat8, qint8
-
-    kind = qfloat8 if format == "fp8" else qint8
-
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        scale = absmax_scale(rows, kind, axis=0)
-        return torch.ops.quanto.quantize_symmetric(rows, dtype=kind.dtype, axis=0, scale=scale), scale
-
-    weight, scale = in_pieces(quantize, linear.weight.data)
-    return QuantizedLinear("scaled", weight.shape, scale.dtype, linear.bias, weight=weight, weight_scale=scale)
 
 
 def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:

@@ -162,7 +162,6 @@ class Layout(NamedTuple):
     """A format's layout in safetensors files.
 
     Attributes:
-        backend: that writes it.
         dtypes: safetensors' dtype names of its weights.
         companions: pattern of the names of a layer's other tensors.
         needs: companions of which a layer must have one.
@@ -171,7 +170,6 @@ class Layout(NamedTuple):
         marker: name of a tensor without which a file may contain weights only.
     """
 
-    backend: str
     dtypes: Collection[str]
     companions: str
     needs: Sequence[str]

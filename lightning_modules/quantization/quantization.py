@@ -1,9 +1,8 @@
 """The formats of quantized linear layers, and quantizing a frozen model one layer at a time."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,11 +12,9 @@ from datamodules.errors import UserError
 from datamodules.files import reason
 from lightning_modules.execution.blocks import without_autocast
 from lightning_modules.execution.host_memory import return_freed_memory
-from lightning_modules.quantization import four_bit, fp8
-from lightning_modules.quantization.eight_bit import quantize_int8, quantize_quanto, read_int8
+from lightning_modules.quantization import eight_bit, four_bit
 from lightning_modules.quantization.linear import SCALED, SCALES, Layout
 
-LIBRARIES = {"quanto": "optimum-quanto", "bitsandbytes": "bitsandbytes"}
 # Bits of a weight in 4 bits with double quantization.
 DOUBLE_QUANT_BITS = 4.127
 # Quantizes a layer; the flag is double quantization.
@@ -30,12 +27,12 @@ class QuantizationFormat:
 
     Attributes:
         bits: of a weight, with its share of a block's scales but not of a row's.
-        backends: functions that quantize a layer, by backend; the default first.
+        quantize: returns the quantized layer, on the same device.
         layout: in safetensors files.
     """
 
     bits: float
-    backends: Mapping[str, Quantize]
+    quantize: Quantize
     layout: Layout
 
     @property
@@ -47,29 +44,23 @@ def _four_bit(quant_type: str) -> QuantizationFormat:
     sign = f"{four_bit.QUANT_STATE}{quant_type}"
     return QuantizationFormat(
         4.5,
-        {"bitsandbytes": lambda linear, double_quant: four_bit.quantize_four_bit(linear, quant_type, double_quant)},
-        Layout("bitsandbytes", ["U8"], four_bit.COMPANIONS, four_bit.STATES, four_bit.read_four_bit, sign),
+        lambda linear, double_quant: four_bit.quantize_four_bit(linear, quant_type, double_quant),
+        Layout(["U8"], four_bit.COMPANIONS, four_bit.STATES, four_bit.read_four_bit, sign),
     )
 
 
 FORMATS: dict[str, QuantizationFormat] = {
     "fp8": QuantizationFormat(
         8,
-        {
-            "retouch": lambda linear, _: fp8.quantize_fp8(linear),
-            "quanto": lambda linear, _: quantize_quanto(linear, "fp8"),
-        },
-        Layout("retouch", fp8.FLOAT8, SCALED, SCALES, fp8.read_fp8, marker="scaled_fp8"),
+        lambda linear, _: eight_bit.quantize_fp8(linear),
+        Layout(eight_bit.FLOAT8, SCALED, SCALES, eight_bit.read_fp8, marker="scaled_fp8"),
     ),
     "fp4": _four_bit("fp4"),
     "nf4": _four_bit("nf4"),
     "int8": QuantizationFormat(
         8,
-        {
-            "bitsandbytes": lambda linear, _: quantize_int8(linear),
-            "quanto": lambda linear, _: quantize_quanto(linear, "int8"),
-        },
-        Layout("bitsandbytes", ["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES), read_int8),
+        lambda linear, _: eight_bit.quantize_int8(linear),
+        Layout(["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES), eight_bit.read_int8),
     ),
 }
 
@@ -84,37 +75,27 @@ class Quantization:
 
     Args:
         format: a key of `FORMATS`.
-        backend: `retouch` or `quanto` for fp8, `bitsandbytes` or `quanto` for int8, `bitsandbytes` for 4 bits; None for
-            the first of these.
         modules_to_not_convert: full names of linear layers that are not quantized; * matches anything.
         components_to_quantize: components of the pipeline: `transformer`, text encoders.
         bnb_4bit_use_double_quant: quantize the scales of 4-bit blocks too: 4.1 bits a weight instead of 4.5.
 
     Raises:
-        UserError: the format or backend does not exist.
+        UserError: the format does not exist.
     """
 
     def __init__(
         self,
         format: str,
-        backend: str | None,
         modules_to_not_convert: Collection[str],
         components_to_quantize: Collection[str],
         bnb_4bit_use_double_quant: bool,
     ) -> None:
         if format not in FORMATS:
             raise UserError(f"model.quantization.format={format}: choose {', '.join(FORMATS)}")
-        backends = list(FORMATS[format].backends)
-        if backend not in (None, *backends):
-            raise UserError(f"model.quantization.backend={backend} has no {format}: choose {' or '.join(backends)}")
         self.format = format
-        self.backend = backend or backends[0]
         self.modules_to_not_convert = tuple(modules_to_not_convert)
         self.components_to_quantize = tuple(components_to_quantize)
         self.double_quant = bnb_4bit_use_double_quant
-
-    def __str__(self) -> str:
-        return f"{self.format} by {self.backend}"
 
     @property
     def bits(self) -> float:
@@ -126,16 +107,9 @@ class Quantization:
         """Return everything that the quantized weights depend on."""
         return {
             "format": self.format,
-            "backend": self.backend,
-            "version": version(LIBRARIES[self.backend]) if self.backend in LIBRARIES else None,
             "modules_to_not_convert": list(self.modules_to_not_convert),
             "bnb_4bit_use_double_quant": self.double_quant,
         }
-
-    def require_layout(self, task: str) -> None:
-        """Raise a UserError if this backend's layers have no layout on disk."""
-        if FORMATS[self.format].layout.backend != self.backend:
-            raise UserError(f"{task} cannot write {self.backend}'s layers: leave model.quantization.backend out")
 
     def converts(self, name: str, module: nn.Module) -> bool:
         """Return whether a module is a linear layer to quantize."""
@@ -154,9 +128,11 @@ class Quantization:
         device = linear.weight.device
         try:
             with without_autocast(device):  # which cannot concatenate float8
-                return FORMATS[self.format].backends[self.backend](linear.requires_grad_(False), self.double_quant)
+                return FORMATS[self.format].quantize(linear.requires_grad_(False), self.double_quant)
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
-            raise UserError(f"model.quantization: {self} does not run on {device} here: {reason(error)}") from error
+            raise UserError(
+                f"model.quantization: {self.format} does not run on {device} here: {reason(error)}"
+            ) from error
 
     def convert(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Quantize a loaded model in place, layer by layer, and move it to `device`.
@@ -165,12 +141,8 @@ class Quantization:
             dtype: of unquantized weights, and of layers before they are quantized.
 
         Raises:
-            UserError: no layer is chosen, or an adapter is already injected: it must see the quantized layers.
+            UserError: no layer is chosen.
         """
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-            raise UserError("quantize before the adapter is injected: it is attached to quantized layers")
         chosen = self.chosen(model)
         for name in chosen:
             linear = model.get_submodule(name).to(device, dtype)

@@ -31,12 +31,10 @@ FP8, FP4 = "model/quantization=fp8", "model/quantization=fp4"
 QUANTIZATIONS = {
     "bf16": [],
     "fp8": [FP8],
-    "fp8_quanto": [FP8, "model.quantization.backend=quanto"],
     "fp4": [FP4],
     "nf4": [FP4, "model.quantization.format=nf4"],
     "nf4_double": [FP4, "model.quantization.format=nf4", "model.quantization.bnb_4bit_use_double_quant=true"],
     "int8": [FP8, "model.quantization.format=int8"],
-    "int8_quanto": [FP8, "model.quantization.format=int8", "model.quantization.backend=quanto"],
 }
 # What must have been seen to compute, within operators of ours.
 KERNELS = {

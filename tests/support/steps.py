@@ -12,7 +12,6 @@ BASES = {
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
     "fp4": ["model/quantization=fp4"],
     "int8": ["model/quantization=fp8", "model.quantization.format=int8"],
-    "quanto": ["model/quantization=fp8", "model.quantization.backend=quanto"],
 }
 
 

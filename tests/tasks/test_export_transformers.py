@@ -102,12 +102,6 @@ MISTAKES = {
     ("extract=nowhere/at-all", "rank=4"): "nowhere/at-all",
     ("lora={lora}", "fuse=true", "format=kohya"): "format has no effect with fuse=true",
     ("lora={lora}", "fuse=true", "output_dir={full}"): "is not empty",
-    (
-        "lora={lora}",
-        "fuse=true",
-        "model/quantization=fp8",
-        "model.quantization.backend=quanto",
-    ): "cannot write quanto's",
 }
 
 

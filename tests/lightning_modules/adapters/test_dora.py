@@ -9,16 +9,11 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.dora import row_norms
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers, without_adapter
 from lightning_modules.lora_files.reading import LoRAFile
-from tests.support.quantized import WAYS
+from tests.support.quantized import NAMES
 from tests.support.tiny_adapters import LAYER, build, export, learn, velocity
 
 BASES = {"float32": [], "bfloat16": []} | {
-    f"{format}-{backend}": [
-        "model/quantization=fp8",
-        f"model.quantization.format={format}",
-        f"model.quantization.backend={backend}",
-    ]
-    for format, backend in WAYS
+    format: ["model/quantization=fp8", f"model.quantization.format={format}"] for format in NAMES
 }
 
 

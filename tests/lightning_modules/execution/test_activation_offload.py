@@ -95,7 +95,6 @@ def inside(module, offload):
             ("tlora", "fp8", []),
             ("lora", "bf16", ["adapter.target_modules=all-linear"]),
             ("tlora", "bf16", ["adapter.target_modules=all-linear"]),
-            ("lora", "fp8", ["model.quantization.backend=quanto"]),
         ],
     ),
 )

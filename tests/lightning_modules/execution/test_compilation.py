@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_modules.execution import blocks as execution
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.quantization import fp8
+from lightning_modules.quantization import eight_bit
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs
@@ -49,7 +49,6 @@ def compiling(monkeypatch, backend):
             ("tlora", "nf4", "none"),
             ("lora", "fp4", "full"),
             ("tlora", "int8", "selective"),
-            ("lora", "quanto", "none"),
         ],
     ),
 )
@@ -111,12 +110,12 @@ def test_one_graph_serves_all_sizes_where_there_are_several(tiny, pairs, tmp_pat
 
 def test_rounding_to_fp8_has_few_graphs_in_training_and_pictures(tiny, monkeypatch):
     """It uses a GPU's compiled rounding on all layers; beyond its limit of graphs it would silently be slow."""
-    monkeypatch.setattr(fp8, "has_tensor_cores", lambda *_: True)
-    monkeypatch.setattr(fp8, "FUSES", ("cpu",))
-    monkeypatch.setattr(fp8.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(eight_bit, "has_tensor_cores", lambda *_: True)
+    monkeypatch.setattr(eight_bit, "FUSES", ("cpu",))
+    monkeypatch.setattr(eight_bit.torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
-    fp8._fused_rows.cache_clear()
+    eight_bit._fused_rows.cache_clear()
     module = made(tiny, "lora", "fp8", "model.quantization.modules_to_not_convert=[]")
     for position in ("none", "full"):
         set_checkpointing(module.transformer, position, module.adapter.bind_rank_mask)
@@ -127,7 +126,7 @@ def test_rounding_to_fp8_has_few_graphs_in_training_and_pictures(tiny, monkeypat
             for samples in (1, 2):
                 x_t, controls, prompt = tree_map(torch.Tensor.bfloat16, batch(samples))
                 module.denoise(x_t, torch.full((samples,), 0.5), controls, prompt)
-    fp8._fused_rows.cache_clear()
+    eight_bit._fused_rows.cache_clear()
     torch._dynamo.reset()
     # For products and for gradients; in inference mode tensors are of another kind.
     assert counters["stats"]["unique_graphs"] == 3

@@ -14,7 +14,7 @@ from torch import nn
 from datamodules.errors import UserError
 from lightning_modules.pretrained.checks import check_weight_files
 from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
-from lightning_modules.quantization.fp8 import E4M3, E5M2
+from lightning_modules.quantization.eight_bit import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
 from tests.lightning_modules.quantization.test_quantization import FP8
 from tests.support.foreign_files import flux, qwen, velocity, z_image

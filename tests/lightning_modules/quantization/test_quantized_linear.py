@@ -6,10 +6,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules.quantization import fp8
-from lightning_modules.quantization.fp8 import E4M3, E5M2
+from lightning_modules.quantization import eight_bit
+from lightning_modules.quantization.eight_bit import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
-from tests.support.quantized import WAYS, quantization
+from tests.support.quantized import NAMES, quantization
 
 
 def linear(dtype=torch.float32, sides=(96, 128)):
@@ -33,11 +33,11 @@ def forward_and_backward(layer, dtype):
     return x.detach(), y.detach(), grad, x.grad
 
 
-@pytest.mark.parametrize(("format", "backend"), WAYS)
+@pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_those_of_the_dequantized_weight(format, backend, dtype):
+def test_products_are_those_of_the_dequantized_weight(format, dtype):
     """They agree up to float32 rounding; autocast rounds input, weight and output to bf16, by at most 2^-9 each."""
-    layer = quantization(format, backend).quantize(linear(dtype))
+    layer = quantization(format).quantize(linear(dtype))
     x, y, grad, x_grad = forward_and_backward(layer, dtype)
     weight = layer.dequantize(torch.float32)
     tolerance = 1e-6 if dtype == torch.float32 else 3 * 2**-9
@@ -48,10 +48,10 @@ def test_products_are_those_of_the_dequantized_weight(format, backend, dtype):
 
 
 # Half a step: of e4m3's 3 bits relative to the weight, else to the largest weight of a row or of a block of 64.
-@pytest.mark.parametrize(("format", "backend"), WAYS)
-def test_weights_are_within_half_a_step(format, backend):
+@pytest.mark.parametrize("format", NAMES)
+def test_weights_are_within_half_a_step(format):
     source = linear()
-    layer = quantization(format, backend).quantize(source)
+    layer = quantization(format).quantize(source)
     weight, back = linear().weight, layer.dequantize(torch.float32)
     row = weight.abs().amax(1, keepdim=True)
     block = weight.reshape(-1, 64).abs().amax(1, keepdim=True).expand(-1, 64).reshape(weight.shape)
@@ -101,10 +101,10 @@ def test_kernels_are_probed_separately_at_a_model_s_size(monkeypatch, refused, l
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fp8.has_tensor_cores.cache_clear()
+    eight_bit.has_tensor_cores.cache_clear()
     with FakeTensorMode():
-        assert fp8.describe_kernels(torch.device("cuda")) == line
-    fp8.has_tensor_cores.cache_clear()
+        assert eight_bit.describe_kernels(torch.device("cuda")) == line
+    eight_bit.has_tensor_cores.cache_clear()
     assert probed == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in (E4M3, E5M2)]
 
 
@@ -114,7 +114,7 @@ def test_tensor_cores_add_the_rounding_of_activations_and_gradients(monkeypatch,
 
     PyTorch's own _scaled_mm runs on a CPU too. Gradients are not rounded if only products have a kernel.
     """
-    monkeypatch.setattr(fp8, "has_tensor_cores", lambda device, dtype: dtype in available)
+    monkeypatch.setattr(eight_bit, "has_tensor_cores", lambda device, dtype: dtype in available)
     calls, scaled_mm = [], torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, *args, **kw: calls.append(a.dtype) or scaled_mm(a, *args, **kw))
     layer = quantization("fp8").quantize(linear())
@@ -129,7 +129,7 @@ def test_tensor_cores_add_the_rounding_of_activations_and_gradients(monkeypatch,
 
 @pytest.fixture
 def tensor_cores(monkeypatch):
-    monkeypatch.setattr(fp8, "has_tensor_cores", lambda *_: True)
+    monkeypatch.setattr(eight_bit, "has_tensor_cores", lambda *_: True)
 
 
 def test_tensor_cores_are_not_used_if_sides_do_not_fit(tensor_cores, monkeypatch):
@@ -151,14 +151,14 @@ def test_nonfinite_values_stay_so_on_tensor_cores(tensor_cores, value):
 
 
 def test_rows_of_zeros_stay_zero():
-    rows, scales = fp8.quantize_rows(torch.zeros(2, 16), E4M3)
+    rows, scales = eight_bit.quantize_rows(torch.zeros(2, 16), E4M3)
     assert torch.equal(rows.float() * scales, torch.zeros(2, 16))
 
 
-@pytest.mark.parametrize(("format", "backend"), WAYS)
-def test_backward_keeps_only_the_quantized_weight_and_checkpointing_changes_nothing(format, backend):
+@pytest.mark.parametrize("format", NAMES)
+def test_backward_keeps_only_the_quantized_weight_and_checkpointing_changes_nothing(format):
     """bitsandbytes' own layers keep their inputs where gradient checkpointing does not see it."""
-    layer = quantization(format, backend).quantize(linear())
+    layer = quantization(format).quantize(linear())
     kept, gradients = [], []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(torch.randn(3, 128, requires_grad=True))
