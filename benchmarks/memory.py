@@ -116,8 +116,7 @@ def measure(module: Any, batch: LatentBatch) -> int:
 
 def fake_step(module: Any, side: int, samples: int) -> FakeStep:
     """Return the step that `task=dry_run` simulates for this batch."""
-    adapted, compiled = module.execution.adapted_meta_transformer(), module.execution.compile_blocks
-    return FakeStep(module, module.adapter, module.base.dtype, compiled, adapted, empty_batch(module, side, samples))
+    return FakeStep(module.execution, empty_batch(module, side, samples))
 
 
 def compare(module: Any, side: int, samples: int, device: torch.device) -> Iterator[tuple[str, int, int]]:

@@ -37,15 +37,11 @@ class RaiseCheckpointing(L.Callback):
             log.info("model.gradient_checkpointing=auto is full: the sizes of streamed samples are unknown")
             return
         self._first_step = trainer.global_step
-        self._memory = execution.memory()
+        self._memory = DeviceMemory(pl_module.device)
         assert pl_module.objective is not None
-        base = pl_module.base
-        with base.timer.stage(NOT_TRAINING), best_effort("estimate for gradient_checkpointing=auto, which stays full"):
-            passes = pl_module.objective.passes(0)
-            transformer = execution.adapted_meta_transformer()
-            self._calibration = calibrate(
-                pl_module, base, execution.adapter, execution.compile_blocks, transformer, data, passes
-            )
+        timer, what = pl_module.base.timer, "estimate for gradient_checkpointing=auto, which stays full"
+        with timer.stage(NOT_TRAINING), best_effort(what):
+            self._calibration = calibrate(execution, data, pl_module.objective.passes(0))
         lacks = torch.tensor(float(self._calibration is None), device=pl_module.device)
         if trainer.strategy.reduce(lacks, reduce_op="max"):  # in any process
             self._calibration = None

@@ -17,7 +17,6 @@ from lightning_modules.adapters.gate import Gate
 from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapter
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
-from lightning_modules.estimation.memory import DeviceMemory
 from lightning_modules.execution.blocks import (
     cast_inputs_once,
     check_attention_backend,
@@ -191,10 +190,6 @@ class Execution:
         """Whether the first steps find how little the memory allows to compute again."""
         waits = self.offload["blocks"] or self.offload["activations"]
         return self.checkpointing == "auto" and self.base.device.type == "cuda" and not waits
-
-    def memory(self) -> DeviceMemory:
-        """Return the memory of the device that it computes on."""
-        return DeviceMemory(self.base.device)
 
     def set_checkpointing(self, transformer: Any, policy: str) -> None:
         """Make the following steps keep what this policy says."""

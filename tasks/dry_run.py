@@ -1,6 +1,5 @@
 """task=dry_run: print the plan of a run."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -13,13 +12,12 @@ from rich.filesize import decimal
 
 from callbacks.progress import learning, panel
 from datamodules.cached import CachedDataModule
-from datamodules.errors import UserError
-from datamodules.images.framing import bucket_notes
+from datamodules.errors import UserError, count_of
+from datamodules.images.framing import Size, bucket_notes
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.flops import CARDS, duration, matrix_peak
-from lightning_modules.estimation.memory import Heaviest
 from tasks.footprint import Footprint, measure
 from tasks.models import without_network
 from tasks.terminal import log, silence_libraries
@@ -52,7 +50,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
             "model": f"{module.base.name} ({module.base.source.expected_precision}), {plan.parameters:,} parameters",
             "trains": f"{module.adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
             "on": data.describe(),
-            "an epoch": _epoch(data, plan.batch),
+            "an epoch": _epoch(data, plan.batch.limits),
             **learning(module, module.base.source.meta, [images[0]]),
             "time": _time(plan, data, cfg.trainer.max_steps, cfg.trainer.accumulate_grad_batches),
             "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
@@ -121,19 +119,11 @@ def _time(plan: Footprint, data: PairsDataModule, steps: int, windows: int) -> s
     return f"{steps:,} steps of {each:.3g} sample{'' if each == 1 else 's'}: by arithmetic about {', '.join(took)}"
 
 
-def _epoch(data: PairsDataModule, heaviest: Heaviest) -> str:
-    """Return the batches of an epoch on one process, their share of the token budget, and the pixels cropped away."""
-    limits, budget = heaviest.limits, data.max_tokens_per_batch
+def _epoch(data: PairsDataModule, limits: dict[Size, int]) -> str:
+    """Return the batches of an epoch on one process."""
     batches = SizeBatchSampler(data.sizes, limits, data.seed, repeats=data.repeats).batches_per_epoch()
     data.notes += bucket_notes(data.sizes, data.repeats, limits, data.noun)
-    pixels = [math.prod(view.windows[0].frame) for view in data.views]
-    cropped = sum(view.cropped * count for view, count in zip(data.views, pixels, strict=True)) / sum(pixels)
-    used = ""
-    if budget is not None:
-        tokens = sum(heaviest.tokens_of[size] * n for size, n in zip(data.sizes, data.repeats, strict=True))
-        used = f", which use {100 * tokens / (batches * budget):.0f} % of max_tokens_per_batch={budget:,}"
-    sizes = f"{len(limits)} size{'' if len(limits) == 1 else 's'}"
-    return f"{batches:,.0f} batches of {sizes}{used}; {100 * cropped:.1f} % of the pixels cropped away"
+    return f"{batches:,.0f} batches of {count_of(len(limits), 'sizes')}"
 
 
 def _sum(parts: dict[str, int], total: int | None = None) -> str:

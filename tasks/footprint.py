@@ -32,39 +32,23 @@ from lightning_modules.quantization.quantization import FORMATS, Quantization
 
 @dataclass
 class Footprint:
-    """The estimate; in bytes where nothing else is said.
+    """The estimate; in bytes where nothing else is said."""
 
-    Attributes:
-        flops: FLOPs of a training step with one sample, the mean.
-        parameters, trainable: parameter counts of the transformer and of the adapter.
-        batch: the heaviest.
-        weights: of the transformer.
-        offloaded: part of these that is in host memory at any time.
-        adapter: its weights and gradients.
-        optimizer: its state.
-        ema: the averages of its weights.
-        activations: peak of a step besides these, by gradient checkpointing policy.
-        encoders: weights of the other components.
-        encode, decode: peak of the autoencoder besides its weights.
-        cache: everything that is encoded.
-        process: this process's memory now.
-    """
-
-    flops: float
-    parameters: int
-    trainable: int
+    flops: float  # FLOPs of a training step with one sample, the mean
+    parameters: int  # count, of the transformer
+    trainable: int  # count, of the adapter
     batch: Heaviest
-    weights: int
-    offloaded: int
-    adapter: int
-    optimizer: int
-    ema: int
-    activations: dict[str, int]
-    encoders: dict[str, int]
-    encode: int
+    weights: int  # of the transformer
+    offloaded: int  # part of these that is in host memory at any time
+    adapter: int  # its weights and gradients
+    optimizer: int  # its state
+    ema: int  # the averages of its weights
+    activations: dict[str, int]  # peak of a step besides these, by gradient checkpointing policy
+    encoders: dict[str, int]  # weights of the other components
+    encode: int  # peak of the autoencoder besides its weights
     decode: int
-    cache: int
-    process: int
+    cache: int  # everything that is encoded
+    process: int  # this process's memory now
 
 
 def measure(module: EditModule, data: PairsDataModule) -> Footprint:
@@ -74,33 +58,27 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     assert optimizer is not None
     assert module.objective is not None
     passes, checkpointing = module.objective.passes(0), module.execution.checkpointing
-    source, transformer = base.source, base.source.meta
-    # Before the adapter is injected. Weights that train count with the adapter, in float32.
-    flops = sample_flops(module, base, module.step_flops, passes, checkpointing, data.sizes)
-    parameters = sum(p.numel() for p in transformer.parameters())
-    weights, offloaded = 0 if adapter.trains_base else weight_bytes(source), offloaded_bytes(source)
-    module.execution.adapt(transformer)
     parts = {name: meta_component(base.components.repository, name, base.revision) for name in base.encoder_names}
     models = {name: part for name, part in parts.items() if part is not None}
     encoders = {name: base.components.weight_bytes(name, part) for name, part in models.items()}
-    trained = [transformer]
+    heaviest = heaviest_batch(module, base, data)
+    batch = empty_latents(module, base, heaviest.size, heaviest.samples, heaviest.caption)
+    step = FakeStep(module.execution, batch, passes)
+    trained = [step.transformer]
     if adapter.trains_text_encoders:
         for name in models.keys() - {"vae"}:
             adapter.inject(models[name])
             trained.append(models[name])
     count = sum(p.numel() for part in trained for p in trainable(part).values())
-    heaviest = heaviest_batch(module, base, data)
-    batch = empty_latents(module, base, heaviest.size, heaviest.samples, heaviest.caption)
-    step = FakeStep(module, adapter, base.dtype, module.execution.compile_blocks, transformer, batch, passes)
     policies = dict.fromkeys([*POLICIES, *([checkpointing] if checkpointing != "auto" else [])])
     encode, decode = autoencoder_peaks(module, models["vae"], data.sizes)
     return Footprint(
-        flops=flops,
-        parameters=parameters,
+        flops=sample_flops(module, base, module.step_flops, passes, checkpointing, data.sizes),
+        parameters=sum(p.numel() for p in base.source.meta.parameters()),
         trainable=count,
         batch=heaviest,
-        weights=weights,
-        offloaded=offloaded,
+        weights=0 if adapter.trains_base else weight_bytes(base.source),  # weights that train count with the adapter
+        offloaded=offloaded_bytes(base.source),
         adapter=sum(tensor.nbytes for part in trained for tensor in adapter.tensors(part).values()) + count * 4,
         optimizer=round(count * bytes_per_parameter(optimizer)),
         ema=0 if module.optimization.ema is None else count * 4,
@@ -113,39 +91,35 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     )
 
 
+def expected_quantization(source: TransformerSource) -> Quantization | None:
+    """Return the quantization of a transformer; of files in another format than the settings, that of all layers."""
+    format, own = source.expected_precision, source.quantization
+    if own is not None and own.format == format:
+        return own
+    return Quantization(format, (), ["transformer"], False) if format in FORMATS else None
+
+
 def weight_bytes(source: TransformerSource) -> int:
     """Return the bytes of a transformer's weights; an estimate for files that are quantized."""
-    quantization = _applied(source)
-    if quantization is not None:
+    if (quantization := expected_quantization(source)) is not None:
         return quantization.nbytes(source.meta, source.dtype)
-    return round(sum(parameter.numel() for parameter in source.meta.parameters()) * _bits(source) / 8)
+    return sum(parameter.numel() for parameter in source.meta.parameters()) * source.dtype.itemsize
 
 
 def offloaded_bytes(source: TransformerSource) -> int:
     """Return the bytes of streamed blocks in host memory: all but two, which are in a buffer each."""
-    bits, quantization = int(_bits(source)), _applied(source)  # the scales of 4-bit blocks are not streamed
+    quantization = expected_quantization(source)
 
-    def nbytes(name: str, module: nn.Module) -> int:
-        if not isinstance(module, nn.Linear):
+    def nbytes(name: str, layer: nn.Module) -> int:
+        if not isinstance(layer, nn.Linear):
             return 0
-        plain = quantization is not None and not quantization.converts(name, module)
-        return module.weight.numel() * (8 * source.dtype.itemsize if plain else bits) // 8
+        converted = quantization is not None and quantization.converts(name, layer)
+        bits = int(quantization.bits) if quantization and converted else 8 * source.dtype.itemsize
+        return layer.weight.numel() * bits // 8  # the scales of 4-bit blocks are not streamed
 
     streamed = streamed_blocks(source.meta, source.streamed).items()
     sizes = [sum(nbytes(f"{at}.{name}", part) for name, part in block.named_modules()) for at, block in streamed]
     return sum(sizes) - min(2, len(sizes)) * max(sizes, default=0)
-
-
-def _applied(source: TransformerSource) -> Quantization | None:
-    """Return the quantization of the settings; None without one, or for files that are quantized in another format."""
-    quantization = source.quantization
-    return quantization if quantization and quantization.format == source.expected_precision else None
-
-
-def _bits(source: TransformerSource) -> float:
-    """Return the bits of a weight of its linear layers."""
-    row = FORMATS.get(source.expected_precision)
-    return 8 * source.dtype.itemsize if row is None else row.bits
 
 
 def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int:

@@ -20,10 +20,10 @@ from datamodules.images.framing import Size
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
-from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.estimation.flops import ONE, Passes, empty_latents
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.family import Family
+from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 log = logging.getLogger("retouch")
@@ -34,23 +34,13 @@ USABLE = 0.9
 
 
 class Heaviest(NamedTuple):
-    """The batch with the most tokens.
-
-    Attributes:
-        samples: their number.
-        size: of each sample.
-        tokens: of all samples.
-        caption: the longest one, including preserve prompts.
-        tokens_of: tokens of a sample, by size.
-        limits: samples per batch, by size.
-    """
+    """The batch with the most tokens."""
 
     samples: int
-    size: Size
-    tokens: int
-    caption: str
-    tokens_of: dict[Size, int]
-    limits: dict[Size, int]
+    size: Size  # of each sample
+    tokens: int  # of all samples
+    caption: str  # the longest one, including preserve prompts
+    limits: dict[Size, int]  # samples per batch, by size
 
 
 def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> Heaviest:
@@ -62,7 +52,7 @@ def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> H
     }
     limits = {size: samples_per_batch(data.batch_size, data.max_tokens_per_batch, n) for size, n in tokens.items()}
     size = max(tokens, key=lambda size: limits[size] * tokens[size])
-    return Heaviest(limits[size], size, limits[size] * tokens[size], caption, tokens, limits)
+    return Heaviest(limits[size], size, limits[size] * tokens[size], caption, limits)
 
 
 def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
@@ -146,13 +136,8 @@ class OnCuda(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def fake_like(tensor: Tensor) -> Tensor:
-    """Return a fake tensor; call it within a FakeTensorMode."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
 def fake_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replace a model's meta tensors by fake ones, frozen weights in `dtype`."""
+    """Replace a model's meta tensors by fake ones, frozen weights in `dtype`; call it within a FakeTensorMode."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -161,7 +146,8 @@ def fake_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
                 module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
         attributes: tuple[dict[str, Any], ...] = (module._buffers, vars(module))
         for place in attributes:
-            place.update({name: fake_like(value) for name, value in place.items() if isinstance(value, Tensor)})
+            tensors = {name: value for name, value in place.items() if isinstance(value, Tensor)}
+            place.update({name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items()})
     return model
 
 
@@ -169,42 +155,33 @@ class FakeStep:
     """The forward and backward passes of a batch on tensors without content.
 
     Args:
-        dtype: of the base.
-        compiled: whether the blocks are.
-        transformer: on the meta device, with its adapter; its tensors are replaced.
-        batch: without content.
+        execution: of the transformer and its adapter.
+        batch: on the meta device.
         passes: of each sample.
+
+    Attributes:
+        transformer: with its adapter.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        adapter: Adapter,
-        dtype: torch.dtype,
-        compiled: bool,
-        transformer: nn.Module,
-        batch: LatentBatch,
-        passes: Passes = ONE,
-    ) -> None:
-        self.family = family
-        self.passes = passes
-        self.adapter = adapter
-        self.dtype = dtype
-        self.compiled = compiled
+    def __init__(self, execution: Execution, batch: LatentBatch, passes: Passes = ONE) -> None:
+        self.execution, self.passes, self.dtype = execution, passes, execution.base.dtype
         self._mode, self._memory = FakeTensorMode(), PeakMemory()
+        transformer = execution.adapted_meta_transformer()
         with self._mode, self._memory:
-            self.transformer = fake_model(transformer, dtype).train()
+            self.transformer = fake_model(transformer, self.dtype).train()
             assert batch.target_mean is not None
             self._x_t, self._eps, *self._controls = (
-                fake_like(latent).float() for latent in (batch.target_mean, batch.target_mean, *batch.controls)
+                torch.empty(latent.shape) for latent in (batch.target_mean, batch.target_mean, *batch.controls)
             )
-            self._prompt = {name: fake_like(tensor) for name, tensor in batch.prompt.items()}
-            self._mask = None if batch.mask is None else fake_like(batch.mask).float()
+            self._prompt = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.prompt.items()
+            }
+            self._mask = None if batch.mask is None else torch.empty(batch.mask.shape)
             self._t = torch.empty(len(self._x_t))
 
     def _bind(self, block: nn.Module) -> Callable[..., Any]:
         """Bind the rank mask, and compute as on CUDA: PyTorch leaves the mode in a backward pass."""
-        again = self.adapter.bind_rank_mask(block)
+        again = self.execution.adapter.bind_rank_mask(block)
 
         def run(*args: Any) -> Any:
             with OnCuda(self.dtype):
@@ -213,20 +190,20 @@ class FakeStep:
         return run
 
     def _loss(self) -> Tensor:
-        velocity = self.family.velocity(self.transformer, self._x_t, self._t, self._controls, self._prompt)
+        family = self.execution.family
+        velocity = family.velocity(self.transformer, self._x_t, self._t, self._controls, self._prompt)
         return flow.flow_loss(velocity, self._eps, self._mask).mean()
 
     def peak(self, policy: str) -> int:
         """Return the most bytes, besides weights, that it holds with this `gradient_checkpointing`."""
-        dtype = self.dtype
         # Compiled blocks keep what `selective` does.
-        kept = "selective" if policy == "none" and self.compiled else policy
+        kept = "selective" if policy == "none" and self.execution.compile_blocks else policy
         set_checkpointing(self.transformer, kept, self._bind)
-        with self._mode, self._memory, OnCuda(dtype):
-            for gate in self.adapter.rank_gates():
+        with self._mode, self._memory, OnCuda(self.dtype):
+            for gate in self.execution.rank_gates:
                 gate.factors = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
             self._memory.restart()
-            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+            with torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext():
                 loss = self._loss()
                 with torch.no_grad():
                     for _ in range(self.passes.forward):
@@ -268,17 +245,12 @@ class Calibration:
     Args:
         needs: the estimated bytes of the heaviest batch's step, by policy.
         tokens: of that batch.
-
-    Attributes:
-        policy: of the next step.
-        is_done: whether it is final.
     """
 
     def __init__(self, needs: Mapping[str, int], tokens: int) -> None:
-        self.needs = needs
-        self.tokens = tokens
-        self.policy = POLICIES[-1]
-        self.is_done = False
+        self.needs, self.tokens = needs, tokens
+        self.policy = POLICIES[-1]  # of the next step
+        self.is_done = False  # whether the policy is final
         self._factor = 1.0
 
     def expected(self, policy: str) -> int:
@@ -305,25 +277,16 @@ class Calibration:
             self.policy = following
 
 
-def calibrate(
-    family: Family,
-    base: FrozenBase,
-    adapter: Adapter,
-    compiled: bool,
-    transformer: nn.Module,
-    data: PairsDataModule,
-    passes: Passes,
-) -> Calibration:
+def calibrate(execution: Execution, data: PairsDataModule, passes: Passes) -> Calibration:
     """Start a calibration for this data, by simulating a step of its heaviest batch with each policy.
 
     Args:
-        compiled, transformer: of `FakeStep`.
         passes: of each sample, in a step that has the most.
     """
     log.info("estimating the memory of a step, which may take a minute")
+    family, base = execution.family, execution.base
     heaviest = heaviest_batch(family, base, data)
-    batch = empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption)
-    step = FakeStep(family, adapter, base.dtype, compiled, transformer, batch, passes)
+    step = FakeStep(execution, empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption), passes)
     needs = {policy: step.peak(policy) for policy in POLICIES}
     listed = ", ".join(f"{policy} {decimal(size)}" for policy, size in needs.items())
     log.info(f"model.gradient_checkpointing=auto begins with {POLICIES[-1]}; estimated memory of a step: {listed}")

@@ -8,6 +8,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from callbacks import checkpointing as checkpointing_callback
 from lightning_modules.estimation import memory
 from lightning_modules.estimation.memory import USABLE, Calibration
 from lightning_modules.execution import checkpointing
@@ -80,7 +81,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
     )
 
     def with_room_for(free, times=1, other=(0, -1e12)):
-        monkeypatch.setattr(Execution, "memory", lambda self: Double(free, times, peaks, chosen))
+        monkeypatch.setattr(checkpointing_callback, "DeviceMemory", lambda _: Double(free, times, peaks, chosen))
         monkeypatch.setattr(
             SingleDeviceStrategy,
             "reduce",
@@ -114,7 +115,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
 def test_masks_of_a_tlora_are_those_of_its_steps(run, tiny, pairs, tmp_path, monkeypatch):
     """The simulated step has its own gates."""
     monkeypatch.setattr(Execution, "searches_checkpointing", True)
-    monkeypatch.setattr(Execution, "memory", lambda self: Double(1e12, 0, {"full": 1}, ["full"]))
+    monkeypatch.setattr(checkpointing_callback, "DeviceMemory", lambda _: Double(1e12, 0, {"full": 1}, ["full"]))
     settings = ["model=flux_kontext", *FLUX["settings"], "adapter=tlora", "model.dtype=float32"]
     for policy in ("auto", "none"):
         choice = f"model.gradient_checkpointing={policy}"

@@ -104,7 +104,7 @@ def test_training_is_that_of_pefts_own(tiny, stock):
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("base", ["float32", "fp8-retouch"])
+@pytest.mark.parametrize("base", ["float32", "fp8"])
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_layer_is_compiled_as_one_graph_and_once(tiny, base):
     layer = build(tiny, "dora", *BASES[base]).transformer.get_submodule(LAYER)
