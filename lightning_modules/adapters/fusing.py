@@ -134,7 +134,7 @@ def _as_stored(source: TransformerSource, format: str) -> Quantization:
     """Return the quantization of a transformer that is quantized on disk."""
     settings = source.config().get("quantization_config") or {}
     double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
-    return Quantization(format, None, (), ("transformer",), double_quant)
+    return Quantization(format, (), ("transformer",), double_quant)
 
 
 def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantization: Quantization) -> Rounding:
