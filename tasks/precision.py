@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from datamodules.files import replacing, replacing_folder
+from datamodules.files import replacing_folder
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
 from lightning_modules.pretrained.weights import save_quantized
@@ -28,9 +27,6 @@ from tasks.folders import require_empty
 from tasks.placement import compute_device, frozen_model
 from tasks.resolvers import CONF
 from tasks.terminal import log, silence_libraries
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Timestep bands of equal width.
 BANDS = 10
@@ -61,8 +57,8 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
     log.info(f"train on it: {' '.join(['python train.py', *same, f'model.transformer_name_or_path={output_dir}'])}")
 
 
-def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
-    """Compare all formats on the first samples of data.root; write precision.png."""
+def compare_precision(cfg: DictConfig, _: Path) -> None:
+    """Compare all formats on the first samples of data.root."""
     silence_libraries()  # before a trainer is created
     device = compute_device(cfg)
     module = frozen_model(cfg)
@@ -75,14 +71,13 @@ def compare_precision(cfg: DictConfig, output_dir: Path) -> None:
     quantizations = [instantiate(settings, format=format, components_to_quantize=["transformer"]) for format in FORMATS]
     examples = [example.batch for example in data.examples(slice(EXAMPLES), negative_prompt=None)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
-    compare_velocities(module.to(device), quantizations, batches, output_dir / "precision.png")
-    log.info(f"done: {output_dir / 'precision.png'}")
+    compare_velocities(module.to(device), quantizations, batches)
 
 
 def compare_velocities(
-    module: EditModule, quantizations: Sequence[Quantization], batches: Sequence[LatentBatch], path: Path
+    module: EditModule, quantizations: Sequence[Quantization], batches: Sequence[LatentBatch]
 ) -> None:
-    """Print and draw the relative error of the velocity, by timestep band, for each quantization.
+    """Print the relative error of the velocity, by timestep band, for each quantization.
 
     Args:
         module: unquantized on disk; it keeps none of the transformers.
@@ -99,8 +94,6 @@ def compare_velocities(
         pairs = zip(quantized, exact, strict=True)
         errors[quantization.format] = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs]
     Console(stderr=True).print(_table(errors, sizes, precision))
-    with replacing(path) as temporary:
-        _draw(errors, precision).savefig(temporary, format="png")
 
 
 @torch.no_grad()
@@ -142,17 +135,3 @@ def _table(errors: Mapping[str, list[float]], sizes: Mapping[str, int], precisio
     table.add_row("weights", *(decimal(sizes[name]) for name in errors))
     table.caption = f"t 1 is noise; {precision} weights take {decimal(sizes[precision])}"
     return table
-
-
-def _draw(errors: Mapping[str, list[float]], precision: str) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot()
-    middles = [(band + 0.5) / BANDS for band in range(BANDS)]
-    for name, values in errors.items():
-        axes.plot(middles, [100 * value for value in values], marker="o", label=name)
-    axes.set(xlabel="t (1 is noise)", ylabel="relative error, %", xlim=(0, 1), ylim=(0, None))
-    axes.set_title(f"velocity against {precision}")
-    axes.legend()
-    return figure

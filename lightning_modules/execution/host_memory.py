@@ -1,4 +1,4 @@
-"""Host memory: pinned copies of frozen weights, copies on a stream of their own, and returning what was freed."""
+"""Host memory: pinned weights, copies on a stream of their own, and returning freed memory to the system."""
 
 import ctypes
 import logging
@@ -28,11 +28,6 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @property
-    def pins(self) -> bool:
-        """Whether host memory should be pinned: otherwise copies are not parallel."""
-        return self._stream is not None
 
     def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
         """Copy each source to its target after everything queued by now; return an event to `wait` for."""
@@ -121,41 +116,6 @@ def all_weights(module: nn.Module) -> list[Tensor]:
     # QuantizedLinear has `parts`; importing it would be a cycle.
     layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
     return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
-
-
-class HostCopy:
-    """A copy of a frozen model's weights in host memory, written once: offloading copies nothing.
-
-    Args:
-        model: on the device.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        found: dict[int, Tensor] = {}
-        for tensor in (*all_weights(model), *model.buffers()):
-            found.setdefault(tensor.data_ptr(), tensor)
-        self._tensors = list(found.values())
-        self._host = HostMemory(self._tensors)
-        self._host.pin(device)
-        self._views = self._host.views(self._host.piece)
-        for view, tensor in zip(self._views, self._tensors, strict=True):
-            view.copy_(tensor)
-
-    @staticmethod
-    def suits(model: nn.Module) -> bool:
-        """Return whether all weights are frozen and contiguous."""
-        tensors = (*all_weights(model), *model.buffers())
-        return not any(tensor.requires_grad or not tensor.is_contiguous() for tensor in tensors)
-
-    def offload(self) -> None:
-        """Free the device's memory."""
-        for tensor, view in zip(self._tensors, self._views, strict=True):
-            tensor.data = view
-
-    def load(self, device: torch.device) -> None:
-        """Copy the weights to the device."""
-        for tensor, view in zip(self._tensors, self._views, strict=True):
-            tensor.data = view.to(device, non_blocking=True, copy=True)
 
 
 def return_freed_memory() -> None:

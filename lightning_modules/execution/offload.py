@@ -1,16 +1,10 @@
 """Offloading to host memory: the weights of frozen blocks, and activations between forward and backward pass."""
 
-import weakref
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from datamodules.errors import UserError
@@ -19,10 +13,6 @@ from lightning_modules.execution.host_memory import HostMemory, SideStream
 
 # Bytes; smaller activations are not worth a copy.
 LEAST = 2**20
-# Copies to the host that may be in progress; a tensor stays on the device until its copy is done.
-BEHIND = 2
-# Graph nodes whose tensors are copied back before their turn.
-AHEAD = 2
 
 
 def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
@@ -123,21 +113,11 @@ class BlockStream:
         return after
 
 
-class SavedTensor:
-    """A tensor saved by autograd: in host memory, then back on the device until autograd frees it."""
-
-    def __init__(self, host: Tensor) -> None:
-        self.host: Tensor | None = host
-        self.back: Tensor | None = None
-        self.copied: Any = None
-        self.requested = 0  # copies back that had been requested by then, including its own
-
-
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """A context in which tensors saved by autograd go to host memory, and come back ahead of their use.
+    """A context in which tensors saved by autograd go to host memory until the backward pass.
 
-    The backward pass visits the graph's nodes from last to first, in whatever order a node uses its tensors: while one
-    node computes, the tensors of the two before it are copied. A tensor saved by several nodes is copied once each way.
+    Copies are queued in the order of computing, so no activation stays on the device. A tensor that several nodes save
+    is copied to host memory once, and back for each of them.
 
     Args:
         weights: tensors that stay on the device.
@@ -146,96 +126,26 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, device: torch.device, weights: Iterable[Tensor], least: int = LEAST) -> None:
         super().__init__(self._pack, self._unpack)
-        self.device = device
-        self.least = least
+        self.device, self.least = device, least
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
-        self._side_stream = SideStream(device)
-        self._known: dict[Any, SavedTensor] = {}
-        self._leaving: deque[tuple[Tensor, Any]] = deque()
-        # By sequence number; tensors that are no longer referenced need not come back.
-        self._nodes: list[tuple[int, list[weakref.ref[SavedTensor]]]] = []
-        self._arriving: deque[tuple[int, list[SavedTensor]]] = deque()
-        self._requested = 0
-
-    def __enter__(self) -> None:
-        if self._arriving:  # a backward pass was not finished
-            self._use(self._arriving[-1][1][0])
-        self._nodes.clear()
-        super().__enter__()
+        self._sent: dict[Any, Tensor] = {}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._known.clear()
-        self._free_sent(0)
+        self._sent.clear()
 
-    def _pack(self, tensor: Tensor) -> Tensor | tuple[int, SavedTensor]:
-        """Return the tensor itself, or the sequence number of the node that saves it and its placeholder."""
-        if tensor.nbytes < self.least or tensor.device != self.device:
-            return tensor
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[Tensor]:
+        """Return the tensor itself if it stays, or its copy in host memory."""
         storage = tensor.untyped_storage()
-        if storage._cdata in self._weights:
+        if tensor.nbytes < self.least or tensor.device != self.device or storage._cdata in self._weights:
             return tensor
         # The weak reference keeps the storage's address from being reused, but not its memory.
         layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = StorageWeakRef(storage), tensor._version, layout
-        if key not in self._known:
-            self._known[key] = self._send(tensor)
-        saved, node = self._known[key], self._node()
-        if not self._nodes or self._nodes[-1][0] != node:
-            self._nodes.append((node, []))
-        self._nodes[-1][1].append(weakref.ref(saved))
-        return node, saved
+        if key not in self._sent:
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self.device.type == "cuda")
+            self._sent[key] = host.copy_(tensor, non_blocking=True)
+        return (self._sent[key],)
 
-    def _node(self) -> int:
-        """Return the sequence number of the node that is saving a tensor; they rise."""
-        hooks = _top_saved_tensors_default_hooks(True)
-        if (hooks is not None and hooks[0] == self._pack) or not self._nodes:
-            return _get_sequence_nr()
-        # Selective checkpointing saves it, to compute a block again from its inputs, which were saved last.
-        return self._nodes[-1][0]
-
-    def _send(self, tensor: Tensor) -> SavedTensor:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=self._side_stream.pins)
-        self._leaving.append((tensor, self._side_stream.copy([tensor], [host])))
-        self._free_sent(BEHIND)
-        return SavedTensor(host)
-
-    def _free_sent(self, behind: int) -> None:
-        """Free the device tensors of all but the last `behind` copies; computing waits for these copies."""
-        while len(self._leaving) > behind:
-            self._side_stream.wait(self._leaving[0][1])
-            self._leaving.popleft()
-
-    def _fetch(self, node: int, references: Iterable[weakref.ref[SavedTensor]]) -> None:
-        """Start to copy back a node's tensors that are still referenced and not yet back."""
-        alive = dict.fromkeys(saved for reference in references if (saved := reference()) is not None)
-        waiting = {saved: saved.host for saved in alive if saved.host is not None}
-        if not waiting:
-            return
-        tensors = [torch.empty_like(host, device=self.device) for host in waiting.values()]
-        copied = self._side_stream.copy(list(waiting.values()), tensors)
-        self._requested += 1
-        for saved, tensor in zip(waiting, tensors, strict=True):
-            saved.host, saved.back, saved.copied, saved.requested = None, tensor, copied, self._requested
-        self._arriving.append((node, list(waiting)))
-
-    def _use(self, saved: SavedTensor) -> None:
-        """Make computing wait for a copy and for all requested before it: their memory may then be written."""
-        self._side_stream.wait(saved.copied)
-        while self._arriving and self._arriving[0][1][0].requested <= saved.requested:
-            self._arriving.popleft()
-
-    def _unpack(self, packed: Tensor | tuple[int, SavedTensor]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        node, saved = packed
-        own = bisect_left(self._nodes, node, key=itemgetter(0))
-        for other, references in self._nodes[own:]:
-            self._fetch(other, references)
-        del self._nodes[own:]
-        self._fetch(node, [weakref.ref(saved)])  # of an earlier forward pass
-        while self._nodes and sum(other < node for other, _ in self._arriving) < AHEAD:
-            self._fetch(*self._nodes.pop())
-        self._use(saved)
-        assert saved.back is not None
-        return saved.back
+    def _unpack(self, packed: Tensor | tuple[Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0].to(self.device, non_blocking=True)

@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from datamodules.errors import UserError, listing
-from lightning_modules.execution.host_memory import HostCopy
 from lightning_modules.pretrained.repository import WITHOUT_WEIGHTS, load_component, read_index, resolve_repository
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import LOADING, StageTimer
@@ -48,7 +46,6 @@ class Components:
         self.timer = timer
         self._loaded: dict[str, Any] = {}
         self._offloaded: set[str] = set()
-        self._copies: WeakKeyDictionary[nn.Module, HostCopy] = WeakKeyDictionary()  # of models offloaded before
 
     @property
     def repository(self) -> str:
@@ -69,8 +66,7 @@ class Components:
             with self.timer.stage(LOADING):
                 self._loaded[name] = self._load(name, device)
         elif name in self._offloaded:
-            part = self._loaded[name]
-            (self._copies[part].load if part in self._copies else part.to)(device)
+            self._loaded[name].to(device)
             self._offloaded.remove(name)
         return self._loaded[name]
 
@@ -118,14 +114,7 @@ class Components:
         """Move the models to host memory until they are used again."""
         moving = [name for name in self.models() if name not in self._offloaded and self.device(name).type != "cpu"]
         for name in moving:
-            part = self._loaded[name]
-            if not HostCopy.suits(part):  # a copy from before it trained does not suit either
-                self._copies.pop(part, None)
-                part.to("cpu")
-                continue
-            if part not in self._copies:
-                self._copies[part] = HostCopy(part, self.device(name))
-            self._copies[part].offload()
+            self._loaded[name].to("cpu")
         self._offloaded.update(moving)
         if moving and torch.cuda.is_available():
             torch.cuda.empty_cache()
