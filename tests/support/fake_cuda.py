@@ -41,7 +41,7 @@ ON_HOST = {
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
     ("denoise.py", "qwen_velocity"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
-    ("offload.py", "_send"): "activations that wait there",
+    ("offload.py", "_pack"): "activations that wait there",
     ("transformer_qwenimage.py", "forward"): "diffusers makes a list of 2511's tokens, and waits for its copy",
 }
 # Constants, which are made in the first step and kept.
