@@ -58,15 +58,14 @@ def check_component(folder: Path, class_name: str) -> None:
     Raises:
         UserError: a file is missing, is not JSON, or is cut off.
     """
+    is_processor = "Processor" in class_name or "FeatureExtractor" in class_name
     if "Scheduler" in class_name:
         _require(folder, (("scheduler_config.json",),))
-    elif "Tokenizer" in class_name:
-        _require(folder, VOCABULARIES)
-    elif "Processor" in class_name or "FeatureExtractor" in class_name:
+    elif is_processor:
         _require(folder, PREPROCESSORS)
-        if "Processor" in class_name and "ImageProcessor" not in class_name:  # contains a tokenizer
-            _require(folder, VOCABULARIES)
-    else:
+    if "Tokenizer" in class_name or ("Processor" in class_name and "ImageProcessor" not in class_name):
+        _require(folder, VOCABULARIES)
+    elif not is_processor and "Scheduler" not in class_name:
         _require(folder, (("config.json",),))
         check_weight_files(folder, class_name)
         check_library_weights(folder, read_json(folder / "config.json"))
@@ -91,9 +90,10 @@ def check_weight_files(folder: Path, class_name: str) -> None:
         others = sorted(name for name in names if WEIGHTS.fullmatch(name))
         if not others:
             raise UserError(f"{folder} lacks its weights: the download is incomplete; {GET_AGAIN}")
-        variant = others[0].split(".")[::2] == usual[0].split(".")
-        remedy = f"rename it to {usual[0]}" if variant else f"save the model with {library} (save_pretrained)"
-        raise UserError(f"{folder} has {listing(others)} and not {usual[0]}, which is read: {remedy}")
+        raise UserError(
+            f"{folder} has {listing(others)} and not {usual[0]}, which is read: rename a variant of it, or save the "
+            f"model with {library} (save_pretrained)"
+        )
     # A download may have left others: those that are loaded are checked.
     kind = "safetensors" if any(folder.glob("*.safetensors")) else "bin"
     for index in [path for path in folder.glob(f"*.{kind}.index.json") if path.name.count(".") == 3]:

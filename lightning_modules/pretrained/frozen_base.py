@@ -47,19 +47,12 @@ class FrozenBase:
         transformer_name_or_path: repository of the transformer; None for the same repository.
         revision: branch, tag or commit of pretrained_model_name_or_path on the hub.
         dtype: of the frozen weights, `float32` or `bfloat16`.
-        devices: of `text_encoder` and `vae`; None for the transformer's. For `transformer`, train.py and predict.py
-            configure the trainer.
-        quantization: of the transformer and of other components that it names; None for no quantization. A transformer
-            that is quantized on disk is loaded as it is.
+        devices: of `text_encoder` and `vae`; None for the transformer's.
+        quantization: of the components that it names; None for no quantization. A transformer that is quantized on disk
+            is loaded as it is.
         offload: to host memory: `encoders`, whether the other components make room for a loaded transformer; `blocks`,
             how many of its blocks.
         device: returns the transformer's device, which is known once the trainer is.
-
-    Attributes:
-        name: of the repository, as in the settings.
-        source: the transformer's.
-        components: all others.
-        timer: seconds of loading, encoding and sampling.
     """
 
     def __init__(
@@ -83,18 +76,16 @@ class FrozenBase:
         self.offloads_encoders = bool(offload["encoders"])
         self._device = device
         self._transformer_is_loaded = False
-        in_transformer = quantization is not None and "transformer" in quantization.components_to_quantize
+        quantized = () if quantization is None else quantization.components_to_quantize
         self.source = TransformerSource(
             family_class.transformer_class,
             self.transformer_name,
             revision if self.transformer_name == self.name else None,
             self.dtype,
-            quantization if in_transformer else None,
+            quantization if "transformer" in quantized else None,
             offload["blocks"],
         )
-        placement = {
-            name: repository.resolve_device(device, f"model.devices.{name}") for name, device in devices.items()
-        }
+        placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices.items()}
         self.components = Components(self.name, revision, self.dtype, placement, device, self.timer, quantization)
 
     @property
@@ -262,8 +253,7 @@ class FrozenBase:
         if sign := self.sign_of_distillation():
             note_once(
                 f"{self._transformer_repository} is distilled to few steps ({sign}): a LoRA trained directly on it "
-                "loses that ability, and its few-step images turn blurry or grey. Train on the base checkpoint, and "
-                "sample with this one by model.sampling.transformer_name_or_path; or train on this one with a LoRA "
-                "that undoes the distillation, model.training_adapter. Either way model.sampling needs its steps and "
-                "scales: docs/training.md, distilled bases"
+                "loses that ability. Train on the base checkpoint, and sample with this one by "
+                "model.sampling.transformer_name_or_path; or train with a LoRA that undoes the distillation, "
+                "model.training_adapter: docs/training.md, distilled bases"
             )

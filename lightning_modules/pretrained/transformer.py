@@ -20,7 +20,6 @@ from lightning_modules.pretrained.checks import (
 from lightning_modules.pretrained.repository import load_model, resolve_repository
 from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
 from lightning_modules.quantization.eight_bit import describe_kernels
-from lightning_modules.quantization.linear import HINTS
 from lightning_modules.quantization.quantization import Quantization
 
 log = logging.getLogger("retouch")
@@ -166,9 +165,7 @@ class TransformerSource:
         def placement(name: str) -> torch.device:
             return torch.device("cpu") if split or name.startswith(streamed) else device
 
-        if hints := [name for name in weights.dtypes if name.endswith(HINTS)]:
-            log.info(f"note: input scales on disk ({listing(hints)}) are not used: inputs are scaled by their own size")
-        how = f", quantizing to {quantization.format}" if quantization is not None else ""
+        how = "" if quantization is None else f", quantizing to {quantization.format}"
         log.info(f"loading transformer{f', {weights.format} on disk' if weights.format else how}")
         assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
         if any(getattr(module, "storage", None) == "fp8" for module in model.modules()):
@@ -184,22 +181,17 @@ class TransformerSource:
     @cached_property
     def precision(self) -> str:
         """The format of its linear layers: the files decide, then the settings."""
-        stored, wanted = self.stored_format, self.quantization
-        if stored is not None and wanted is not None and stored != wanted.format:
-            log.warning(
-                f"note: the checkpoint {self.name} is already {stored}: model.quantization.format={wanted.format} is "
-                "ignored"
-            )
-        return stored or self._configured
+        stored, wanted = self.stored_format, self._configured
+        if stored is not None and self.quantization is not None and stored != wanted:
+            log.warning(f"note: {self.name} is {stored} on disk: model.quantization.format={wanted} is ignored")
+        return stored or wanted
 
     @property
     def expected_precision(self) -> str:
         """`precision`, without reading weights from the hub."""
         how = self.config().get("quantization_config") or {}
-        if how.get("load_in_8bit"):
-            return "int8"
-        if how.get("load_in_4bit"):
-            return how.get("bnb_4bit_quant_type", "fp4")
+        if how.get("load_in_8bit") or how.get("load_in_4bit"):
+            return "int8" if how.get("load_in_8bit") else how.get("bnb_4bit_quant_type", "fp4")
         return self.precision if Path(self.repository).is_dir() else self._configured
 
     @property

@@ -127,7 +127,7 @@ def test_settings_do_not_quantize_what_is_quantized(checkpoint, caplog):
     source = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization(other), 0)
     assert source.load(CPU).get_submodule(LAYER).storage.startswith(format)
     assert source.precision == source.expected_precision == format
-    assert f"is already {format}: model.quantization.format={other} is ignored" in caplog.text
+    assert f"is {format} on disk: model.quantization.format={other} is ignored" in caplog.text
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp4", "nf4", "int8"])
@@ -321,7 +321,7 @@ def test_a_single_file_is_said_to_be_one_and_not_looked_for_on_the_hub(tmp_path,
         (
             ["diffusion_pytorch_model.fp16.safetensors"],
             "FluxTransformer2DModel",
-            r"has .* and not .*: rename it to diff",
+            r"has .* and not .*: rename a variant of it",
         ),
         (
             ["flax_model.msgpack", "model.onnx"],
