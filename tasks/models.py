@@ -143,40 +143,35 @@ def header_here(file: LoRAFile) -> Header:
         return header
     with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
         settings: Any = OmegaConf.to_container(OmegaConf.load(config)).get("model") or {}  # type: ignore[union-attr]
+    paths = {key: one for key, one in _flat(settings).items() if isinstance(one, str) and os.path.exists(one)}
+    return header | {"model": {key: paths.get(key, one) for key, one in _flat(header["model"]).items()}}
 
-    return header | {"model": _with_local_paths(header["model"], settings)}
 
-
-def _with_local_paths(header: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values of a header by those settings that are paths of this machine."""
-    paths = {key: one for key, one in settings.items() if isinstance(one, str) and os.path.exists(one)}
-    return {
-        key: _with_local_paths(one, settings.get(key) or {}) if isinstance(one, dict) else paths.get(key, one)
-        for key, one in header.items()
-    }
+def _flat(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """Return nested settings by their keys with dots."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{start}{key}.") if isinstance(value, dict) else {f"{start}{key}": value}
+    return found
 
 
 def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
     """Return the settings of the model that the first LoRA was trained on, with those of the command line."""
-    trained = ((headers or [None])[0] or {}).get("model")
+    trained = _flat(((headers or [None])[0] or {}).get("model") or {})
     if any(override.startswith("model=") for override in overrides) or not trained:
         return cfg.model
-    own = [override for override in overrides if override.startswith(("model.", "model/"))]
-    quantization = trained.get("quantization") or {}
-    if any(override.startswith("model/quantization=") for override in own):
-        quantization = {}
-    elif quantization:  # any of them: its values come from the header
-        own.append("model/quantization=fp8")
     name = str(trained.get("name"))
     if name not in _names():
         short = printable(name[:150])
         raise UserError(f"the LoRA was trained with model={short}, which is not in conf/model: pass model=NAME")
+    own = [override for override in overrides if override.startswith(("model.", "model/"))]
+    if any(override.startswith("model/quantization=") for override in own):
+        trained = {key: value for key, value in trained.items() if not key.startswith("quantization.")}
+    elif any(key.startswith("quantization.") for key in trained):  # any of them: its values come from the header
+        own.append("model/quantization=fp8")
     model = hydra.compose("predict", overrides=[f"model={name}", *own]).model
     given = {override.split("=")[0].removeprefix("model.").removeprefix("model/") for override in own}
-    settings = trained | {f"quantization.{key}": value for key, value in quantization.items()}
-    if isinstance(sampling := trained.get("sampling"), dict):
-        settings |= {f"sampling.{key}": value for key, value in sampling.items()}
-    for key, value in settings.items():
+    for key, value in trained.items():
         # A file from elsewhere may set values, never what is called or looked up.
         private = any(part.startswith("_") for part in key.split("."))
         usual = OmegaConf.select(model, key, default=...)

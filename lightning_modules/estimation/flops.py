@@ -1,7 +1,6 @@
 """The useful work of a training step, which is its matrix products counted once each, and the time it takes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -44,8 +43,7 @@ class Passes(NamedTuple):
 ONE = Passes()
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Token counts of a sample; or a product's rows for each token of a kind, and for each sample."""
 
     text: int
@@ -53,33 +51,25 @@ class Tokens:
     control: int
     sample: int = 1
 
-    def count(self, rows: "Tokens") -> int:
+    def rows(self, each: "Tokens") -> int:
         """Return all rows of a product."""
-        return sum(own * factor for own, factor in zip(astuple(self), astuple(rows), strict=True))
+        return sum(own * factor for own, factor in zip(self, each, strict=True))
 
 
-@dataclass(frozen=True)
-class Product:
-    """A matrix product of a sample, or the two products of attention.
+class Product(NamedTuple):
+    """A matrix product of a sample, or the two products of attention."""
 
-    Attributes:
-        rows: for each token of a kind, and for the sample.
-        sides: of the weight, (in, out); of attention (width of all heads, 0).
-        keys: of attention, the tokens attended to; None for other products.
-        input_gradient, weight_gradient: whether these are computed.
-    """
-
-    rows: Tokens
-    sides: tuple[int, int]
-    keys: Tokens | None
-    input_gradient: bool
+    rows: Tokens  # for each token of a kind, and for the sample
+    sides: tuple[int, int]  # of the weight, (in, out); of attention (width of all heads, 0)
+    keys: Tokens | None  # of attention, the tokens attended to
+    input_gradient: bool  # whether it is computed
     weight_gradient: bool
 
     def forward(self, tokens: Tokens) -> int:
         """Return the FLOPs of a sample; a multiplication and an addition are two."""
         if self.keys is not None:  # queries with keys, then weights with values
-            return 4 * tokens.count(self.rows) * tokens.count(self.keys) * self.sides[0]
-        return 2 * tokens.count(self.rows) * self.sides[0] * self.sides[1]
+            return 4 * tokens.rows(self.rows) * tokens.rows(self.keys) * self.sides[0]
+        return 2 * tokens.rows(self.rows) * self.sides[0] * self.sides[1]
 
     def backward(self, tokens: Tokens) -> int:
         """Return the FLOPs of its gradients, without the recomputation in attention kernels."""
@@ -99,10 +89,7 @@ class StepFlops:
     def __init__(
         self, family: Family, transformer: Callable[[], Any], rank_gates: Callable[[], Sequence[RankGate]]
     ) -> None:
-        self._family = family
-        self._transformer = transformer
-        self._rank_gates = rank_gates
-        self._known: dict[Tokens, int] = {}
+        self._family, self._transformer, self._rank_gates = family, transformer, rank_gates
 
     @cached_property
     def products(self) -> list[Product]:
@@ -133,9 +120,7 @@ class StepFlops:
 
     def of_sample(self, tokens: Tokens) -> int:
         """Return the FLOPs of a sample, forward and backward."""
-        if tokens not in self._known:
-            self._known[tokens] = sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
-        return self._known[tokens]
+        return sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
 
     def __call__(self, batch: LatentBatch, passes: Passes = ONE) -> int:
         """Return the FLOPs of a step, each pass counted with the samples' own prompts and the adapter."""

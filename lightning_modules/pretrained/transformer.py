@@ -19,7 +19,7 @@ from lightning_modules.pretrained.checks import (
 )
 from lightning_modules.pretrained.repository import load_model, resolve_repository
 from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
-from lightning_modules.quantization.eight_bit import describe_kernels
+from lightning_modules.quantization.eight_bit import has_tensor_cores
 from lightning_modules.quantization.quantization import Quantization
 
 log = logging.getLogger("retouch")
@@ -169,7 +169,8 @@ class TransformerSource:
         log.info(f"loading transformer{f', {weights.format} on disk' if weights.format else how}")
         assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
         if any(getattr(module, "storage", None) == "fp8" for module in model.modules()):
-            log.info(f"fp8: {describe_kernels(device)}")
+            used = "products on" if has_tensor_cores(device) else "weights only, without"
+            log.info(f"fp8: {used} tensor cores")  # nothing else shows that they stay idle
         return model.requires_grad_(False).eval()
 
     @cached_property

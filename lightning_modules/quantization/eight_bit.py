@@ -45,7 +45,7 @@ class Float8(Scaled):
     def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         weight, scale = parts
         out_features, in_features = shape
-        if not _on_tensor_cores(x, weight, E4M3):
+        if not _on_tensor_cores(x, weight):
             return super().product(x, parts, shape)
         rows, row_scales = quantize_rows(x.reshape(-1, in_features), E4M3)
         # The second matrix is weight^T, column by column, so its rows' scales are the columns'.
@@ -56,7 +56,7 @@ class Float8(Scaled):
     def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         weight, scale = parts
         out_features, in_features = shape
-        if not _on_tensor_cores(grad, weight, E5M2):
+        if not _on_tensor_cores(grad, weight):
             return super().input_gradient(grad, parts, shape)
         # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
         rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
@@ -90,29 +90,24 @@ def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Quan
     return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
 
 
-def describe_kernels(device: torch.device) -> str:
-    """Return which products of fp8 layers run on tensor cores: nothing else shows that they stay idle."""
-    used = [word for word, dtype in (("products", E4M3), ("gradients", E5M2)) if has_tensor_cores(device, dtype)]
-    return f"tensor cores for {' and '.join(used)}" if used else "weights only: its tensor cores are not used here"
-
-
-def _on_tensor_cores(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
     fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
-    return fits and weight.dtype == E4M3 and has_tensor_cores(x.device, dtype)
+    return fits and weight.dtype == E4M3 and has_tensor_cores(x.device)
 
 
 @cache
-def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device multiplies rows of this float8 dtype; compute capability 8.9 and later, not AMD."""
+def has_tensor_cores(device: torch.device) -> bool:
+    """Return whether a device multiplies rows in e4m3 and e5m2; compute capability 8.9 and later, not AMD."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return False
     samples, side = PROBE
+    scales, columns = torch.ones(1, side, device=device), torch.zeros(side, side, device=device).to(E4M3).t()
     try:
-        rows, columns = (torch.zeros(n, side, device=device).to(kind) for n, kind in ((samples, dtype), (side, E4M3)))
-        scaled_product(rows, torch.ones(samples, 1, device=device), columns.t(), torch.ones(1, side, device=device))
+        for dtype in (E4M3, E5M2):
+            rows = torch.zeros(PROBE, device=device).to(dtype)
+            scaled_product(rows, torch.ones(samples, 1, device=device), columns, scales)
     except RuntimeError as error:
-        name = str(dtype).removeprefix("torch.")
-        log.warning(f"note: fp8 tensor cores cannot be used here with {name}: {reason(error)}")
+        log.warning(f"note: fp8 tensor cores cannot be used here: {reason(error)}")
         return False
     return True
 

@@ -139,7 +139,7 @@ def test_what_multiplies_fp8_layers_is_said(tiny, caplog):
         caplog.clear()
         made(tiny, "lora", base)
         said[base] = {line for line in caplog.messages if "fp8:" in line}  # once or, by several handlers, more often
-    assert said == {"fp8": {"fp8: weights only: its tensor cores are not used here"}, "bf16": set()}
+    assert said == {"fp8": {"fp8: weights only, without tensor cores"}, "bf16": set()}
 
 
 def test_attention_backend_is_the_dispatcher_s(tiny):

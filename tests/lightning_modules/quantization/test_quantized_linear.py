@@ -81,50 +81,39 @@ def test_fp8_scales_are_powers_of_two_and_bf16_dequantizes_exactly():
     assert torch.equal(layer.dequantize(torch.bfloat16).double(), exact)
 
 
-@pytest.mark.parametrize(
-    ("refused", "line"),
-    [
-        ([], "tensor cores for products and gradients"),
-        ([E5M2], "tensor cores for products"),
-        ([E4M3], "tensor cores for gradients"),
-        ([E4M3, E5M2], "weights only: its tensor cores are not used here"),
-    ],
-)
-def test_kernels_are_probed_separately_at_a_model_s_size(monkeypatch, refused, line):
+@pytest.mark.parametrize("refused", [None, E4M3, E5M2])
+def test_kernels_are_probed_at_a_model_s_size(monkeypatch, refused):
     """Tensors have no content, and a stand-in for the product fails as on a GPU without some kernels."""
     probed = []
 
     def scaled_mm(a, b, *, use_fast_accum, **_):
         probed.append((a.dtype, use_fast_accum, *a.shape, *b.shape))
-        if a.dtype in refused or a.shape[1] < 1024:
+        if a.dtype == refused or a.shape[1] < 1024:
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     eight_bit.has_tensor_cores.cache_clear()
     with FakeTensorMode():
-        assert eight_bit.describe_kernels(torch.device("cuda")) == line
+        assert eight_bit.has_tensor_cores(torch.device("cuda")) == (refused is None)
     eight_bit.has_tensor_cores.cache_clear()
-    assert probed == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in (E4M3, E5M2)]
+    assert probed == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in (E4M3, E5M2)][: len(probed)]
 
 
-@pytest.mark.parametrize("available", [(E4M3,), (E4M3, E5M2)])
-def test_tensor_cores_add_the_rounding_of_activations_and_gradients(monkeypatch, available):
+def test_tensor_cores_add_the_rounding_of_activations_and_gradients(tensor_cores, monkeypatch):
     """An e4m3 number is off by 2^-4 at most, by less than 2^-4 / sqrt(3) in the mean square; e5m2's step is double.
 
-    PyTorch's own _scaled_mm runs on a CPU too. Gradients are not rounded if only products have a kernel.
+    PyTorch's own _scaled_mm runs on a CPU too.
     """
-    monkeypatch.setattr(eight_bit, "has_tensor_cores", lambda device, dtype: dtype in available)
     calls, scaled_mm = [], torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, *args, **kw: calls.append(a.dtype) or scaled_mm(a, *args, **kw))
     layer = quantization("fp8").quantize(linear())
     x, y, grad, x_grad = forward_and_backward(layer, torch.float32)
     weight = layer.dequantize(torch.float32)
-    assert calls == list(available)
+    assert calls == [E4M3, E5M2]
     assert 1e-3 < error(y, x @ weight.T + layer.bias) < 2**-4 / 3**0.5
     assert error(layer.exact_product(x), x @ weight.T) < 1e-6
-    gradient_error = error(x_grad, grad @ weight)
-    assert 1e-3 < gradient_error < 2**-3 / 3**0.5 if E5M2 in available else gradient_error < 1e-6
+    assert 1e-3 < error(x_grad, grad @ weight) < 2**-3 / 3**0.5
 
 
 @pytest.fixture
