@@ -21,14 +21,7 @@ from datamodules.errors import UserError, count_of, printable
 from datamodules.files import replacing
 from datamodules.images.alignment import edges
 from datamodules.images.decoding import open_image
-from datamodules.images.inspection import (
-    Finding,
-    Kind,
-    caption_findings,
-    inspect_sample,
-    look,
-    repeated,
-)
+from datamodules.images.inspection import Finding, Kind, caption_findings, inspect_sample, look, repeated
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import resize
@@ -95,7 +88,7 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
             progress.done(len(seen))
     finally:
         pool.shutdown(cancel_futures=True)
-    found = mostly_small([finding for one in seen for finding in one.findings], len(samples))
+    found = [finding for one in seen for finding in one.findings]
     found += repeated(samples, [one.target for one in seen], [one.control for one in seen], held)
     return [*found, *caption_findings(samples)]
 
@@ -112,15 +105,6 @@ def faults_of(data: PairsDataModule) -> list[Finding]:
 def count_kinds(found: Sequence[Finding]) -> str:
     """Return the number of findings of each kind, the worst first: `3 shifted, 2 nearly equal`."""
     return ", ".join(f"{count} {kind.label}" for kind, count in Counter(finding.kind for finding in found).items())
-
-
-def mostly_small(found: list[Finding], count: int) -> list[Finding]:
-    """Replace findings of low resolution by one if most of `count` samples have one: the whole set is small."""
-    small = [finding for finding in found if finding.kind is Kind.SMALL]
-    if 2 * len(small) <= count:
-        return found
-    summary = Finding(Kind.SMALL, f"{len(small)} of {count}", f"such as {small[0].key}: {small[0].figure}")
-    return [summary, *(finding for finding in found if finding.kind is not Kind.SMALL)]
 
 
 def _worst_first(findings: list[Finding]) -> list[Finding]:
@@ -152,13 +136,13 @@ def _table(found: Sequence[Finding], what: str) -> Table:
 def _choose(found: Sequence[Finding], most: int) -> list[list[Finding]]:
     """Return the findings of up to `most` samples; each kind is shown before any kind is shown twice."""
     of_sample: dict[Sample, list[Finding]] = {}
-    rank: dict[Sample, tuple[int, int]] = {}
+    rank: dict[Sample, int] = {}
     count: Counter[Kind] = Counter()
-    for index, finding in enumerate(found):
+    for finding in found:
         if finding.sample is not None:
             of_sample.setdefault(finding.sample, []).append(finding)
             count[finding.kind] += 1
-            rank[finding.sample] = min(rank.get(finding.sample, (len(found), 0)), (count[finding.kind], index))
+            rank[finding.sample] = min(rank.get(finding.sample, len(found)), count[finding.kind])
     chosen = sorted(of_sample, key=lambda sample: rank[sample])[:most]
     return [of_sample[sample] for sample in of_sample if sample in chosen]
 

@@ -67,7 +67,6 @@ def test_photographs_train_without_a_setting(run, tiny, tmp_path):
     data = [f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}", "trainer.accelerator=cpu"]
     run_settings = [f"output_dir={tmp_path / 'run'}", "trainer.max_steps=1", "callbacks.sample_images=null"]
     text = run("train", *model, *data, *run_settings).text
-    assert "4 pairs have more than 1024x1024 pixels and are shrunk" in text
     assert "1 pair has fewer than 1024x1024 pixels, kept as small (data.upscale=true enlarges them)" in text
     rows = {row["key"]: row["sizes"] for row in only(tmp_path / "cache").rows() if "key" in row}
     exact = {"00": [1168, 880], "01": [880, 1168], "02": [880, 1168], "03": [1248, 832], "04": [640, 480]}
@@ -89,7 +88,6 @@ def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_process
     here = lambda name, *more, **settings: of(two_roots, tmp_path / name, common, *more, **settings)  # noqa: E731
     text = run("train", *here("cached")).text
     assert re.search(r"10 pairs in \d\d views", text)
-    assert "7 pairs have several captions" in text
     run("train", *here("again"))
     assert lora_bytes(tmp_path / "cached") == lora_bytes(tmp_path / "again")
     run("train", *here("streamed", data="pairs"))

@@ -47,11 +47,9 @@ ORIENTATION = 0x0112
 EXIF, INTEROPERABILITY, COLOR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
 # Levels of 255 by which profiles of sRGB differ from each other: their tables are rounded.
 ROUNDING = 2
-# (x, y) of red, green, blue and white: of sRGB, and of Adobe RGB (1998), section 4.3, with its gamma.
-PRIMARIES = (0.64, 0.33), (0.3, 0.6), (0.15, 0.06), (0.3127, 0.329)
-ADOBE_RGB = ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06), (0.3127, 0.329)), 563 / 256
-D50 = np.array([0.9642, 1.0, 0.8249])
-BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+# x, y of white, red, green and blue of sRGB.
+PRIMARIES = 0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06
+ADOBE_RGB = Path(__file__).with_name("adobe_rgb.icc").read_bytes()
 SRGB, LAB = (ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in ("sRGB", "LAB"))
 
 Sides = tuple[int, int]
@@ -269,7 +267,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 def conversion(image: Image.Image) -> tuple[ImageCms.ImageCmsTransform | None, str]:
     """Return the transform to sRGB of an opened image, None if it is sRGB, and the fault of its profile if any.
 
-    An embedded profile comes first, then the gAMA and cHRM chunks of a PNG, then EXIF's mark of Adobe RGB.
+    An embedded profile comes first, then EXIF's mark of Adobe RGB.
     """
     modes = {"1": "L", "L": "L", "LA": "L", "La": "L", "CMYK": "CMYK", "LAB": "LAB"}
     mode, fault = "I;16" if image.mode[:1] == "I" else modes.get(image.mode, "RGB"), ""
@@ -294,14 +292,12 @@ def _profile(image: Image.Image) -> bytes | None:
     info = image.info
     if "icc_profile" in info:
         return info["icc_profile"] or b""  # Pillow sets None for one that it cannot unpack
-    if image.format == "PNG" and "srgb" not in info and not info.keys().isdisjoint(("gamma", "chromaticity")):
-        flat, gamma = info.get("chromaticity"), 1 / info.get("gamma", 1 / 2.2)
-        white, *colours = zip(flat[::2], flat[1::2], strict=True) if flat else (PRIMARIES[3], *PRIMARIES[:3])
-        points = (*colours, white)
+    if image.format == "PNG" and "srgb" not in info:
         # Programs write 2.2 for the curve of sRGB (PNG, section 11.3.2.5).
-        is_srgb = abs(gamma / 2.2 - 1) < 0.02 and np.allclose(points, PRIMARIES, atol=0.005)
-        return None if is_srgb else matrix_profile(points, gamma)
-    return matrix_profile(*ADOBE_RGB) if _is_adobe_rgb(image) else None
+        own = *info.get("chromaticity", PRIMARIES), info.get("gamma", 1 / 2.2)
+        if not np.allclose(own, (*PRIMARIES, 1 / 2.2), rtol=0, atol=0.01):
+            raise ValueError("of gAMA and cHRM instead of ICC")
+    return ADOBE_RGB if _is_adobe_rgb(image) else None
 
 
 def _is_adobe_rgb(image: Image.Image) -> bool:
@@ -329,31 +325,3 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         changed = np.asarray(transform.apply(Image.fromarray(colours))).astype(int) - colours
         return transform if np.abs(changed).max() > ROUNDING else None
     return transform
-
-
-def matrix_profile(points: tuple[tuple[float, float], ...], gamma: float) -> bytes:
-    """Return an ICC profile of RGB colours.
-
-    Args:
-        points: chromaticities (x, y) of red, green, blue and white.
-        gamma: exponent from values to light.
-    """
-    xyz = np.array([(x / y, 1, (1 - x - y) / y) for x, y in points]).T
-    light = xyz[:, :3] * np.linalg.solve(xyz[:, :3], xyz[:, 3])
-    adapted = np.linalg.solve(BRADFORD, (BRADFORD @ light) * ((BRADFORD @ D50) / (BRADFORD @ xyz[:, 3]))[:, None])
-    curve = b"para" + bytes(8) + _fixed([gamma])
-    tags = {b"wtpt": b"XYZ " + bytes(4) + _fixed(D50)}
-    for name, column in zip((b"r", b"g", b"b"), adapted.T, strict=True):
-        tags |= {name + b"XYZ": b"XYZ " + bytes(4) + _fixed(column), name + b"TRC": curve}
-    start = 132 + 12 * len(tags)
-    table = struct.pack(">I", len(tags))
-    for name, data in tags.items():
-        table += struct.pack(">4sII", name, start, len(data))
-        start += len(data)
-    head = struct.pack(">I4xI4s4s4s12x4s28x", start, 0x04200000, b"mntr", b"RGB ", b"XYZ ", b"acsp") + _fixed(D50)
-    return head.ljust(128, b"\0") + table + b"".join(tags.values())
-
-
-def _fixed(numbers: "np.ndarray | list[float]") -> bytes:
-    """Pack numbers as s15Fixed16."""
-    return struct.pack(f">{len(numbers)}i", *(round(65536 * float(number)) for number in numbers))

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from datamodules.errors import UserError, count_of, listing
 from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
-from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, Sample
+from datamodules.images.samples import TRIGGER, Root, Sample
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
 
 # Proportions of buckets are powers of STEP up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
@@ -242,37 +242,22 @@ def notes_on(
     """
     counts: Counter[str] = Counter()
     for view, own, root in zip(views, facts, roots, strict=True):
-        side, (width, height), frame = max(root.resolution, default=0), own[0].size, view.windows[0].frame
-        square, prompts = f"{noun} have {{}} than {side}x{side} pixels", view.sample.prompts
-        if frame[0] > width or frame[1] > height:
-            counts[square.format("fewer") + " and are enlarged"] += 1
-        elif side and width * height > side**2 and frame != floor_size(width, height):
-            counts[square.format("more") + " and are shrunk"] += 1
-        elif side and width * height < side**2:
-            counts[square.format("fewer") + ", kept as small (data.upscale=true enlarges them)"] += 1
-        rounded = any(
-            one.size != window.size == floor_size(*one.size) and not window.cropped
-            for one, window in zip(own, view.windows, strict=True)
-        )
-        counts[f"{noun} have sides rounded down to a multiple of {SIDE_MULTIPLE}"] += rounded
+        side, (width, height), prompts = max(root.resolution, default=0), own[0].size, view.sample.prompts
+        small = width * height < side**2 and view.windows[0].frame[0] <= width
+        counts[f"{noun} have fewer than {side}x{side} pixels, kept as small (data.upscale=true enlarges them)"] += small
         counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
         counts["captions are empty"] += sum(not prompt for prompt in prompts)
         literal = any(TRIGGER in prompt for prompt in prompts)
         counts[f"{noun} have {TRIGGER} in the captions: data.trigger_word=WORD puts a word there"] += literal
-        counts[f"{noun} have several captions: each time one of them is drawn"] += len(prompts) > 1
         sided = flip and any(map(SIDED.search, prompts))
         counts[f"{noun} have left or right in the captions, wrong for the mirrored images of data.flip=true"] += sided
+        hint = "" if root.alpha_mask else ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
+        alpha = any(one.alpha for one in own)
+        counts[f"{noun} have an alpha channel, whose transparent parts become white{hint}"] += alpha
     notes = [count_of(count, text) for text, count in counts.items() if count]
-    if alpha := [view.sample.key for view, own in zip(views, facts, strict=True) if any(one.alpha for one in own)]:
-        masked = any(root.alpha_mask for root in roots)
-        hint = "" if masked else ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
-        what = f"{noun} have an alpha channel, whose transparent parts become white, such as {alpha[0]}{hint}"
-        notes.append(count_of(len(alpha), what))
     if crops := [view.cropped for view in views if view.cropped]:
-        notes.append(
-            count_of(len(crops), f"{noun} are cropped to the sizes of training, by ")
-            + f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"
-        )
+        share = f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"
+        notes.append(count_of(len(crops), f"{noun} are cropped to the sizes of training, by {share}"))
     return notes
 
 

@@ -11,7 +11,7 @@ import imagehash
 import numpy as np
 from PIL import Image
 
-from datamodules.errors import UserError, listing, printable
+from datamodules.errors import UserError, printable
 from datamodules.images.alignment import align, edges
 from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, Sides, image_size, open_image, opened
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
@@ -35,8 +35,6 @@ CELLS = 8
 NEAR_BITS, NEAR_COLOURS = 4, 4
 # For targets of one control, which several edits share: a small edit changes a cell by about this much.
 SAME_BITS, SAME_COLOURS = 2, 2
-# Pairs of hashes that are compared at once, and the most matches of one image that are looked at.
-AT_ONCE, MOST_MATCHES = 2**22, 64
 # Share of images with captions of their own, from which on a repeated one is a mistake and not the edit's instruction.
 VARIED = 0.8
 # Shorter captions are instructions ("make it snow"), which may be right for several images; a description is not.
@@ -60,7 +58,6 @@ class Kind(Enum):
     SMALL = "low resolution", "find a larger original, or train at a lower data.resolution"
     COMPRESSED = "compressed", "find a better original: blocks and halos are learned"
     NO_CAPTION = "empty caption", "write one"
-    NO_LETTERS = "caption without letters", "write it in words; data.caption_per_line=false keeps a file whole"
     REPEATED_CAPTION = "repeated caption", "write its own: the others have theirs"
 
     def __init__(self, label: str, remedy: str) -> None:
@@ -85,8 +82,7 @@ class Finding(NamedTuple):
     other: Sample | None = None
 
 
-@dataclass(frozen=True)
-class Print:
+class Print(NamedTuple):
     """A perceptual hash of 64 bits and colours (CELLS, CELLS, 3), by which an image is found again."""
 
     hash: int
@@ -95,8 +91,8 @@ class Print:
     @classmethod
     def of(cls, image: Image.Image) -> "Print":
         """Return the print of an image."""
-        bits = np.packbits(imagehash.phash(image).hash.flatten())
-        return cls(int.from_bytes(bits.tobytes()), np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX)))
+        colours = np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX), np.int16)
+        return cls(int(str(imagehash.phash(image)), 16), colours)
 
 
 @dataclass(frozen=True)
@@ -222,13 +218,11 @@ def _faults(sample: Sample, seen: dict[ImageFile, Look], sides: tuple[int, ...])
             yield Kind.BLANK, f"control {number}" if len(controls) > 1 else "control"
     if target is None:
         return
-    if mask := seen.get(sample.mask) if sample.mask else None:
-        if mask.one_colour:
-            level = np.asarray(mask.small).mean() / 255
-            yield Kind.MASK, "all white" if level > 0.95 else "all black" if level < 0.05 else "one grey"
-        if not mask.same_proportion(target):
-            yield Kind.MASK, _sizes("mask", mask, target)
-    rejected = seen.get(sample.rejected) if sample.rejected else None
+    mask, rejected = (seen.get(path) if path else None for path in (sample.mask, sample.rejected))
+    if mask and mask.one_colour:
+        yield Kind.MASK, "one colour"
+    if mask and not mask.same_proportion(target):
+        yield Kind.MASK, _sizes("mask", mask, target)
     if rejected and nearly_equal(resize(rejected.small, target.small.size), target.small):
         yield Kind.NEARLY_EQUAL, "rejected and target"
     if len(controls) == len(sample.controls) > 0:
@@ -287,21 +281,19 @@ def matches(prints: Sequence[Print | None], others: Sequence[Print | None]) -> I
 
     If both are one list, each pair is yielded once, the later image first.
     """
-    known = [np.array([index for index, one in enumerate(some) if one is not None]) for some in (prints, others)]
-    present = [[one for one in some if one is not None] for some in (prints, others)]
-    hashes = [np.array([one.hash for one in some], dtype=np.uint64) for some in present]
-    rows = max(1, AT_ONCE // max(1, len(hashes[1])))
-    for start in range(0, len(hashes[0]), rows):
-        bits = np.bitwise_count(hashes[0][start : start + rows, None] ^ hashes[1])
-        for row in np.flatnonzero((bits <= NEAR_BITS).any(axis=1)):
-            one = start + int(row)
-            columns = np.flatnonzero(bits[row] <= NEAR_BITS)
-            for column in (columns[columns < one] if others is prints else columns)[:MOST_MATCHES]:
-                colours = [some[i].colours.astype(int) for some, i in zip(present, (one, column), strict=True)]
-                apart = np.abs(colours[0] - colours[1]).max()
-                if apart <= NEAR_COLOURS:
-                    same = apart <= SAME_COLOURS and bits[row, column] <= SAME_BITS
-                    yield int(known[0][one]), int(known[1][column]), bool(same)
+    known = [(index, one) for index, one in enumerate(others) if one is not None]
+    hashes = np.array([one.hash for _, one in known], np.uint64)
+    for index, one in enumerate(prints):
+        if one is None:
+            continue
+        bits = np.bitwise_count(np.uint64(one.hash) ^ hashes)
+        for place in np.flatnonzero(bits <= NEAR_BITS):
+            other, print = known[place]
+            if others is prints and other >= index:
+                break
+            apart = np.abs(one.colours - print.colours).max()
+            if apart <= NEAR_COLOURS:
+                yield index, other, bool(apart <= SAME_COLOURS and bits[place] <= SAME_BITS)
 
 
 def repeated(
@@ -347,15 +339,13 @@ def repeated(
 
 
 def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
-    """Find captions that are empty, unless all are, or lack letters, and descriptions that a few images share."""
+    """Find captions that are empty, and descriptions that a few images share."""
     empty = [one for one in samples if not all(prompt.strip() for prompt in one.prompts)]
     found = [Finding(Kind.NO_CAPTION, one.key, "no words", one) for one in empty]
     if samples and len(empty) == len(samples):
         found = [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
     owners: dict[str, dict[ImageFile, Sample]] = defaultdict(dict)
     for sample in samples:
-        if bare := [prompt for prompt in sample.prompts if prompt.strip() and not any(map(str.isalpha, prompt))]:
-            found.append(Finding(Kind.NO_LETTERS, sample.key, listing(bare), sample))
         for prompt in sample.prompts:
             owners[prompt.strip()].setdefault(sample.target, sample)
     own = sum(len(owned) == 1 for owned in owners.values())

@@ -81,12 +81,12 @@ def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path)
     alpha = transparent(root)
     data = data_module(str(root))
     assert data.notes == [
-        "1 pair has an alpha channel, whose transparent parts become white, such as 00. data.alpha_mask=true makes "
-        "the alpha of a target the mask of its loss"
+        "1 pair has an alpha channel, whose transparent parts become white. data.alpha_mask=true makes the alpha "
+        "of a target the mask of its loss"
     ]
     assert [raw.mask for raw in data.pixels(2)] == [None, None]
     data = data_module(str(root), alpha_mask=True)
-    assert data.notes[-1].endswith("become white, such as 00")
+    assert data.notes[-1].endswith("become white")
     first, second = data.pixels(2)
     torch.testing.assert_close(first.mask, alpha, rtol=0, atol=0)
     assert second.mask.unique().tolist() == [1.0]
@@ -96,9 +96,8 @@ def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path)
         data_module(str(root), alpha_mask=True)
 
 
-def test_rounding_is_reported_once(tmp_path):
+def test_sides_are_rounded_down(tmp_path):
     data = data_module(str(make_pairs(tmp_path, [(40, 32), (32, 32), (33, 37)])))
-    assert data.notes == ["2 pairs have sides rounded down to a multiple of 16"]
     assert data.size_counts() == {(32, 32): 3}
 
 
@@ -229,9 +228,8 @@ def test_what_is_said_of_captions_and_roots(tmp_path):
     assert data.notes == [
         "1 caption is empty",
         "1 pair has [trigger] in the captions: data.trigger_word=WORD puts a word there",
-        "1 pair has several captions: each time one of them is drawn",
     ]
-    assert data_module(str(root), trigger_word="sks").notes == [data.notes[2]]
+    assert data_module(str(root), trigger_word="sks").notes == []
     (root / "training_images" / "01.txt").write_text("turn the LEFT one around")
     notes = data_module(str(root), flip=True).notes
     assert notes[-1].startswith("1 pair has left or right in the captions, wrong for the mirrored")

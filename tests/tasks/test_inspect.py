@@ -58,14 +58,14 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert Image.open(output / "inspect.png").width > 1000
 
 
-def test_notes_and_captions_without_letters_are_said_and_one_is_no_plural(inspect, tmp_path):
+def test_notes_and_empty_captions_are_said_and_one_is_no_plural(inspect, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(512, 512)])
-    (root / "training_images" / "00.txt").write_text("make it snow\n}")
+    (root / "training_images" / "00.txt").write_text("")
     shutil.copytree(root / "control_images", root / "depth")
     text, output = inspect(root)
     assert f"note: {root}: not read, though named like images that are: depth/*.png (1)" in text
-    assert [(row["finding"], row["figure"]) for row in findings(output)] == [("caption without letters", "}")]
-    assert "done: 1 finding in 1 pair: 1 caption without letters" in text
+    assert [(row["finding"], row["figure"]) for row in findings(output)] == [("empty caption", "no words")]
+    assert "done: 1 finding in 1 pair: 1 empty caption" in text
 
 
 @pytest.mark.slow
