@@ -16,11 +16,12 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
-from lightning_modules.adapters.applied import AppliedLoRAs
+from lightning_modules.adapters.applied import AppliedLoRAs, TrainingAdapter
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.encoder import Encoder
 from lightning_modules.estimation.flops import StepFlops
 from lightning_modules.execution.blocks import ignored_by_ddp
+from lightning_modules.execution.checkpointing import read_policy
 from lightning_modules.family import Family, Sampling
 from lightning_modules.flow import FlowMatching, TimestepLaw, mix
 from lightning_modules.objectives.objective import Objective
@@ -87,8 +88,9 @@ class EditModule(L.LightningModule, Family):
         self.transformer: Any = None
         self.text_encoders = nn.ModuleDict()
         self.adapter = adapter
-        computing = gradient_checkpointing, compile, attention_backend, offload
-        self.execution = Execution(self, self.base, adapter, training_adapter, *computing)
+        in_training = None if adapter is None or training_adapter is None else TrainingAdapter(training_adapter)
+        computing = read_policy(gradient_checkpointing), compile, attention_backend, offload
+        self.execution = Execution(self, self.base, adapter, in_training, *computing)
         self.denoise = Denoiser(self, self.execution)
         self.encoder = Encoder(self, self.base, vae_encode_mode)
         self.flow = FlowMatching(timesteps, vae_encode_mode, seed)

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,11 @@ class Encoder:
 
     def _encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         counted = self.family.prompt_tokens(self.base.components, [prompt])
-        if counted is not None and prompt not in self._cut:
+        if counted is not None and counted[0][0] > counted[1] and prompt not in self._cut:
+            self._cut.add(prompt)
             [tokens], most = counted
-            if tokens > most:
-                self._cut.add(prompt)
-                can_be_set = "max_sequence_length" in self.family.encoding_settings()
-                where = " (model.max_sequence_length)" if can_be_set else ""
-                log.warning(f'note: {tokens} tokens are cut to {most}{where}: "{prompt[:60]}..."')
+            where = "" if self.family.max_sequence_length is None else " (model.max_sequence_length)"
+            log.warning(f'note: {tokens} tokens are cut to {most}{where}: "{prompt[:60]}..."')
         return self.family.encode_prompt(self.base.components, prompt, images)
 
     @torch.no_grad()
@@ -136,11 +134,7 @@ class Encoder:
         return self.family.decode(parts["vae"], latents.to(parts.device("vae"))).float().cpu()
 
     def latents(self, batch: RawBatch | LatentBatch, empty_prompt: bool) -> LatentBatch:
-        """Return the batch of a training step: encoded pixels, and prompts by the present text encoders.
-
-        Args:
-            empty_prompt: whether to encode the empty prompt of a raw batch as well.
-        """
+        """Return the encoded batch of a training step; of a raw one, `empty_prompt` as well if wanted."""
         if isinstance(batch, RawBatch):
             batch = self(batch, "" if empty_prompt else None)
         return self.refresh_prompt_embeds(batch)
@@ -179,6 +173,7 @@ class Encoder:
         }
 
 
+@dataclass(eq=False)
 class PromptCache:
     """Prompt embeddings in CPU memory, since data sets for an edit repeat their instructions.
 
@@ -191,14 +186,11 @@ class PromptCache:
             megapixel.
     """
 
-    def __init__(
-        self, encode: Callable[[str, list[Tensor]], dict[str, Tensor]], timer: StageTimer, kept: int = 64
-    ) -> None:
-        self.encode = encode
-        self.timer = timer
-        self.kept = kept
-        self._seconds: dict[bytes, float] = {}
-        self._encoded: dict[bytes, dict[str, Tensor]] = {}
+    encode: Callable[[str, list[Tensor]], dict[str, Tensor]]
+    timer: StageTimer
+    kept: int = 64
+    _seconds: dict[bytes, float] = field(default_factory=dict)
+    _encoded: dict[bytes, dict[str, Tensor]] = field(default_factory=dict)
 
     def __call__(
         self, prompts: Sequence[str], images: Sequence[list[Tensor]], device: torch.device

@@ -103,21 +103,20 @@ class TimestepLaw:
         return shift_time(t, pipeline_shift if isinstance(self.shift, str) else self.shift)
 
 
-@dataclass
-class Noise:
+class Noise(NamedTuple):
     """The randomness of a batch, on the CPU in float32.
 
     Attributes:
         t: (B,) timesteps.
+        dropout: (B,) uniform in [0, 1); the caption is dropped below the rate.
         eps: (B, C, h, w) noise to add.
         latent_eps: (B, C, h, w) noise that picks the target from the autoencoder's distribution.
-        dropout: (B,) uniform in [0, 1); the caption is dropped below the rate.
     """
 
     t: Tensor
+    dropout: Tensor
     eps: Tensor
     latent_eps: Tensor
-    dropout: Tensor
 
 
 def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLaw, pipeline_shift: float) -> Noise:
@@ -130,14 +129,13 @@ def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLa
         draws: the numbers of their draws.
         shape: of one sample's latent, (C, h, w).
     """
-    t, eps, latent_eps, dropout = [], [], [], []
-    for draw in draws:
-        generator = torch.Generator().manual_seed(mix(seed, draw))
-        t.append(law.draw(generator, pipeline_shift))
-        dropout.append(torch.rand((), generator=generator))
-        eps.append(torch.randn(shape, generator=generator))
-        latent_eps.append(torch.randn(shape, generator=generator))
-    return Noise(torch.stack(t), torch.stack(eps), torch.stack(latent_eps), torch.stack(dropout))
+
+    def one(generator: torch.Generator) -> Noise:
+        t, dropout = law.draw(generator, pipeline_shift), torch.rand((), generator=generator)
+        return Noise(t, dropout, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+
+    drawn = [one(torch.Generator().manual_seed(mix(seed, draw))) for draw in draws]
+    return Noise(*map(torch.stack, zip(*drawn, strict=True)))
 
 
 def draw_timesteps(seed: int, count: int, law: TimestepLaw, pipeline_shift: float) -> Tensor:
@@ -192,6 +190,7 @@ class Noised(NamedTuple):
         return velocity_target(self.x0, self.eps)
 
 
+@dataclass
 class FlowMatching:
     """Takes batches to their timesteps.
 
@@ -203,13 +202,14 @@ class FlowMatching:
         caption_dropout_rate: share of samples that are trained with the empty prompt; a setting of the data.
     """
 
-    def __init__(self, timesteps: TimestepLaw, vae_encode_mode: str, seed: int) -> None:
-        if vae_encode_mode not in ("sample", "mode"):
-            raise UserError(f"model.vae_encode_mode={vae_encode_mode}: choose sample or mode")
-        self.timesteps = timesteps
-        self.vae_encode_mode = vae_encode_mode
-        self.seed = seed
-        self.caption_dropout_rate = 0.0
+    timesteps: TimestepLaw
+    vae_encode_mode: str
+    seed: int
+    caption_dropout_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.vae_encode_mode not in ("sample", "mode"):
+            raise UserError(f"model.vae_encode_mode={self.vae_encode_mode}: choose sample or mode")
 
     def noised(self, batch: LatentBatch, pipeline_shift: float, normalize: Callable[[Tensor], Tensor]) -> Noised:
         """Noise a batch by the numbers of its draws.

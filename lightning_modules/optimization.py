@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ log = logging.getLogger("retouch")
 TAKE_SHARDS = ("torch", "schedulefree")
 
 
+@dataclass(eq=False)
 class NonfiniteSteps:
     """Skips optimizer steps whose gradient is not finite, without waiting for the GPU if the optimizer allows.
 
@@ -29,11 +31,10 @@ class NonfiniteSteps:
         most: consecutive skipped steps at which the run stops.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._in_a_row = 0
-        self._window: list[tuple[list[str], Tensor]] = []
-        self._steps: list[tuple[int, Tensor, list[tuple[list[str], Tensor]]]] = []
+    most: int
+    _in_a_row: int = 0
+    _window: list[tuple[list[str], Tensor]] = field(default_factory=list)
+    _steps: list[tuple[int, Tensor, list[tuple[list[str], Tensor]]]] = field(default_factory=list)
 
     def note(self, keys: list[str], losses: Tensor) -> None:
         """Remember the samples of a batch and their losses (B,)."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,22 +26,23 @@ from lightning_modules.execution.blocks import (
     set_attention_backend,
     trim_last_block,
 )
-from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
+from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.execution.host_memory import all_weights
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
+@dataclass(eq=False)
 class Execution:
     """Execution of a base's transformer, in training and in prediction.
 
     Args:
-        adapter: None in prediction.
-        training_adapter: of `TrainingAdapter`, in training; None for none.
-        gradient_checkpointing: the part to compute again in the backward pass, to save memory: `none`, `selective`,
-            `every_N` (every N-th block), `full` or `auto`, which is `full` until `set_checkpointing`.
-        compile: whether blocks are compiled.
+        trained_adapter: None in prediction.
+        training_adapter: another one, frozen, while it trains.
+        checkpointing: the part to compute again in the backward pass, to save memory: `none`, `selective`, `every_N`
+            (every N-th block), `full` or `auto`, which is `full` until `set_checkpointing`.
+        compile_blocks: whether blocks are compiled.
         attention_backend: diffusers' name of an attention kernel; None for PyTorch's choice.
         offload: to CPU memory: `blocks`, a number of the transformer's blocks; `activations`, whether those of a
             training step.
@@ -49,35 +51,22 @@ class Execution:
         direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        base: FrozenBase,
-        adapter: Adapter | None,
-        training_adapter: str | None,
-        gradient_checkpointing: bool | str,
-        compile: bool,
-        attention_backend: str | None,
-        offload: Mapping[str, Any],
-    ) -> None:
-        self.family = family
-        self.base = base
-        self._adapter = adapter
-        self.training_adapter = (
-            None if adapter is None or training_adapter is None else TrainingAdapter(training_adapter)
-        )
-        self.checkpointing = read_policy(gradient_checkpointing)
-        self.compile_blocks = compile
-        self.attention_backend = attention_backend
-        self.offload = offload
-        self.direction: Gate | None = None
-        self._activations: ActivationOffload | None = None
+    family: Family
+    base: FrozenBase
+    trained_adapter: Adapter | None
+    training_adapter: TrainingAdapter | None
+    checkpointing: str
+    compile_blocks: bool
+    attention_backend: str | None
+    offload: Mapping[str, Any]
+    direction: Gate | None = None
+    _activations: ActivationOffload | None = None
 
     @property
     def adapter(self) -> Adapter:
         """The adapter, in training."""
-        assert self._adapter is not None
-        return self._adapter
+        assert self.trained_adapter is not None
+        return self.trained_adapter
 
     def check(self, sharded: bool) -> None:
         """Raise a UserError for incompatible settings.
@@ -85,7 +74,7 @@ class Execution:
         Args:
             sharded: whether the transformer is split over several GPUs.
         """
-        trains, recomputes = self._adapter is not None, self.checkpointing in ("full", "auto")
+        trains, recomputes = self.trained_adapter is not None, self.checkpointing in ("full", "auto")
         check_attention_backend(self.attention_backend, trains)
         if trains and sharded and self.offload["blocks"]:
             raise UserError("model.offload.blocks: trainer=fsdp splits the blocks instead. Leave one of the two out.")
@@ -96,14 +85,14 @@ class Execution:
             )
         if trains and self.offload["blocks"] and not recomputes:
             raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
-        if self._adapter is not None and self.training_adapter is not None:
-            self.training_adapter.check(self.base, self._adapter)
+        if self.trained_adapter is not None and self.training_adapter is not None:
+            self.training_adapter.check(self.base, self.trained_adapter)
         elif trains:
             self.base.note_distilled()
 
     def check_data(self, data: TrainingData) -> None:
         """Raise a UserError for data that the adapter cannot train on."""
-        if self._adapter is not None and self._adapter.trains_text_encoders and not data.captions():
+        if self.trained_adapter is not None and self.trained_adapter.trains_text_encoders and not data.captions():
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
 
     def load_to_train(self, mesh: Any, data: TrainingData | None) -> Any:
@@ -183,7 +172,7 @@ class Execution:
     @property
     def rank_gates(self) -> list[RankGate]:
         """The rank gates of the trained adapter, if it is a T-LoRA."""
-        return [] if self._adapter is None else self._adapter.rank_gates()
+        return [] if self.trained_adapter is None else self.trained_adapter.rank_gates()
 
     @property
     def searches_checkpointing(self) -> bool:
@@ -216,16 +205,12 @@ class Execution:
             yield
 
 
+@dataclass(eq=False)
 class Denoiser:
-    """Velocities (B, C, h, w) at t (B,), from x_t (B, C, h, w) and normalized controls, as `Family.velocity`.
+    """Velocities (B, C, h, w) at t (B,), from x_t (B, C, h, w) and normalized controls, as `Family.velocity`."""
 
-    Args:
-        family: with the loaded transformer.
-    """
-
-    def __init__(self, family: Family, execution: Execution) -> None:
-        self.family = family
-        self.execution = execution
+    family: Family
+    execution: Execution
 
     def __call__(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
         """Predict the velocity with the adapter applied; a T-LoRA has the rank of each sample's t."""

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_modules.pretrained.transformer import TransformerSource
 log = logging.getLogger("retouch")
 
 
+@dataclass(eq=False)
 class Sampler:
     """Samples images with a loaded transformer.
 
@@ -34,19 +35,16 @@ class Sampler:
         sampling: settings in training and in prediction; None if nothing is sampled.
     """
 
-    def __init__(
-        self, family: Family, base: FrozenBase, encoder: Encoder, loras: AppliedLoRAs, sampling: Sampling | None
-    ) -> None:
-        self.family = family
-        self.base = base
-        self.encoder = encoder
-        self.loras = loras
-        self.sampling = sampling
-        self.transformer: Any = None
-        self._scheduler: Any = None
-        self._source: TransformerSource | None = None
-        self._pipeline: Any = None
-        self._samples = False  # a pipeline's own current step stays set when an image fails
+    family: Family
+    base: FrozenBase
+    encoder: Encoder
+    loras: AppliedLoRAs
+    sampling: Sampling | None
+    transformer: Any = None
+    _scheduler: Any = None
+    _source: TransformerSource | None = None
+    _pipeline: Any = None
+    _samples: bool = False  # a pipeline's own current step stays set when an image fails
 
     def check(self) -> None:
         """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would ignore."""

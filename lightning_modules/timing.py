@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -40,6 +41,7 @@ class ProgressLines:
             log.info(f"{number} of {self.total} {self.what}  left {left}")
 
 
+@dataclass(eq=False)
 class StageTimer:
     """Seconds by stage; nested stages are not counted twice.
 
@@ -51,15 +53,13 @@ class StageTimer:
         synchronize: a CUDA device to wait for at the beginning and end of a stage.
     """
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.running: list[str] = []
-        self.done = 0
-        self.now = ""
-        self.listeners: list[Callable[[str], None]] = []
-        self.synchronize: torch.device | None = None
-        self._inner = 0.0
-        self._aside = False  # whether NOT_TRAINING runs
+    seconds: dict[str, float] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    done: int = 0
+    now: str = ""
+    listeners: list[Callable[[str], None]] = field(default_factory=list)
+    synchronize: torch.device | None = None
+    _inner: float = 0.0  # of stages nested in the current one
 
     def note_progress(self, now: str | None = None, detail: str = "") -> None:
         """Count a part of a long stage as done, and call the listeners.
@@ -75,30 +75,20 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside, without those of nested stages, to `seconds[name]`."""
+        """Add the seconds spent inside to `seconds[name]`, without nested stages; NOT_TRAINING includes them."""
+        counted = name != NOT_TRAINING or name not in self.running
         self.running.append(name)
-        try:
-            with self._timed(name):
-                yield
-        finally:
-            self.running.pop()
-            self.note_progress(None if self.running else "")
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        if name == NOT_TRAINING and self._aside:  # nested in another one, which counts everything
-            yield
-            return
         start, outer, self._inner = self._now(), self._inner, 0.0
-        self._aside, aside = self._aside or name == NOT_TRAINING, self._aside
         try:
             yield
         finally:
-            self._aside = aside
-        elapsed = self._now() - start
-        inner = 0.0 if name == NOT_TRAINING else self._inner  # includes its nested stages
-        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - inner
-        self._inner = outer + elapsed
+            elapsed = self._now() - start
+            self.running.pop()
+            if counted:
+                own = elapsed if name == NOT_TRAINING else elapsed - self._inner
+                self.seconds[name] = self.seconds.get(name, 0.0) + own
+            self._inner = outer + (elapsed if counted else self._inner)
+            self.note_progress(None if self.running else "")
 
     def _now(self) -> float:
         if self.synchronize is not None and self.synchronize.type == "cuda":

@@ -76,41 +76,25 @@ WEIGHTINGS: dict[str | None, Callable[[Tensor], Tensor] | None] = {None: None, "
 SMOOTH = 3
 
 
-@dataclass(frozen=True)
-class EditWeight:
-    """Weights each position by how much the edit changes it, so that a small edit of a large image is not drowned.
-
-    A function of the latents that are cached with the sample.
+def edit_region(target: Tensor, control: Tensor) -> Tensor:
+    """Return each position's change relative to the sample's largest, (B, 1, h, w); 0 if nothing changes.
 
     Args:
-        floor: weight of unchanged positions; the most changed position has weight 1. 1: no weights.
+        target: (B, C, h, w) normalized latents.
+        control: latents of the edited image; if its size differs, both are compared at the smaller one.
     """
-
-    floor: float
-
-    def __call__(self, target: Tensor, control: Tensor) -> Tensor:
-        """Return the weights (B, 1, h, w); arguments as for `region`."""
-        return self.floor + (1 - self.floor) * self.region(target, control)
-
-    def region(self, target: Tensor, control: Tensor) -> Tensor:
-        """Return each position's change relative to the sample's largest, (B, 1, h, w); 0 if nothing changes.
-
-        Args:
-            target: (B, C, h, w) normalized latents.
-            control: latents of the edited image; if its size differs, both are compared at the smaller one.
-        """
-        size = target.shape[-2:]
+    size = target.shape[-2:]
+    if control.shape[-2:] != size:
         grid = [min(sides) for sides in zip(size, control.shape[-2:], strict=True)]
-        if control.shape[-2:] != size:
-            target, control = (F.interpolate(one, size=grid, mode="area") for one in (target, control))
-        change = (target - control).square().mean(dim=1, keepdim=True)
-        change = F.avg_pool2d(change, SMOOTH, 1, SMOOTH // 2, count_include_pad=False).sqrt()
-        if change.shape[-2:] != size:
-            change = F.interpolate(change, size=size, mode="bilinear", align_corners=False)
-        largest = change.amax(dim=(1, 2, 3), keepdim=True)
-        return change / largest.clamp_min(1e-6)
+        target, control = (F.interpolate(one, size=grid, mode="area") for one in (target, control))
+    change = (target - control).square().mean(dim=1, keepdim=True)
+    change = F.avg_pool2d(change, SMOOTH, 1, SMOOTH // 2, count_include_pad=False).sqrt()
+    if change.shape[-2:] != size:
+        change = F.interpolate(change, size=size, mode="bilinear", align_corners=False)
+    return change / change.amax(dim=(1, 2, 3), keepdim=True).clamp_min(1e-6)
 
 
+@dataclass
 class Preservation:
     """Keeps the trained model near its base, whose own velocity is the target: no images are needed.
 
@@ -122,13 +106,15 @@ class Preservation:
         every: optimizer steps from one use of `prompts` to the next.
     """
 
-    def __init__(self, outside: float, prompts: Sequence[str], weight: float, every: int) -> None:
-        if isinstance(prompts, str):
-            raise UserError(f'objective.preserve.prompts={prompts}: pass a list, as ["{prompts}"]')
-        self.outside = outside
-        self.prompts = tuple(prompts) if weight else ()
-        self.weight = weight
-        self.every = every
+    outside: float
+    prompts: Sequence[str]
+    weight: float
+    every: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompts, str):
+            raise UserError(f'objective.preserve.prompts={self.prompts}: pass a list, as ["{self.prompts}"]')
+        self.prompts = tuple(self.prompts) if self.weight else ()
 
     def uses_prompts(self, step: int) -> bool:
         """Return whether this optimizer step has a loss for the prompts."""
@@ -163,7 +149,8 @@ class FlowMatchingObjective(Objective):
     Args:
         loss: element-wise error, from (velocity - target, t).
         mask: `outside`, the weight outside of a sample's mask; inside it is 1.
-        edit_weight: weight by how much the edit changes a position.
+        edit_weight: `floor`, the weight where the edit changes nothing; the most changed position has weight 1, so that
+            a small edit of a large image is not drowned. 1: no weights.
         weighting: of t, a name in `WEIGHTINGS`.
         contrastive_guidance: the scale s for guidance-distilled bases: the target is u + s (target - u), with the
             model's own velocity u for the empty prompt; 1 for none.
@@ -174,7 +161,7 @@ class FlowMatchingObjective(Objective):
         self,
         loss: Callable[[Tensor, Tensor], Tensor],
         mask: Mapping[str, float],
-        edit_weight: EditWeight,
+        edit_weight: Mapping[str, float],
         weighting: str | None,
         contrastive_guidance: float,
         preserve: Preservation,
@@ -183,20 +170,20 @@ class FlowMatchingObjective(Objective):
             raise UserError(f"objective.weighting={weighting}: choose null or cosine")
         self.loss = loss
         self.mask_outside = mask["outside"]
-        self.edit_weight = edit_weight
+        self.edit_floor = edit_weight["floor"]
         self.weighting = WEIGHTINGS[weighting]
         self.contrastive_guidance = contrastive_guidance
         self.preserve = preserve
         self.needs_base = preserve.outside > 0 or bool(preserve.prompts)
         self.needs_empty_prompt = contrastive_guidance != 1
         self.compares = "objective.contrastive_guidance" if contrastive_guidance != 1 else ""
-        self.preserve_prompts = preserve.prompts
+        self.preserve_prompts = tuple(preserve.prompts)
 
     def check_model(self, family: Family, adapter: Adapter) -> None:
         super().check_model(family, adapter)
-        if self.edit_weight.floor < 1 and family.condition_images.most == 0:
+        if self.edit_floor < 1 and family.condition_images.most == 0:
             raise UserError(
-                f"objective.edit_weight.floor={self.edit_weight.floor:g} weights differences from the edited image, "
+                f"objective.edit_weight.floor={self.edit_floor:g} weights differences from the edited image, "
                 f"which {family.pipeline_name} does not take. Use masks."
             )
 
@@ -239,8 +226,8 @@ class FlowMatchingObjective(Objective):
         weights = None
         if batch.mask is not None:
             weights = self.mask_outside + (1 - self.mask_outside) * area_weights(batch.mask, error)
-        if self.edit_weight.floor < 1 and noised.controls:
-            by_edit = self.edit_weight(noised.mean, noised.controls[0])
+        if self.edit_floor < 1 and noised.controls:
+            by_edit = self.edit_floor + (1 - self.edit_floor) * edit_region(noised.mean, noised.controls[0])
             weights = by_edit if weights is None else weights * by_edit
         return weights
 
@@ -249,7 +236,7 @@ class FlowMatchingObjective(Objective):
         if batch.mask is not None:
             return area_weights(batch.mask, error)
         if noised.controls:
-            return self.edit_weight.region(noised.mean, noised.controls[0])
+            return edit_region(noised.mean, noised.controls[0])
         return torch.ones_like(error)
 
     def passes(self, step: int) -> Passes:

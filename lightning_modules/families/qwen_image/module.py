@@ -1,6 +1,7 @@
 """Qwen-Image, Edit and Edit-Plus: a 20B MMDiT conditioned by a vision-language model (arXiv 2508.02324)."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,12 @@ from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
 from lightning_modules.families.qwen_image.pipeline import LatentControls
 from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts, stock_pipeline
+
+
+@cache
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return one value for each channel (1, C, 1, 1); copying it each time would wait for the GPU."""
+    return torch.tensor(values).view(1, -1, 1, 1).to(device)
 
 
 class QwenImage(EditModule):
@@ -38,10 +45,6 @@ class QwenImage(EditModule):
     latent_pipeline: ClassVar[type] = LatentPipeline
     last_block = (qwen_last_block, UNREAD)
     most_text_tokens: ClassVar[int | None] = 512  # as its pipeline does unless told otherwise
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._statistics: dict[tuple[str, torch.device], Tensor] = {}
 
     # Text
 
@@ -82,10 +85,7 @@ class QwenImage(EditModule):
 
     def _statistic(self, name: str, latents: Tensor) -> Tensor:
         """Return one value for each channel of the latents."""
-        if (name, latents.device) not in self._statistics:
-            statistic = torch.tensor(self.base.vae_config[name]).view(1, -1, 1, 1)
-            self._statistics[name, latents.device] = statistic.to(latents.device)
-        return self._statistics[name, latents.device].to(latents.dtype)
+        return _channels(tuple(self.base.vae_config[name]), latents.device).to(latents.dtype)
 
     def normalize(self, latents: Tensor) -> Tensor:
         return (latents - self._statistic("latents_mean", latents)) / self._statistic("latents_std", latents)

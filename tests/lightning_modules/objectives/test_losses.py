@@ -10,9 +10,9 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from datamodules.errors import UserError
 from lightning_modules.objectives.flow_matching import (
     WEIGHTINGS,
-    EditWeight,
     Huber,
     PseudoHuber,
+    edit_region,
     squared_error,
 )
 
@@ -71,44 +71,32 @@ def pair(side=8, change=2.0):
     return target, control
 
 
-def test_edit_weight_is_1_where_the_edit_is_and_the_floor_elsewhere():
+def test_region_is_the_change_relative_to_the_largest():
     target, control = pair()
-    weight = EditWeight(0.2)(target, control)
-    assert weight.shape == (1, 1, 8, 8)
-    torch.testing.assert_close(weight[0, 0, 1:4, 2:5], torch.ones(3, 3))  # all 9 means contain the changed position
-    weight[0, 0, 1:4, 2:5] = 0.2
-    torch.testing.assert_close(weight, torch.full_like(weight, 0.2))
-
-
-def test_edit_weight_is_relative_to_the_largest_change():
-    target, control = pair()
+    region = edit_region(target, control)
+    assert region.shape == (1, 1, 8, 8)
+    torch.testing.assert_close(region[0, 0, 1:4, 2:5], torch.ones(3, 3))  # all 9 means contain the changed position
+    assert float(region.sum()) == pytest.approx(9)
     target[0, :, 6, 6] += 1.0  # half of the other
-    region = EditWeight(0.0).region(target, control)[0, 0]
-    assert float(region[2, 3]) == 1
-    assert float(region[6, 6]) == pytest.approx(0.5)
+    assert float(edit_region(target, control)[0, 0, 6, 6]) == pytest.approx(0.5)
+    assert torch.equal(edit_region(control, control), torch.zeros(1, 1, 8, 8))
 
 
-def test_edit_weight_of_a_sample_does_not_depend_on_its_batch_or_on_how_much_it_changes():
+def test_region_of_a_sample_does_not_depend_on_its_batch_or_on_how_much_it_changes():
     small, large = pair(change=0.5), pair(change=5.0)
-    weight = EditWeight(0.1)
-    together = weight(torch.cat([small[0], large[0]]), torch.cat([small[1], large[1]]))
-    torch.testing.assert_close(together, torch.cat([weight(*small), weight(*large)]))
-    torch.testing.assert_close(weight(*small), weight(*large))
-
-
-def test_pair_without_a_change_weighs_all_alike():
-    target, _ = pair()
-    assert torch.equal(EditWeight(0.3)(target, target), torch.full((1, 1, 8, 8), 0.3))
+    together = edit_region(torch.cat([small[0], large[0]]), torch.cat([small[1], large[1]]))
+    torch.testing.assert_close(together, torch.cat([edit_region(*small), edit_region(*large)]))
+    torch.testing.assert_close(edit_region(*small), edit_region(*large))
 
 
 def test_control_of_another_size_is_compared_at_the_smaller_one():
     target, control = torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 4, 4)
     target[:, :, :2, :2] = 1.0
-    region = EditWeight(0.0).region(target, control)
+    region = edit_region(target, control)
     assert region.shape == (1, 1, 8, 8)
     assert region[0, 0, 0, 0] == 1
     assert region[0, 0, 5:, 5:].abs().max() == 0
-    same = EditWeight(0.0).region(target, torch.zeros(1, 1, 16, 16))
+    same = edit_region(target, torch.zeros(1, 1, 16, 16))
     assert same[0, 0, 0, 0] == 1
     assert torch.equal(same > 0, F.max_pool2d(target, 3, 1, 1) > 0)
 
