@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,9 +25,6 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import layer_of
 from lightning_modules.adapters.targets import ending
 from lightning_modules.edit_module import EditModule
-from lightning_modules.estimation.flops import duration, sample_flops
-from lightning_modules.quantization.quantization import nbytes
-from report.sweep_summary import sweep_job
 from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")
@@ -198,15 +194,13 @@ class TrainingProgress(TerminalProgress):
             return
         assert isinstance(pl_module, EditModule)
         data = TrainingData.of(trainer)
-        rows = {**({"job": job} if (job := sweep_job.get()) else {}), **self._summary(trainer, pl_module)}
-        self.console.print(panel("Retouch", rows, data.notes))
+        self.console.print(panel("Retouch", self._summary(trainer, pl_module), data.notes))
         self.begin(self._step, trainer.max_steps)
         pl_module.base.timer.listeners.append(self.show_work)
 
     def _summary(self, trainer: L.Trainer, module: EditModule) -> dict[str, str]:
         assert module.transformer is not None
         assert module.adapter is not None
-        count = sum(parameter.numel() for parameter in module.trained.parameters().values())
         data = TrainingData.of(trainer)
         sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
         more = len(data.size_counts()) - len(sizes)
@@ -220,17 +214,9 @@ class TrainingProgress(TerminalProgress):
             "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
-            "memory": self._memory(module, count),
             "results": str(self.run),
             **learning(module, module.transformer, [size for size, _ in data.size_counts().most_common(1)]),
         }
-        if self._metrics is not None and self._metrics.peak is not None and len(data.sizes):
-            each = len(data.sizes) / data.batches_per_epoch() / trainer.world_size
-            samples = (trainer.max_steps - self._step) * trainer.accumulate_grad_batches * each
-            assert module.objective is not None
-            passes, checkpointing = module.objective.passes(0), module.execution.checkpointing
-            flops = sample_flops(module, module.base, module.step_flops, passes, checkpointing, data.sizes)
-            rows["time"] = f"about {duration(samples * flops, self._metrics.peak)} by arithmetic, without samples"
         if find_callback(trainer, Report) is not None:
             rows["report"] = f"{self.run.report}, kept up to date"
         assistant = module.execution.training_adapter
@@ -242,14 +228,6 @@ class TrainingProgress(TerminalProgress):
         if self._step:
             rows["resumed"] = f"after step {self._step}"
         return rows
-
-    @staticmethod
-    def _memory(module: EditModule, count: int) -> str:
-        """Return the memory that is held during the whole run; metrics.csv measures activations as well."""
-        models: dict[str, Any] = {"transformer": module.transformer, **module.base.components.models()}
-        parts = {name: nbytes(part) for name, part in models.items()}
-        parts["training state"] = count * 16  # weight, gradient and two moments, float32 each
-        return " + ".join(f"{name} {decimal(size)}" for name, size in parts.items()) + " + activations"
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

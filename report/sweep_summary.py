@@ -1,4 +1,4 @@
-"""Results of a sweep: sweep.csv, sweep.png and report.html, updated after each job."""
+"""Results of a sweep: sweep.csv and report.html, updated after each job."""
 
 import csv
 import json
@@ -7,11 +7,9 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -24,55 +22,35 @@ log = logging.getLogger("retouch")
 
 # Folder with a file for each job's row.
 ROWS = ".jobs"
-# Pixels of the longer side of sweep.png on the page.
-FIGURE = 1100
-# The running job of a sweep, for its summary: "2 of 3: optimizer.lr=1e-4".
-sweep_job = ContextVar("sweep_job", default="")
 
 
 class SweepSummary(Callback):
-    """A Hydra callback that collects a row and a loss curve of each job of a multirun.
+    """A Hydra callback that collects a row of each job of a multirun.
 
     Jobs may run on several machines at once: each writes its row to a file, and then the summary of all rows. Hydra
-    imports this file before it looks at the command, so images and plots are imported later.
+    imports this file before it looks at the command, so images are imported later.
     """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.folder: Path | None = None
-        self._swept: set[str] = set()
-        self._count = 0
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir)
-        with best_effort("names of the jobs"):
-            self._find_swept(config.hydra)
         shutil.rmtree(self.folder / ROWS, ignore_errors=True)
         logs = OmegaConf.select(config, "hydra.launcher.submitit_folder")
         if logs is not None:
             log.info(f"jobs are queued; their output goes to {shorten(logs).parent}")
 
-    def _find_swept(self, hydra: DictConfig) -> None:
-        """Find the settings that differ between the jobs, and the number of jobs."""
-        params = (hydra.sweeper.get("params") or {}).items()
-        parser = OverridesParser.create()
-        given = parser.parse_overrides([*hydra.overrides.task, *(f"{key}={value}" for key, value in params)])
-        swept = [one for one in given if one.is_sweep_override()]
-        self._swept = {one.get_key_element() for one in swept}
-        count = hydra.sweeper.get("n_trials")
-        self._count = count or math.prod(len(list(one.sweep_string_iterator())) for one in swept)
-
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         if self.folder is not None:
-            own = [one for one in config.hydra.overrides.task if one.partition("=")[0] in self._swept]
-            sweep_job.set(f"{config.hydra.job.num + 1} of {self._count}: {' '.join(own)}")
+            log.info(f"job {config.hydra.job.num}: {' '.join(config.hydra.overrides.task)}")
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.folder is not None and not self.rows and any((self.folder / ROWS).glob("[!.]*.json")):
             self._summarize(self.folder)  # the jobs ran elsewhere, with their output
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        sweep_job.set("")
         if self.folder is None:
             return
         run = RunFolder(config.hydra.runtime.output_dir)
@@ -114,8 +92,6 @@ class SweepSummary(Callback):
             writer = csv.DictWriter(file, dict.fromkeys(name for row in self.rows for name in row), restval="")
             writer.writeheader()
             writer.writerows(self.rows)
-        with best_effort("sweep.png"):
-            _plot(folder, self.rows)
         with best_effort("report.html"):
             _write_page(folder, rows, monitor, "more" if higher else "less")
         # After each job: after the last one a sweep with a failed job shows Hydra's error only.
@@ -142,28 +118,8 @@ def _is_known(row: Mapping[str, Any]) -> bool:
     return row["value"] != "" and math.isfinite(row["value"])
 
 
-def _plot(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Draw the loss curves of the jobs."""
-    from matplotlib.figure import Figure
-
-    from report.images import plot_text, write_figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for row in rows:
-        curve = read_metrics(RunFolder(folder / row["job"]).metrics)
-        steps, losses = [int(r["step"]) for r in curve], [float(r["loss_avg"]) for r in curve]
-        axes.plot(steps, losses, label=plot_text(row["overrides"]).lstrip("_"))
-    axes.set(xlabel="step", ylabel="loss (running mean)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    write_figure(figure, folder / "sweep.png", dpi=120)
-
-
 def _write_page(folder: Path, rows: list[dict[str, Any]], monitor: str, better: str) -> None:
     """Write the page with the jobs and their images in this order."""
-    from PIL import Image
-
     from report.images import THUMBNAIL, data_url, read_strip, sample_files
     from report.page import render
     from report.quoting import without_secrets
@@ -183,12 +139,10 @@ def _write_page(folder: Path, rows: list[dict[str, Any]], monitor: str, better: 
                 "strips": [[data_url(image, THUMBNAIL) for image in strip if image] for strip in images],
             }
         )
-    curves = folder / "sweep.png"
     render(
         folder / "report.html",
         title=folder.name,
         subtitle=f"{len(rows)} runs, by {monitor}, {better} is better",
         jobs=jobs,
         monitor=monitor,
-        figure=data_url(Image.open(curves), FIGURE) if curves.is_file() else "",
     )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 400  # of a curve, about
-FEWEST = 20  # points of a curve from which outliers are drawn outside
 COLORS = "abcd"
 
 
@@ -92,35 +91,21 @@ def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
 
 
 def _chart(rows: Sequence[Mapping[str, Any]], *lines: Line) -> dict[str, Any]:
-    """Return the thinned lines, the range of the axis without outliers, which would flatten the rest, and a note."""
-    known = {
-        line: [
-            (int(float(row["step"])), float(row[line.column])) for row in rows if row.get(line.column) not in (None, "")
-        ]
-        for line in lines
-    }
-    finite = {line: [point for point in points if math.isfinite(point[1])] for line, points in known.items()}
-    finite = {line: points for line, points in finite.items() if points}
-    if not finite:
-        return {"lines": []}
-    values = [value for points in finite.values() for _, value in points]
-    low, high = min(values), max(values)
-    first = next(iter(finite))
-    usual = [value for _, value in finite[first]]
-    if len(usual) >= FEWEST:
-        tenths = statistics.quantiles(usual, n=10)
-        far = 3 * (tenths[-1] - tenths[0])
-        near = [value for value in usual if tenths[0] - far <= value <= tenths[-1] + far]
-        if far > 0 and len(near) < len(usual):
-            low, high = min(near), max(near)
-    outside = sum(not low <= value <= high for value in usual)
-    broken = len(known[first]) - len(usual)
-    counts = {f"{outside} of {len(usual)} points outside": outside, f"{broken} not finite": broken}
-    return {
-        "lines": [{**line._asdict(), "points": _thin(points)} for line, points in finite.items()],
-        "range": [low, high],
-        "note": ", ".join(text for text, count in counts.items() if count),
-    }
+    """Return the thinned lines, the range of the axis, and a note on points that are not finite.
+
+    The axis leaves out the hundredth of a faint line's points at either end, which would flatten the rest.
+    """
+    drawn, values, broken = [], [], 0
+    for line in lines:
+        known = [(int(float(row["step"])), float(row[line.column])) for row in rows if line.column in row]
+        points = [point for point in known if math.isfinite(point[1])]
+        broken += len(known) - len(points)
+        if points:
+            drawn.append({**line._asdict(), "points": _thin(points)})
+            far = len(points) // 100 if line.faint else 0
+            values += sorted(value for _, value in points)[far : len(points) - far]
+    note = f"{broken} points not finite" if broken else ""
+    return {"lines": drawn, "range": [min(values), max(values)], "note": note} if values else {"lines": []}
 
 
 def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -3,9 +3,7 @@
 import contextlib
 import logging
 import os
-import select
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +17,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, *BEFORE_THE_END)
 # Seconds in which a further signal counts as a duplicate: a launcher passes on what the terminal or the cluster has
 # already sent to every process.
 DEBOUNCE = 1.0
-# Seconds in which the main thread must run the handler. Python runs it only between two of its own instructions, so
-# never while the main thread waits inside a library.
-HANDLER_TIMEOUT = 5.0
 
 
 class Stopped(BaseException):
@@ -54,7 +49,6 @@ class Stop:
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, signal.Handlers | int | Callable[..., object] | None] = {}
-        self._handled = 0  # number of calls of the handler
         self._reset()
 
     def _reset(self) -> None:
@@ -71,19 +65,12 @@ class Stop:
         self._reset()
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
         self.install_handlers()
-        reader, writer = os.pipe()
-        for end in (reader, writer):
-            os.set_blocking(end, False)
-        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reader, self._handled), daemon=True).start()
         try:
             yield
         finally:
             previous, self._previous = self._previous, {}
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            signal.set_wakeup_fd(wakeup)
-            os.close(writer)
 
     def install_handlers(self) -> None:
         """Install the handlers, again if a library has installed its own; only inside `listening`."""
@@ -98,7 +85,6 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker: the main process decides
             return
-        self._handled += 1
         now = time.monotonic()
         first = self.signal is None
         if not first and now - self._last_time < DEBOUNCE:
@@ -115,31 +101,6 @@ class Stop:
             self._raised = True
             raise Stopped(self.signal, immediate=True)
 
-    def _watch(self, reader: int, handled: int) -> None:
-        """End the process if the main thread cannot run the handler; runs in a thread of its own.
-
-        A process that is busy with a piece of work is not ended: it may be in a long computation.
-
-        Args:
-            reader: a pipe that receives a byte for each signal at once (`signal.set_wakeup_fd`).
-            handled: number of calls of the handler before.
-        """
-        while select.select([reader], [], []) and (numbers := os.read(reader, 4096)):
-            if arrived := self._previous.keys() & set(numbers):
-                time.sleep(HANDLER_TIMEOUT)
-                stuck = self._previous and self._handled == handled
-                if stuck and self.busy_with is None:
-                    number = signal.Signals(max(arrived))
-                    os.write(2, f"stopped by {number.name}\n".encode())
-                    os._exit(128 + number)
-            handled = self._handled
-            with contextlib.suppress(BlockingIOError):
-                os.read(reader, 4096)  # the bytes of signals that have been handled since
-        os.close(reader)
-
-
-# A forked data worker must not write into the main process's pipe.
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 # One per process, like the signals.
 stop = Stop()

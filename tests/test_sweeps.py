@@ -4,21 +4,17 @@ import csv
 import re
 
 import pytest
-from omegaconf import open_dict
-from PIL import Image
 
-from report.images import data_url
-from report.sweep_summary import FIGURE, SweepSummary, sweep_job
-from tests.support.commands import compose, metrics, short
+from tests.support.commands import metrics, short
 
 
-def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
+def test_sweep_leaves_a_table(run, tiny, pairs, tmp_path):
     arguments = short(tiny, pairs, tmp_path / "sweep", 3)
     swept = ["optimizer.lr=1e-4,1e-3", "scheduler=linear"]
     text = run("train", "-m", *arguments, *swept).text
     rates = ("0.0001", "0.001")
-    for number, rate in enumerate(rates, start=1):
-        assert re.search(rf"job +{number} of 2: optimizer.lr={rate} ", text)
+    for number, rate in enumerate(rates):
+        assert re.search(rf"job {number}: .* optimizer.lr={rate} scheduler=linear\n", text)
         assert re.search(rf"learns by +AdamW, lr {rate}, schedule linear ", text)
     with (tmp_path / "sweep" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -27,26 +23,6 @@ def test_sweep_leaves_a_table_and_curves(run, tiny, pairs, tmp_path):
         assert (tmp_path / "sweep" / str(number) / "lora" / "last").samefile(row["lora"])
         assert float(row["final_loss"]) == float(metrics(tmp_path / "sweep" / str(number))[-1]["loss_avg"])
         assert float(row["seconds"]) > 0
-    curves = Image.open(tmp_path / "sweep" / "sweep.png")
-    assert min(curves.size) > 500
-    assert data_url(curves, FIGURE) in (tmp_path / "sweep" / "report.html").read_text()
-
-
-def test_jobs_are_counted_over_all_swept_settings(tmp_path):
-    summary = SweepSummary()
-    config = compose("train", "optimizer.lr=1")
-    hydra = {
-        "sweep": {"dir": str(tmp_path)},
-        "sweeper": {"params": {"seed": "range(0,3)"}},
-        "overrides": {"task": ["optimizer.lr=1e-5,1e-4", "data.root='a,b'", "+note=choice(x,y)"]},
-    }
-    with open_dict(config):
-        config.hydra = {**hydra, "job": {"num": 6}}
-    summary.on_multirun_start(config)
-    config.hydra.overrides.task = ["optimizer.lr=0.0001", "data.root='a,b'", "+note=x", "seed=0"]
-    summary.on_job_start(config)
-    assert sweep_job.get() == "7 of 12: optimizer.lr=0.0001 +note=x seed=0"
-    sweep_job.set("")
 
 
 def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, tiny, pairs, tmp_path):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,15 +14,6 @@ from runs.signals import Stop, Stopped
 from tasks import terminal as console
 from tests.support.commands import ROOT
 
-STUCK = """
-import ctypes, sys
-from runs import signals
-signals.HANDLER_TIMEOUT = 0.3
-with signals.stop.listening():
-    signals.stop.busy_with = sys.argv[1] if sys.argv[1:] else None
-    # Waits for its child, whatever comes.
-    ctypes.CDLL(None).system(b"echo waiting; exec sleep 20 > /dev/null 2>&1")
-"""
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
@@ -44,21 +34,6 @@ def test_first_signal_waits_for_the_current_piece_of_work_and_the_second_does_no
     assert signal.getsignal(signal.SIGTERM) is before
     with stop.listening(), pytest.raises(Stopped, match="stopped by SIGINT"):
         tell(signal.SIGINT)
-
-
-def test_process_that_never_comes_to_handle_a_signal_ends_too_unless_it_is_busy():
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen([sys.executable, "-c", STUCK, *more], **pipes) for more in ([], ["this batch"])]
-    for process in processes:
-        process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-    stuck, busy = processes
-    assert stuck.communicate(timeout=30)[1] == "stopped by SIGTERM\n"
-    assert stuck.returncode == 128 + signal.SIGTERM
-    time.sleep(0.5)
-    assert busy.poll() is None
-    busy.kill()
-    busy.communicate()
 
 
 @pytest.mark.parametrize("number", SIGNALS)
