@@ -22,7 +22,12 @@ from report.quoting import block, code, one_line, plain, shareable
 from report.tables import metric_names, read_validation
 from runs.run_folder import RunFolder, best_effort
 
-TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 TEMPLATES.filters.update(block=block, code=code, plain=plain)
 GRID = "samples.png"
 # Samples on a card.
@@ -71,7 +76,7 @@ class Card(NamedTuple):
         edits, captions = module.condition_images.most != 0, data.captions().most_common()
         caption = one_line(captions[0][0]) if captions else ""
         trigger_word = one_line(str(OmegaConf.select(self.config, "data.trigger_word") or ""))
-        template = TEMPLATES.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
+        template = TEMPLATES.get_template("card.md")
         text = template.render(
             **self._use(strips),
             metadata=self._metadata(trigger_word or caption, strips, edits),

@@ -1,7 +1,6 @@
 """Points at which a command waits, to be killed or told to stop just there."""
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -46,15 +45,6 @@ def hold_build(samples: int, marker: Path, shard_size: int = 2**29) -> None:
                 time.sleep(0.01)
 
     ShardWriter.write_on_batch_end = write_and_hold
-
-
-def kill_before_the_first_checkpoint() -> None:
-    """kill -9, when the weights are saved and the checkpoint is not."""
-
-    def save_checkpoint(trainer, path, *args):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    L.Trainer.save_checkpoint = save_checkpoint
 
 
 class HoldOnce(L.Callback):
