@@ -1,4 +1,4 @@
-"""fp8 (arXiv 2209.05433), multiplied on tensor cores where there are any, and int8 by bitsandbytes (arXiv 2208.07339).
+"""fp8 (arXiv 2209.05433), multiplied on tensor cores where there are any, and int8 by optimum-quanto.
 
 8 bits a weight and a scale for each row. Products of int8 run in the dtype of the activations.
 """
@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
@@ -182,11 +181,13 @@ STORAGES["int8"] = Int8
 
 
 def quantize_int8(linear: nn.Linear) -> QuantizedLinear:
-    """Quantize with bitsandbytes' kernel for the weight's device."""
+    """Quantize by optimum-quanto; stored as bitsandbytes stores int8 (arXiv 2208.07339), which diffusers reads."""
+    from optimum.quanto import absmax_scale, qint8
 
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        weight, maxima, _ = bnb.functional.int8_vectorwise_quant(rows.to(torch.float16))
-        return weight, maxima
+        rows = rows.float()
+        scale = absmax_scale(rows, qint8, axis=0)
+        return torch.ops.quanto.quantize_symmetric(rows, torch.int8, 0, scale), 127 * scale.flatten()
 
     weight, maxima = in_pieces(quantize, linear.weight.data)
     return QuantizedLinear("int8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, SCB=maxima)
