@@ -199,6 +199,14 @@ def stock_pipeline(name: str) -> Any:
     return getattr(diffusers, name)
 
 
+def text_pipeline(name: str, parts: Parts, components: Sequence[str]) -> Any:
+    """Return a pipeline of diffusers with these components only; its language model computes no logits."""
+    used = dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | {one: parts[one] for one in components}
+    if used["text_encoder"] is not None:
+        used["text_encoder"] = used["text_encoder"].base_model
+    return stock_pipeline(name)(**used)
+
+
 class Family(ABC):
     """A pipeline's own part of encoding, denoising and decoding.
 

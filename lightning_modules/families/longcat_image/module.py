@@ -1,7 +1,7 @@
 """LongCat-Image-Edit: a 6B MMDiT conditioned by a vision-language model (arXiv 2512.07584)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_modules.families.flux.denoise import flux_last_block
 from lightning_modules.families.longcat_image.denoise import longcat_velocity
 from lightning_modules.families.longcat_image.native_names import NATIVE_NAMES
 from lightning_modules.families.longcat_image.pipeline import LatentLongCat
-from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts, SamplingRules, stock_pipeline
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts, SamplingRules, text_pipeline
 
 MAX_TOKENS = 512  # the pipeline's, which fails for longer prompts instead of truncating them
 
@@ -84,11 +84,10 @@ class LongCatImageEdit(EditModule):
 
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) of the image and of 512 text tokens, whose padding is not masked."""
-        # The language model without its head, whose logits are not needed.
-        used = {name: parts[name] for name in self.text_components} | {"text_encoder": parts["text_encoder"].model}
-        pipeline = stock_pipeline(self.pipeline_name)(**used, **dict.fromkeys(("scheduler", "vae", "transformer")))
-        tokens = _tokenize(parts["tokenizer"], prompt)
-        return {"prompt_embeds": _embed(pipeline, tokens, images, parts.device("text_encoder")).to(parts.dtype)}
+        while len(_tokenize(parts["tokenizer"], prompt)) > MAX_TOKENS:
+            prompt = prompt[:-1]
+        pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
+        return {"prompt_embeds": pipeline._encode_prompt([prompt], images)[0].to(parts.dtype)}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         return [len(_tokenize(parts["tokenizer"], prompt)) for prompt in prompts], MAX_TOKENS
@@ -100,10 +99,7 @@ class LongCatImageEdit(EditModule):
 
     # The transformer
 
-    def velocity(
-        self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
-    ) -> Tensor:
-        return longcat_velocity(transformer, x_t, t, controls, prompt)
+    velocity = staticmethod(longcat_velocity)
 
     # Prediction
 
@@ -117,33 +113,3 @@ def _tokenize(tokenizer: Any, prompt: str) -> list[int]:
 
     pieces = [piece for text, quoted in split_quotation(prompt) for piece in (text if quoted else [text])]
     return [token for piece in pieces for token in tokenizer(piece, add_special_tokens=False).input_ids]
-
-
-@torch.no_grad()
-def _embed(pipeline: Any, tokens: list[int], images: list[Tensor], device: torch.device) -> Tensor:
-    """Return the last hidden states (L, D) of the images and of MAX_TOKENS of text, including padding.
-
-    Args:
-        pipeline: with tokenizer, processor and a text encoder without its head.
-        images: each (3, h, w) in 8 bits.
-    """
-    tokenizer = pipeline.tokenizer
-    seen = pipeline.image_processor_vl(images=images, return_tensors="pt").to(device)
-    padded = tokenizer.pad(
-        {"input_ids": [tokens[:MAX_TOKENS]]}, max_length=MAX_TOKENS, padding="max_length", return_tensors="pt"
-    )
-    count = int(seen.image_grid_thw.prod()) // pipeline.image_processor_vl.merge_size**2
-    template = pipeline.prompt_template_encode_prefix.replace(pipeline.image_token, pipeline.image_token * count)
-    before, after = (
-        tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        for text in (template, pipeline.prompt_template_encode_suffix)
-    )
-    parts = before, padded, after
-    states = pipeline.text_encoder(
-        input_ids=torch.cat([part.input_ids for part in parts], dim=1).to(device),
-        attention_mask=torch.cat([part.attention_mask for part in parts], dim=1).to(device),
-        output_hidden_states=True,
-        **seen,
-    ).hidden_states[-1][0]
-    start = before.input_ids[0].tolist().index(tokenizer.convert_tokens_to_ids("<|vision_start|>"))
-    return states[start : -after.input_ids.shape[1]]

@@ -1,6 +1,5 @@
 """Qwen-Image, Edit and Edit-Plus: a 20B MMDiT conditioned by a vision-language model (arXiv 2508.02324)."""
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
 from lightning_modules.families.qwen_image.pipeline import LatentControls
-from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts, stock_pipeline
+from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts, text_pipeline
 
 
 @cache
@@ -48,29 +47,21 @@ class QwenImage(EditModule):
 
     # Text
 
-    def _text_pipeline(self, **parts: Any) -> Any:
-        """Return the stock pipeline with its own templates, which only encodes text."""
-        return stock_pipeline(self.pipeline_name)(
-            **(dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | parts)
-        )
-
     def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) and prompt_embeds_mask (L,), by the pipeline's own template."""
-        # The language model without its head, whose logits are not needed.
-        used = {name: parts[name] for name in self.text_components} | {"text_encoder": parts["text_encoder"].model}
         seen = {"image": images} if images else {}
         where = {"device": parts.device("text_encoder"), "dtype": parts.dtype}
-        [embeds], [mask] = self._text_pipeline(**used)._get_qwen_prompt_embeds(prompt, **seen, **where)
+        pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
+        [embeds], [mask] = pipeline._get_qwen_prompt_embeds(prompt, **seen, **where)
         most = self.most_text_tokens
         return {"prompt_embeds": embeds[:most], "prompt_embeds_mask": mask[:most]}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
         if self.most_text_tokens is None:
             return None
-        tokenizer = parts["tokenizer"]
-        pipeline = self._text_pipeline(tokenizer=tokenizer)
+        pipeline = text_pipeline(self.pipeline_name, parts, ["tokenizer"])
         chats = [pipeline.prompt_template_encode.format(prompt) for prompt in prompts]
-        counts = [len(ids) - pipeline.prompt_template_encode_start_idx for ids in tokenizer(chats).input_ids]
+        counts = [len(ids) - pipeline.prompt_template_encode_start_idx for ids in pipeline.tokenizer(chats).input_ids]
         return counts, self.most_text_tokens
 
     def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
@@ -98,10 +89,7 @@ class QwenImage(EditModule):
 
     # The transformer
 
-    def velocity(
-        self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
-    ) -> Tensor:
-        return qwen_velocity(transformer, x_t, t, controls, prompt)
+    velocity = staticmethod(qwen_velocity)
 
 
 class QwenImageEdit(QwenImage):

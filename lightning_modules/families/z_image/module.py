@@ -12,7 +12,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.families.z_image.denoise import z_image_velocity
 from lightning_modules.families.z_image.native_names import NATIVE_NAMES
 from lightning_modules.families.z_image.pipeline import LatentZImage
-from lightning_modules.family import Geometry, Layers, Parts, SamplingRules
+from lightning_modules.family import Geometry, Layers, Parts, SamplingRules, text_pipeline
 
 
 class ZImage(EditModule):
@@ -46,26 +46,15 @@ class ZImage(EditModule):
 
     def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
         """Return prompt_embeds (B, L, D) of the chats that begin with the prompts, and prompt_embeds_mask (B, L)."""
-        counts, length = self.prompt_tokens(parts, prompts)
-        device = parts.device("text_encoder")
-        tokens = parts["tokenizer"](
-            _chats(parts["tokenizer"], prompts),
-            padding="max_length",
-            padding_side="right",
-            max_length=length,
-            truncation=True,
-            return_tensors="pt",
-        )
-        states = parts["text_encoder"].base_model(  # without its head, whose logits are not needed
-            input_ids=tokens.input_ids.to(device),
-            attention_mask=tokens.attention_mask.to(device).bool(),
-            output_hidden_states=True,
-        )
-        embeds = states.hidden_states[-2].to(parts.dtype)
-        own = [one[: min(count, length)] for one, count in zip(embeds, counts, strict=True)]
+        pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
+        device, length = parts.device("text_encoder"), self.max_sequence_length
+        own = pipeline._encode_prompt(list(prompts), device, max_sequence_length=length)
         masks = [torch.ones(len(one), dtype=torch.int64, device="cpu") for one in own]
         return stack_padded(
-            [{"prompt_embeds": one, "prompt_embeds_mask": mask} for one, mask in zip(own, masks, strict=True)]
+            [
+                {"prompt_embeds": one.to(parts.dtype), "prompt_embeds_mask": mask}
+                for one, mask in zip(own, masks, strict=True)
+            ]
         )
 
     def prompt_shapes(
@@ -75,8 +64,11 @@ class ZImage(EditModule):
         return {"prompt_embeds": (length, config["cap_feat_dim"])}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
-        tokenizer = parts["tokenizer"]
-        return [len(ids) for ids in tokenizer(_chats(tokenizer, prompts)).input_ids], self.max_sequence_length
+        """Count tokens, including those of the template."""
+        template = parts["tokenizer"].apply_chat_template
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=True) for one in chats]
+        return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self.max_sequence_length
 
     # The transformer
 
@@ -84,13 +76,3 @@ class ZImage(EditModule):
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
         return z_image_velocity(transformer, x_t, t, prompt)
-
-
-def _chats(tokenizer: Any, prompts: list[str]) -> list[str]:
-    """Return the prompts in the chat template, up to the beginning of the answer."""
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        for prompt in prompts
-    ]
