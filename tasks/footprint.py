@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from datamodules.batch import LatentBatch
 from datamodules.images.framing import Size
 from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import trainable
@@ -123,14 +122,14 @@ def offloaded_bytes(source: TransformerSource) -> int:
 
 
 def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int:
-    """Return the bytes of all latents and prompt embeddings.
-
-    Args:
-        caption: the longest.
-    """
-    single = {size: empty_latents(module, module.base, size, 1, caption) for size in set(data.sizes)}
-    prompt = {size: sum(tensor.nbytes for tensor in batch.prompt.values()) for size, batch in single.items()}
-    latents = {size: _latent_bytes(batch, module.flow.vae_encode_mode == "sample") for size, batch in single.items()}
+    """Return the bytes of all latents and prompt embeddings; `caption` is the longest."""
+    latents, prompt = {}, {}
+    for size in set(data.sizes):
+        batch = empty_latents(module, module.base, size, 1, caption)
+        stds = (batch.target_std, batch.rejected_std) if module.flow.vae_encode_mode == "sample" else ()
+        stored = (batch.target_mean, batch.rejected_mean, *stds, batch.mask, *batch.controls)
+        latents[size] = sum(tensor.nbytes for tensor in stored if tensor is not None)
+        prompt[size] = sum(tensor.nbytes for tensor in batch.prompt.values())
     others = {prompt for prompt in data.preserve_prompts if prompt}
     if module.condition_images.text_sees_them:  # no two samples share an embedding
         prompts = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.views)
@@ -138,13 +137,6 @@ def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int
         shared = {prompt for sample in data.samples for prompt in sample.prompts} | others | {""}
         prompts = len(shared) * max(prompt.values())
     return sum(latents[size] for size in data.sizes) + prompts
-
-
-def _latent_bytes(batch: LatentBatch, with_std: bool) -> int:
-    """Return the bytes of a sample in a shard, without its prompt."""
-    stds = (batch.target_std, batch.rejected_std) if with_std else ()
-    tensors = (batch.target_mean, batch.rejected_mean, *stds, batch.mask, *batch.controls)
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: Sequence[Size]) -> tuple[int, int]:

@@ -29,21 +29,13 @@ Header = dict[str, Any] | None
 
 
 class KnownModel(NamedTuple):
-    """A model whose layers are known.
+    """A model whose layers are known."""
 
-    Attributes:
-        name: of its YAML.
-        base: its folder or hub id.
-        names: of its transformer's layers.
-        settings: of `model` in conf/predict.yaml.
-        guessed: whether it was found by the file's layers alone.
-    """
-
-    name: str
-    base: str
-    names: LayerNames
-    settings: DictConfig
-    guessed: bool = False
+    name: str  # of its YAML
+    base: str  # its folder or hub id
+    names: LayerNames  # of its transformer's layers
+    settings: DictConfig  # of `model` in conf/predict.yaml
+    guessed: bool = False  # whether it was found by the file's layers alone
 
 
 def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:

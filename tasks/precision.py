@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
 
 
 def compare_precision(cfg: DictConfig, _: Path) -> None:
-    """Compare all formats on the first samples of data.root."""
+    """Print the relative error of the velocity, by timestep band and format, on the first samples of data.root."""
     silence_libraries()  # before a trainer is created
     device = compute_device(cfg)
     module = frozen_model(cfg)
@@ -67,38 +67,37 @@ def compare_precision(cfg: DictConfig, _: Path) -> None:
     build_cache(cfg, data := cached_data(cfg))
     data.configure_for(module)
     data.open(data.cache(module))
-    settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
-    quantizations = [instantiate(settings, format=format, components_to_quantize=["transformer"]) for format in FORMATS]
     examples = [example.batch for example in data.examples(slice(EXAMPLES), negative_prompt=None)]
     batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
-    compare_velocities(module.to(device), quantizations, batches)
-
-
-def compare_velocities(
-    module: EditModule, quantizations: Sequence[Quantization], batches: Sequence[LatentBatch]
-) -> None:
-    """Print the relative error of the velocity, by timestep band, for each quantization.
-
-    Args:
-        module: unquantized on disk; it keeps none of the transformers.
-        batches: of one sample each.
-    """
-    module.base.source.quantization = None
-    log.info(f"{len(batches)} samples, {BANDS} timesteps each, in {1 + len(quantizations)} precisions")
+    log.info(f"{len(batches)} samples, {BANDS} timesteps each, in {1 + len(FORMATS)} precisions")
+    exact, size = _velocities(module.to(device), None, batches)
+    settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")
     precision = str(module.base.dtype).removeprefix("torch.")
-    exact, size = _velocities(module, batches)
-    sizes, errors = {precision: size}, {}
-    for quantization in quantizations:
-        module.base.source.quantization = quantization
-        quantized, sizes[quantization.format] = _velocities(module, batches)
-        pairs = zip(quantized, exact, strict=True)
-        errors[quantization.format] = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs]
-    Console(stderr=True).print(_table(errors, sizes, precision))
+    table = Table("t", title=f"relative error of the velocity against {precision}", title_justify="left")
+    table.caption = f"t 1 is noise; {precision} weights take {decimal(size)}"
+    columns = [[*(f"{band / BANDS:.1f} to {(band + 1) / BANDS:.1f}" for band in range(BANDS)), "mean", "weights"]]
+    for format in FORMATS:
+        table.add_column(format, justify="right")
+        quantization = instantiate(settings, format=format, components_to_quantize=["transformer"])
+        quantized, size = _velocities(module, quantization, batches)
+        errors = (quantized - exact).norm(dim=1) / exact.norm(dim=1)
+        columns.append([*(f"{100 * error:.2f} %" for error in (*errors.tolist(), errors.mean().item())), decimal(size)])
+    for number, row in enumerate(zip(*columns, strict=True)):
+        table.add_row(*row, end_section=number == BANDS - 1)
+    Console(stderr=True).print(table)
 
 
 @torch.no_grad()
-def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[list[Tensor], int]:
-    """Return all samples' velocities at the middle of each timestep band, flat, and the bytes of the weights."""
+def _velocities(
+    module: EditModule, quantization: Quantization | None, batches: Sequence[LatentBatch]
+) -> tuple[Tensor, int]:
+    """Return all samples' velocities at the middle of each timestep band (BANDS, N), and the bytes of the weights.
+
+    Args:
+        module: unquantized on disk; it does not keep the transformer.
+        batches: of one sample each.
+    """
+    module.base.source.quantization = quantization
     transformer = module.base.load_transformer()
     size = nbytes(transformer)
     module.execution.stream_blocks(transformer)
@@ -119,19 +118,4 @@ def _velocities(module: EditModule, batches: Sequence[LatentBatch]) -> tuple[lis
     del transformer
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return [torch.cat(band) for band in bands], size
-
-
-def _table(errors: Mapping[str, list[float]], sizes: Mapping[str, int], precision: str) -> Table:
-    table = Table(title=f"relative error of the velocity against {precision}", title_justify="left")
-    table.add_column("t")
-    for name in errors:
-        table.add_column(name, justify="right")
-    for band in range(BANDS):
-        row = (f"{100 * values[band]:.2f} %" for values in errors.values())
-        table.add_row(f"{band / BANDS:.1f} to {(band + 1) / BANDS:.1f}", *row)
-    table.add_section()
-    table.add_row("mean", *(f"{100 * sum(values) / BANDS:.2f} %" for values in errors.values()))
-    table.add_row("weights", *(decimal(sizes[name]) for name in errors))
-    table.caption = f"t 1 is noise; {precision} weights take {decimal(sizes[precision])}"
-    return table
+    return torch.stack([torch.cat(band) for band in bands]), size

@@ -59,7 +59,7 @@ def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
 def block(bench: Bench, facts: Facts) -> list[str]:
     """A single block of FLUX with its adapter: bf16 and fp8, forward and backward; and the parts of an fp8 layer.
 
-    Kernels in Triton give what PyTorch's own give.
+    Fused kernels give what PyTorch's own give.
     """
     tokens = bench.size(8704, 64)
     for precision in ("bf16", "fp8"):

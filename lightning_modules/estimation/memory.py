@@ -68,14 +68,10 @@ def bytes_per_parameter(optimizer: Callable[..., torch.optim.Optimizer]) -> floa
 
 
 class PeakMemory(TorchDispatchMode):
-    """A mode that counts the bytes of all tensors created in it that are still alive.
+    """A mode that counts the bytes of all tensors created in it that are still alive: `now`, and their `peak`.
 
     Args:
         device_type: count tensors on such a device only.
-
-    Attributes:
-        now: bytes that are alive.
-        peak: the most since `restart`, beyond the bytes alive then.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
@@ -86,6 +82,7 @@ class PeakMemory(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
+        """The most bytes alive since `restart`, beyond those alive then."""
         return self._most - self._start
 
     def restart(self) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,37 +16,21 @@ from lightning_modules.timing import LOADING, StageTimer
 log = logging.getLogger("retouch")
 
 
+@dataclass(eq=False)
 class Components:
-    """Components of one repository by name, each loaded on first use.
+    """Components of one repository by name, each loaded on first use."""
 
-    Args:
-        repository_name: folder or hub id in diffusers' layout, or `embedded`.
-        revision: of a hub repository.
-        dtype: of the models.
-        placement: the devices of `vae`, and of `text_encoder` for all others; None for the main device.
-        main_device: returns the transformer's device.
-        quantization: of the components that it names.
-    """
-
-    def __init__(
-        self,
-        repository_name: str,
-        revision: str | None,
-        dtype: torch.dtype,
-        placement: Mapping[str, torch.device | None],
-        main_device: Callable[[], torch.device],
-        timer: StageTimer,
-        quantization: Quantization | None = None,
-    ) -> None:
-        self.quantization = quantization
-        self.repository_name = repository_name
-        self.revision = revision
-        self.dtype = dtype
-        self.placement = placement
-        self.main_device = main_device
-        self.timer = timer
-        self._loaded: dict[str, Any] = {}
-        self._offloaded: set[str] = set()
+    repository_name: str  # folder or hub id in diffusers' layout, or `embedded`
+    revision: str | None  # of a hub repository
+    dtype: torch.dtype  # of the models
+    placement: Mapping[
+        str, torch.device | None
+    ]  # of `vae`, and of `text_encoder` for all others; None: the main device
+    main_device: Callable[[], torch.device]  # returns the transformer's device
+    timer: StageTimer
+    quantization: Quantization | None = None  # of the components that it names
+    _loaded: dict[str, Any] = field(default_factory=dict)
+    _offloaded: set[str] = field(default_factory=set)
 
     @property
     def repository(self) -> str:

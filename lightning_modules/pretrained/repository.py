@@ -43,11 +43,10 @@ def resolve_repository(name: str) -> str:
     path = SHAPES if name == EMBEDDED else Path(name).expanduser()
     if path.is_dir():
         return str(path)
-    single = path.suffix in SINGLE_FILES
     if path.is_file():
         what = f"is {kind_of_file(path) or f'a single {path.suffix[1:]} file'}, which is not read"
-    elif single or name.startswith((".", "/", "~")):
-        what = f"is not there{', and single files are not read' if single else ''}"
+    elif path.suffix in SINGLE_FILES or name.startswith((".", "/", "~")):
+        what = "is not there, and single files are not read"
     else:
         return name
     raise UserError(f"{name} {what}. Name a folder in diffusers' layout, or such a repository on the hub (owner/name)")
@@ -62,9 +61,8 @@ def resolve_device(name: str | None, key: str) -> torch.device | None:
     except RuntimeError as error:
         raise UserError(f"{key}={name} is not a device: use cpu, cuda, cuda:0, mps, ...") from error
     available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    count = available.get(device.type, 0)
-    if (device.index or 0) >= count:
-        has = [f"{kind} ({n})" if n > 1 else kind for kind, n in available.items() if n]
+    if (device.index or 0) >= available.get(device.type, 0):
+        has = (f"{kind} ({count})" for kind, count in available.items() if count)
         raise UserError(f"{key}={name}: this machine has {', '.join(has)}")
     return device
 
@@ -87,14 +85,20 @@ def component_folder(repository: str, revision: str | None, names: Iterable[str]
 
 
 def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """Read model_index.json: the library and class of each component.
+    """Read model_index.json: the library and class of each component; errors as in `repository_json`."""
+    return repository_json(repository, "model_index.json", revision)
 
-    Raises:
-        UserError: as `repository_file`, or the repository is not in diffusers' layout.
-    """
-    path = repository_file(repository, "model_index.json", revision)
+
+def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
+    """Read a component's config.json; errors as in `repository_json`."""
+    return repository_json(repository, f"{name}/config.json", revision)
+
+
+def repository_json(repository: str, filename: str, revision: str | None) -> dict[str, Any]:
+    """Read a JSON file of a pipeline; raise a UserError if there is none, or as `repository_file`."""
+    path = repository_file(repository, filename, revision)
     if path is None:
-        raise UserError(f"{repository} has no model_index.json: it must be a whole pipeline in diffusers' layout")
+        raise UserError(f"{repository} has no {filename}: it must be a whole pipeline in diffusers' layout")
     return read_json(path)
 
 
@@ -155,14 +159,6 @@ def encoders_identity(repository: str, revision: str | None, names: Sequence[str
                     file.write(FileHashes.line(hashed))
         files[path.relative_to(repository).as_posix()] = known
     return files
-
-
-def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
-    """Read a component's config.json."""
-    path = repository_file(repository, f"{name}/config.json", revision)
-    if path is None:
-        raise UserError(f"{repository} has no {name}/config.json: it must be a whole pipeline in diffusers' layout")
-    return read_json(path)
 
 
 def meta_component(repository: str, name: str, revision: str | None = None) -> Any:

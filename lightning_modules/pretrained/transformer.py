@@ -1,6 +1,7 @@
 """A pipeline's transformer: its repository, its precision, and loading it."""
 
 import logging
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,33 +56,16 @@ def transformer_weights(repository: str, revision: str | None = None) -> Safeten
     return SafetensorsWeights([file for file in files.values() if file is not None])
 
 
+@dataclass(eq=False)
 class TransformerSource:
-    """The source of a transformer, and its properties once loaded.
+    """The source of a transformer, and its properties once loaded."""
 
-    Args:
-        class_name: in diffusers.
-        name: folder or hub id of a whole pipeline, or of a transformer only; or `embedded`.
-        revision: of a hub repository.
-        dtype: of unquantized weights.
-        quantization: of files that are not quantized; quantized ones are loaded as they are.
-        streamed: how many of its blocks are offloaded to host memory.
-    """
-
-    def __init__(
-        self,
-        class_name: str,
-        name: str,
-        revision: str | None,
-        dtype: torch.dtype,
-        quantization: Quantization | None,
-        streamed: int,
-    ) -> None:
-        self.class_name = class_name
-        self.name = name
-        self.revision = revision
-        self.dtype = dtype
-        self.quantization = quantization
-        self.streamed = streamed
+    class_name: str  # in diffusers
+    name: str  # folder or hub id of a whole pipeline, or of a transformer only; or `embedded`
+    revision: str | None  # of a hub repository
+    dtype: torch.dtype  # of unquantized weights
+    quantization: Quantization | None  # of files that are not quantized; quantized ones are loaded as they are
+    streamed: int  # how many of its blocks are offloaded to host memory
 
     @property
     def repository(self) -> str:

@@ -30,13 +30,9 @@ FILE_SIZE = 2 * 10**9
 
 
 class Weights(Protocol):
-    """Tensors by name.
+    """Tensors by name."""
 
-    Attributes:
-        dtypes: their dtypes, by safetensors' names.
-    """
-
-    dtypes: dict[str, str]
+    dtypes: dict[str, str]  # by safetensors' names
 
     def read(self, name: str) -> Tensor:
         """Return a tensor that the caller may keep."""
@@ -47,16 +43,12 @@ class Weights(Protocol):
 
 
 class SafetensorsWeights(Weights):
-    """The tensors of a model's safetensors files.
-
-    Attributes:
-        notes: ComfyUI's notes of how layers are quantized, by layer.
-    """
+    """The tensors of a model's safetensors files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.dtypes: dict[str, str] = {}
         self._file: dict[str, Path] = {}
-        self.notes: dict[str, dict[str, Any]] = {}
+        self.notes: dict[str, dict[str, Any]] = {}  # ComfyUI's, of how layers are quantized, by layer
         for file in files:
             with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
                 metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))
@@ -194,7 +186,7 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
             load_in_4bit=four_bit,
             llm_int8_skip_modules=plain,
             bnb_4bit_quant_type=format if four_bit else "fp4",
-            bnb_4bit_use_double_quant=quantization.double_quant,
+            bnb_4bit_use_double_quant=quantization.bnb_4bit_use_double_quant,
             bnb_4bit_compute_dtype=transformer.dtype,
         ).to_dict()
     transformer.save_config(folder)

@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -16,6 +16,7 @@ from lightning_modules.quantization.linear import (
     QuantizedLinear,
     Scaled,
     Storage,
+    fused,
     in_pieces,
     scaled_rows,
     stored_scale,
@@ -31,8 +32,6 @@ FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
 TILE = 16
 # Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
 PROBE = (256, 3072)
-# Device types on which rounding is compiled to one kernel.
-FUSES = ("cuda",)
 
 
 class Float8(Scaled):
@@ -129,12 +128,8 @@ def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_sca
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize (n, k) -> float8 (n, k) and scales (n, 1) in float32."""
-    # torch.compile would build one more graph for a single row (modulation) and for each grad and autocast mode.
-    if len(x) == 1:
-        rows, scale = _quantize_rows(x, dtype)
-    else:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            rows, scale = _fused_rows(x.device)(x.detach(), dtype)
+    # A single row (modulation) would be one more graph.
+    rows, scale = _quantize_rows(x, dtype) if len(x) == 1 else fused(_quantize_rows, x, dtype)
     return rows.contiguous(), scale
 
 
@@ -152,21 +147,6 @@ def _to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x / scale; without the clamp, values that round above the largest would become NaN."""
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
-
-
-@cache
-def _fused_rows(device: torch.device) -> Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]:
-    """Return the rounding, on a GPU as one kernel: as separate operations it would cost what tensor cores gain."""
-    if device.type not in FUSES:
-        return _quantize_rows
-    fused = torch.compile(_quantize_rows, dynamic=True)
-    try:
-        for dtype in (E4M3, E5M2):
-            fused(torch.ones(PROBE, device=device, dtype=torch.bfloat16), dtype)
-    except (RuntimeError, OSError) as error:
-        log.warning(f"note: fp8 is slower than it could be: torch.compile does not run here: {reason(error)}")
-        return _quantize_rows
-    return fused
 
 
 class Int8(Storage):

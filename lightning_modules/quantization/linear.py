@@ -22,6 +22,9 @@ log = logging.getLogger("retouch")
 
 # Weights that are quantized at once; a multiple of every format's block size.
 PIECE = 2**21
+# Device types on which element-wise work is compiled to one kernel; functions for which that failed.
+FUSES = ("cuda",)
+_UNFUSED: set[Any] = set()
 # Integer dtypes by their bytes.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Storages by name; each format's file adds its own.
@@ -159,23 +162,14 @@ Read = Callable[[Mapping[str, Tensor], str, torch.dtype], QuantizedLinear | None
 
 
 class Layout(NamedTuple):
-    """A format's layout in safetensors files.
+    """A format's layout in safetensors files."""
 
-    Attributes:
-        dtypes: safetensors' dtype names of its weights.
-        companions: pattern of the names of a layer's other tensors.
-        needs: companions of which a layer must have one.
-        read: builds a layer.
-        sign: part of a tensor name that identifies the format; None where the weights' dtype does.
-        marker: name of a tensor without which a file may contain weights only.
-    """
-
-    dtypes: Collection[str]
-    companions: str
-    needs: Sequence[str]
-    read: Read
-    sign: str | None = None
-    marker: str | None = None
+    dtypes: Collection[str]  # safetensors' dtype names of its weights
+    companions: str  # pattern of the names of a layer's other tensors
+    needs: Sequence[str]  # companions of which a layer must have one
+    read: Read  # builds a layer
+    sign: str | None = None  # part of a tensor name that identifies the format; None where the weights' dtype does
+    marker: str | None = None  # name of a tensor without which a file may contain weights only
 
     def detect(self, name: str, dtype: str) -> bool:
         """Return whether a tensor of this name and dtype identifies the format."""
@@ -230,34 +224,39 @@ def in_pieces(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) 
 
 def scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply (out, in) in float8 or int8 by scales (out, 1) or (1, 1), rounding once to a 16- or 32-bit dtype."""
-    if weight.dtype != torch.float8_e5m2 and _triton_runs(weight.device):
-        from lightning_modules.quantization.triton_kernels import scale_rows
+    return fused(_scaled_rows, weight, scale, dtype)
 
-        return scale_rows(weight, scale, dtype)
+
+def _scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype).mul_(scale)
 
 
 def transposed(weight: Tensor) -> Tensor:
     """Transpose (out, in) of one-byte elements -> (in, out), contiguous."""
-    if _triton_runs(weight.device):
-        from lightning_modules.quantization.triton_kernels import transpose
+    return fused(_transposed, weight.view(torch.uint8)).view(weight.dtype)
 
-        return transpose(weight)
+
+def _transposed(weight: Tensor) -> Tensor:
     return weight.t().contiguous()
 
 
-@cache
-def _triton_runs(device: torch.device) -> bool:
-    """Return whether Triton works on a device, by trying its kernels once."""
-    if device.type != "cuda":
-        return False
+def fused(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    """Call an element-wise function, on a GPU as one kernel: as separate operations it would cost what fp8 gains."""
+    kind = run, x.device, x.dtype
+    if x.device.type not in FUSES or kind in _UNFUSED:
+        return run(x, *args)
     try:
-        from lightning_modules.quantization.triton_kernels import scale_rows, transpose
+        # torch.compile would build one more graph for each grad and autocast mode.
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            return _compiled(run)(x.detach(), *args)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError) as error:
+        log.warning(f"note: quantized layers are slower than they could be: torch.compile fails here: {reason(error)}")
+        _UNFUSED.add(kind)
+        return run(x, *args)
 
-        weight = torch.ones(200, 1000, dtype=torch.int8, device=device)  # sides that no tile divides
-        scale_rows(weight, torch.ones(200, 1, device=device), torch.bfloat16)
-        transpose(weight)
-    except Exception as error:  # a compiler can fail in many ways, and PyTorch's operators remain
-        log.warning(f"note: quantized weights are slower than they could be: Triton does not run here: {reason(error)}")
-        return False
-    return True
+
+@cache
+def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(run, dynamic=True, recompile_limit=32)  # type: ignore[call-overload]

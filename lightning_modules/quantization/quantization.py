@@ -1,7 +1,7 @@
 """The formats of quantized linear layers, and quantizing a frozen model one layer at a time."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,17 +23,11 @@ Quantize = Callable[[nn.Linear, bool], nn.Module]
 
 @dataclass(frozen=True)
 class QuantizationFormat:
-    """A way to store the weights of linear layers.
+    """A way to store the weights of linear layers."""
 
-    Attributes:
-        bits: of a weight, with its share of a block's scales but not of a row's.
-        quantize: returns the quantized layer, on the same device.
-        layout: in safetensors files.
-    """
-
-    bits: float
-    quantize: Quantize
-    layout: Layout
+    bits: float  # of a weight, with its share of a block's scales but not of a row's
+    quantize: Quantize  # returns the quantized layer, on the same device
+    layout: Layout  # in safetensors files
 
     @property
     def is_four_bit(self) -> bool:
@@ -70,46 +64,33 @@ def nbytes(module: nn.Module) -> int:
     return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in module.state_dict().values())
 
 
+@dataclass
 class Quantization:
     """Settings by which a frozen model is quantized. Checkpoints that are quantized on disk are loaded as they are.
-
-    Args:
-        format: a key of `FORMATS`.
-        modules_to_not_convert: full names of linear layers that are not quantized; * matches anything.
-        components_to_quantize: components of the pipeline: `transformer`, text encoders.
-        bnb_4bit_use_double_quant: quantize the scales of 4-bit blocks too: 4.1 bits a weight instead of 4.5.
 
     Raises:
         UserError: the format does not exist.
     """
 
-    def __init__(
-        self,
-        format: str,
-        modules_to_not_convert: Collection[str],
-        components_to_quantize: Collection[str],
-        bnb_4bit_use_double_quant: bool,
-    ) -> None:
-        if format not in FORMATS:
-            raise UserError(f"model.quantization.format={format}: choose {', '.join(FORMATS)}")
-        self.format = format
-        self.modules_to_not_convert = tuple(modules_to_not_convert)
-        self.components_to_quantize = tuple(components_to_quantize)
-        self.double_quant = bnb_4bit_use_double_quant
+    format: str  # a key of `FORMATS`
+    modules_to_not_convert: Collection[str]  # full names of linear layers that are not quantized; * matches anything
+    components_to_quantize: Collection[str]  # of the pipeline: `transformer`, text encoders
+    bnb_4bit_use_double_quant: bool  # quantize the scales of 4-bit blocks too: 4.1 bits a weight instead of 4.5
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UserError(f"model.quantization.format={self.format}: choose {', '.join(FORMATS)}")
 
     @property
     def bits(self) -> float:
         """Bits of a weight, with its share of a block's scales but not of a row's."""
         row = FORMATS[self.format]
-        return DOUBLE_QUANT_BITS if self.double_quant and row.is_four_bit else row.bits
+        return DOUBLE_QUANT_BITS if self.bnb_4bit_use_double_quant and row.is_four_bit else row.bits
 
     def settings(self) -> dict[str, Any]:
         """Return everything that the quantized weights depend on."""
-        return {
-            "format": self.format,
-            "modules_to_not_convert": list(self.modules_to_not_convert),
-            "bnb_4bit_use_double_quant": self.double_quant,
-        }
+        settings = asdict(self) | {"modules_to_not_convert": list(self.modules_to_not_convert)}
+        return {key: value for key, value in settings.items() if key != "components_to_quantize"}
 
     def converts(self, name: str, module: nn.Module) -> bool:
         """Return whether a module is a linear layer to quantize."""
@@ -128,7 +109,7 @@ class Quantization:
         device = linear.weight.device
         try:
             with without_autocast(device):  # which cannot concatenate float8
-                return FORMATS[self.format].quantize(linear.requires_grad_(False), self.double_quant)
+                return FORMATS[self.format].quantize(linear.requires_grad_(False), self.bnb_4bit_use_double_quant)
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
             raise UserError(
                 f"model.quantization: {self.format} does not run on {device} here: {reason(error)}"

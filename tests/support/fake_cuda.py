@@ -21,7 +21,7 @@ from lightning_modules.adapters import rank_schedule
 from lightning_modules.execution import host_memory
 from lightning_modules.pretrained import transformer
 from lightning_modules.pretrained.weights import assemble
-from lightning_modules.quantization import eight_bit
+from lightning_modules.quantization import eight_bit, linear
 from lightning_modules.quantization.linear import frozen_input_gradient, frozen_product
 
 DEVICE = torch.device("cuda", 0)
@@ -243,7 +243,7 @@ def fake_cuda():
         (Tensor, "pin_memory", lambda tensor: cuda.pin(tensor.clone())),
         (host_memory, "_register", lambda memory, device: cuda.pin(memory)),
         (host_memory, "_unpin", lambda *_: None),
-        (eight_bit, "FUSES", ()),
+        (linear, "FUSES", ()),
         (transformer, "load_model", load_model),
         (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
         (bnb.functional, "name2qmap", double_quant),
@@ -252,7 +252,7 @@ def fake_cuda():
     with ExitStack() as stack:
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
-        for cached in (eight_bit.has_tensor_cores, eight_bit._fused_rows, rank_schedule._thresholds):
+        for cached in (eight_bit.has_tensor_cores, rank_schedule._thresholds):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         yield cuda

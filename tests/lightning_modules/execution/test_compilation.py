@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_modules.execution import blocks as execution
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.quantization import eight_bit
+from lightning_modules.quantization import eight_bit, linear
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs
@@ -111,11 +111,11 @@ def test_one_graph_serves_all_sizes_where_there_are_several(tiny, pairs, tmp_pat
 def test_rounding_to_fp8_has_few_graphs_in_training_and_pictures(tiny, monkeypatch):
     """It uses a GPU's compiled rounding on all layers; beyond its limit of graphs it would silently be slow."""
     monkeypatch.setattr(eight_bit, "has_tensor_cores", lambda *_: True)
-    monkeypatch.setattr(eight_bit, "FUSES", ("cpu",))
-    monkeypatch.setattr(eight_bit.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(linear, "FUSES", ("cpu",))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
-    eight_bit._fused_rows.cache_clear()
+    linear._compiled.cache_clear()
     module = made(tiny, "lora", "fp8", "model.quantization.modules_to_not_convert=[]")
     for position in ("none", "full"):
         set_checkpointing(module.transformer, position, module.adapter.bind_rank_mask)
@@ -126,7 +126,7 @@ def test_rounding_to_fp8_has_few_graphs_in_training_and_pictures(tiny, monkeypat
             for samples in (1, 2):
                 x_t, controls, prompt = tree_map(torch.Tensor.bfloat16, batch(samples))
                 module.denoise(x_t, torch.full((samples,), 0.5), controls, prompt)
-    eight_bit._fused_rows.cache_clear()
+    linear._compiled.cache_clear()
     torch._dynamo.reset()
     # For products and for gradients; in inference mode tensors are of another kind.
     assert counters["stats"]["unique_graphs"] == 3

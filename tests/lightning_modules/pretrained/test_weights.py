@@ -1,7 +1,6 @@
 """Transformers that are quantized on disk: they are loaded as they are, and what they lack is named."""
 
 import json
-import shutil
 
 import bitsandbytes
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 from datamodules.errors import UserError
 from lightning_modules.pretrained.checks import check_weight_files
+from lightning_modules.pretrained.repository import resolve_repository
 from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
 from lightning_modules.quantization.eight_bit import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
@@ -32,7 +32,7 @@ def source(repositories):
     )
 
 
-def write(transformer, folder, replace, config=None, extra=None):
+def write(transformer, folder, replace, config=None):
     """Write its folder, with the tensors (suffix -> tensor) of `replace` for each linear layer but proj_out."""
     transformer.save_pretrained(folder)
     state = load_file(folder / NAME)
@@ -40,7 +40,7 @@ def write(transformer, folder, replace, config=None, extra=None):
         if isinstance(module, nn.Linear) and name != "proj_out":
             del state[f"{name}.weight"]
             state |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in replace(module).items()}
-    save_file(state | (extra or {}), folder / NAME)
+    save_file(state, folder / NAME)
     if config is not None:
         settings = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
@@ -78,15 +78,12 @@ def fp8(scale_name=None, shape=(), dtype=E4M3, hints=()):
     return replace
 
 
+eight_bit = by_bitsandbytes(lambda m: bitsandbytes.nn.Linear8bitLt(m.in_features, m.out_features, True, False))
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FORMATS = {
     "bitsandbytes fp4": (four_bit("fp4", False), BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
     "bitsandbytes nf4, double": (four_bit("nf4", True), BNB | {"bnb_4bit_quant_type": "nf4"}, "nf4"),
-    "bitsandbytes int8": (
-        by_bitsandbytes(lambda m: bitsandbytes.nn.Linear8bitLt(m.in_features, m.out_features, True, False)),
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        "int8",
-    ),
+    "bitsandbytes int8": (eight_bit, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
     "fp8 scaled": (fp8("weight_scale", (1,)), None, "fp8"),
     "fp8 scaled, ComfyUI's names": (fp8("scale_weight", hints=["scale_input"]), None, "fp8"),
     "fp8 plain": (fp8(), None, "fp8"),
@@ -147,71 +144,6 @@ def test_what_task_quantize_writes_loads_bitwise(run, repositories, tmp_path, fo
         assert torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8))
 
 
-def damaged(folder, tmp_path, change):
-    """Write a copy whose tensors `change` has modified."""
-    shutil.copytree(folder, tmp_path / "damaged")
-    state = load_file(folder / NAME)
-    change(state)
-    save_file(state, tmp_path / "damaged" / NAME)
-    return tmp_path / "damaged"
-
-
-LACKS = {
-    "fp8 scaled": (lambda s: s.pop(f"{LAYER}.weight_scale"), f"lacks the scales of {LAYER}: the file is incomplete"),
-    "bitsandbytes fp4": (
-        lambda s: s.pop(f"{LAYER}.weight.quant_state.bitsandbytes__fp4"),
-        f"lacks the scales of {LAYER}: the file is incomplete",
-    ),
-    "bitsandbytes int8": (lambda s: s.pop(f"{LAYER}.SCB"), f"lacks the scales of {LAYER}"),
-    "bitsandbytes nf4, double": (lambda s: s.pop(f"{LAYER}.weight.absmax"), f"the quant state of {LAYER} is damaged"),
-    "fp8 plain": (lambda s: s.pop(f"{LAYER}.weight"), f"lacks {LAYER}.weight: is it complete, and made for Flux"),
-}
-
-
-@pytest.mark.parametrize("name", LACKS)
-def test_what_a_checkpoint_lacks_is_named_in_one_line(source, tmp_path, name):
-    replace, config, _ = FORMATS[name]
-    change, message = LACKS[name]
-    folder = damaged(write(source, tmp_path / "whole", replace, config), tmp_path, change)
-    with pytest.raises(UserError) as raised:
-        load(folder)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_marker_of_scales_without_any_is_an_error(source, tmp_path):
-    folder = write(source, tmp_path, fp8(), extra={"scaled_fp8": torch.zeros(2, dtype=E4M3)})
-    with pytest.raises(UserError, match="lacks the scales of "):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("scales", "message"),
-    [
-        (
-            lambda module: fp8()(module) | {"weight_scale": torch.ones(2, 2)},
-            r"scales \(2, 2\) in torch.float32 on disk: expected one",
-        ),
-        (
-            lambda module: fp8()(module) | {"weight_scale": torch.ones(len(module.weight), 1, dtype=torch.uint8)},
-            "torch.uint8",
-        ),
-    ],
-)
-def test_scales_that_are_not_known_are_named(source, tmp_path, scales, message):
-    with pytest.raises(UserError, match=message):
-        load(write(source, tmp_path, scales))
-
-
-def test_layers_of_another_shape_are_named(source, tmp_path):
-    def shrink(state):
-        state[f"{LAYER}.weight"] = state[f"{LAYER}.weight"][:32].contiguous()
-
-    folder = damaged(write(source, tmp_path / "whole", fp8()), tmp_path, shrink)
-    with pytest.raises(UserError, match=f"{LAYER} is 32x64 on disk, 64x64 in the model"):
-        load(folder)
-
-
 def test_a_shard_that_is_missing_or_damaged_is_named(source, tmp_path):
     source.save_pretrained(tmp_path, max_shard_size="300KB")
     shards = sorted(tmp_path.glob("*.safetensors"))
@@ -259,75 +191,69 @@ def test_int8_with_scales_is_the_integer_times_its_scale(source, tmp_path, shape
     assert (meant - original).abs().max() <= 0.51 * float(state[f"{LAYER}.weight_scale"].max())
 
 
-UNREAD = {
+def plain(module):
+    return {"weight": module.weight}
+
+
+# How the layers are stored, tensors that are replaced (None: removed), and the words of the error.
+REFUSED = {
+    "no scale": (fp8("weight_scale", (1,)), {"weight_scale": None}, f"lacks the scales of {LAYER}: the file is inc"),
+    "no state": (
+        four_bit("fp4", False),
+        {"weight.quant_state.bitsandbytes__fp4": None},
+        f"lacks the scales of {LAYER}",
+    ),
+    "no SCB": (eight_bit, {"SCB": None}, f"lacks the scales of {LAYER}"),
+    "damaged state": (four_bit("nf4", True), {"weight.absmax": None}, f"the quant state of {LAYER} is damaged"),
+    "no weight": (fp8(), {"weight": None}, f"lacks {LAYER}.weight: is it complete, and made for Flux"),
+    "no scales of a marker": (fp8(), {"/scaled_fp8": torch.zeros(2, dtype=E4M3)}, "lacks the scales of "),
+    "scales of blocks": (fp8(), {"weight_scale": torch.ones(2, 2)}, "scales (2, 2) in torch.float32 on disk: expected"),
+    "scales in bytes": (fp8(), {"weight_scale": torch.ones(64, 1, dtype=torch.uint8)}, "torch.uint8"),
+    "another shape": (fp8(), {"weight": torch.zeros(32, 64, dtype=E4M3)}, f"{LAYER} is 32x64 on disk, 64x64 in the"),
     "ConvRot": (int8(note={"convrot": True}), {}, "quantized in an unknown way (format int8_tensorwise, convrot True)"),
-    "integers without a scale": (
-        lambda module: {"weight": module.weight.to(torch.int8)},
-        {},
-        "lacks the scales of",
-    ),
-    "nvfp4": (
-        fp8("weight_scale"),
-        {f"{LAYER}.weight_scale_2": torch.ones(())},
-        "weight_scale_2, for which its model has no place",
-    ),
+    "integers": (lambda module: {"weight": module.weight.to(torch.int8)}, {}, "lacks the scales of"),
+    "nvfp4": (fp8("weight_scale"), {"weight_scale_2": torch.ones(())}, "weight_scale_2, for which its model has no pl"),
     "blocks": (fp8("weight_scale_inv"), {}, "weight_scale_inv"),
-    "nunchaku": (lambda module: {"weight": module.weight}, {f"{LAYER}.wscales": torch.ones(2)}, "wscales, for which"),
-    "GPTQ": (lambda module: {"weight": module.weight}, {f"{LAYER}.qzeros": torch.ones(2)}, "qzeros, for which"),
-    "a LoRA beside": (
-        lambda module: {"weight": module.weight},
-        {f"{LAYER}.lora_A.weight": torch.ones(2, 64)},
-        "lora_A.weight, for which",
-    ),
-    "no place": (
-        lambda module: {"weight": module.weight},
-        {"extra.weight": torch.ones(2)},
-        "has extra.weight, for which",
-    ),
+    "nunchaku": (plain, {"wscales": torch.ones(2)}, "wscales, for which"),
+    "GPTQ": (plain, {"qzeros": torch.ones(2)}, "qzeros, for which"),
+    "a LoRA": (plain, {"lora_A.weight": torch.ones(2, 64)}, "lora_A.weight, for which"),
+    "no place": (plain, {"/extra.weight": torch.ones(2)}, "has extra.weight, for which"),
 }
 
 
-@pytest.mark.parametrize("name", UNREAD)
-def test_a_quantized_file_is_read_whole_or_refused_by_name(source, tmp_path, name):
-    replace, extra, words = UNREAD[name]
-    folder = write(source, tmp_path / "file", replace, extra=extra)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_is_read_whole_or_refused_by_name(source, tmp_path, name):
+    replace, changes, words = REFUSED[name]
+    write(source, tmp_path, replace)
+    state = load_file(tmp_path / NAME)
+    for part, tensor in changes.items():
+        key = part[1:] if part.startswith("/") else f"{LAYER}.{part}"
+        state.pop(key, None)
+        state |= {} if tensor is None else {key: tensor}
+    save_file(state, tmp_path / NAME)
     with pytest.raises(UserError) as raised:
-        load(folder, quantization=quantization("nf4"))
+        load(tmp_path)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["kontext.safetensors", "models/kontext.gguf", "./kontext", "~/kontext.ckpt"])
-def test_a_single_file_is_said_to_be_one_and_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
-    from lightning_modules.pretrained.repository import resolve_repository
+def test_a_single_file_is_said_to_be_one_and_not_looked_for_on_the_hub(name):
+    with pytest.raises(UserError, match=r"is not there.*Name a folder in diffusers' layout, or such a repository on"):
+        resolve_repository(name)
 
-    monkeypatch.chdir(tmp_path)
-    for there in (False, True):
-        if there and not name.startswith("~"):
-            path = tmp_path / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(b"GGUF" + bytes(60) if name.endswith("gguf") else b"\x02" + bytes(60))
-        with pytest.raises(
-            UserError, match="Name a folder in diffusers' layout, or such a repository on the hub"
-        ) as raised:
-            resolve_repository(name)
-        assert "network" not in str(raised.value)
-        assert ("is a GGUF file" in str(raised.value)) == (there and name.endswith("gguf"))
+
+def test_a_single_file_that_is_there_is_named_by_its_kind(tmp_path):
+    (tmp_path / "kontext.gguf").write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(UserError, match=r"is a GGUF file, which is not read\. Name a folder"):
+        resolve_repository(str(tmp_path / "kontext.gguf"))
 
 
 @pytest.mark.parametrize(
     ("names", "class_name", "message"),
     [
-        (
-            ["diffusion_pytorch_model.fp16.safetensors"],
-            "FluxTransformer2DModel",
-            r"has .* and not .*: rename a variant of it",
-        ),
-        (
-            ["flax_model.msgpack", "model.onnx"],
-            "CLIPTextModel",
-            r"has flax_model.*, model.onnx and not model.safetensors",
-        ),
+        (["diffusion_pytorch_model.fp16.safetensors"], "FluxTransformer2DModel", "has .* and not .*: rename a variant"),
+        (["flax_model.msgpack", "model.onnx"], "CLIPTextModel", "has flax_model.*, model.onnx and not model.safetens"),
     ],
 )
 def test_weights_of_another_variant_are_named(tmp_path, names, class_name, message):

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.quantization import eight_bit
+from lightning_modules.quantization import linear as linear_layers
 from lightning_modules.quantization.eight_bit import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
 from tests.support.quantized import NAMES, quantization
@@ -164,3 +165,19 @@ def test_a_single_scale_is_for_all_rows():
     layer = QuantizedLinear("fp8", (32, 16), torch.float32, None, weight=weight, weight_scale=torch.tensor([[0.25]]))
     x = torch.randn(4, 16)
     torch.testing.assert_close(layer(x), x @ (weight.float() * 0.25).T)
+
+
+@pytest.mark.slow
+def test_fused_kernels_give_pytorchs_bits(monkeypatch):
+    """All byte values are tested, compiled for the CPU."""
+    monkeypatch.setattr(linear_layers, "FUSES", ("cpu",))
+    torch._dynamo.reset()
+    count, scale = torch.arange(200_000), torch.linspace(1e-4, 3, 200)[:, None]
+    for kind in (E4M3, torch.int8):
+        weight = (count % 251 + count // 251).to(torch.uint8).view(200, 1000).view(kind)
+        for dtype in (torch.bfloat16, torch.float32):
+            found, wanted = linear_layers.scaled_rows(weight, scale, dtype), weight.to(dtype).mul_(scale)
+            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+        assert torch.equal(linear_layers.transposed(weight).view(torch.uint8), weight.view(torch.uint8).t())
+    assert not linear_layers._UNFUSED
