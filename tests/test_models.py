@@ -43,12 +43,10 @@ def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arg
 
 @pytest.mark.slow
 def test_own_size_of_condition_images_goes_with_the_weights(run, arguments, datasets, tmp_path):
-    """vae_image_size=null in training holds in prediction; a model that is named with other settings is said."""
+    """vae_image_size=null in training holds in prediction; other settings are noted."""
     model = "qwen_image_edit"
     overrides = [a for a in arguments(model, tmp_path / "run", 1) if not a.startswith("model.vae_image_size")]
     run("train", *overrides, "model.vae_image_size=null")
-    again = ["model.vae_image_size=null", f"adapter.init_from={tmp_path / 'run'}", f"output_dir={tmp_path / 'more'}"]
-    run("train", *overrides, *again)
     image = f"image={datasets[model] / 'control_images' / '0.png'}"
     request = [f"lora={tmp_path / 'run'}", "prompt=x", "num_inference_steps=2", image]
     assert "trained on" not in run("predict", *request, f"output_dir={tmp_path / 'a'}").text
@@ -57,7 +55,6 @@ def test_own_size_of_condition_images_goes_with_the_weights(run, arguments, data
     text = run("predict", *request, *other, f"output_dir={tmp_path / 'b'}").text
     assert "was trained on vae_image_size None, this is 4096" in text
     [first], [second] = ((tmp_path / folder).glob("*.png") for folder in "ab")
-    assert first.name == second.name
     assert first.read_bytes() != second.read_bytes()
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Facts
-from lightning_modules.quantization.eight_bit import E4M3, E5M2, has_tensor_cores, quantize_rows, scaled_product
+from lightning_modules.quantization.eight_bit import E4M3, E5M2, has_tensor_cores, quantize_rows
 from lightning_modules.quantization.linear import scaled_rows, transposed
 
 
@@ -57,7 +57,7 @@ def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
 
 
 def block(bench: Bench, facts: Facts) -> list[str]:
-    """A single block of FLUX with its adapter: bf16 and fp8, forward and backward; and the parts of an fp8 layer.
+    """A single block of FLUX with its adapter: bf16 and fp8, forward and backward.
 
     Fused kernels give what PyTorch's own give.
     """
@@ -84,8 +84,6 @@ def block(bench: Bench, facts: Facts) -> list[str]:
         facts[precision] = {"forward_ms": _ms(bench, forward), "forward_backward_ms": _ms(bench, both)}
         del module, transformer, run, forward, both
         bench.free()
-    for outer, inner in ((width, width), (4 * width, width), (width, 5 * width)):
-        facts[f"layer {inner} to {outer}"] = _layer(bench, tokens, outer, inner)
     return _differences(bench.device)
 
 
@@ -103,29 +101,6 @@ def _differences(device: torch.device) -> list[str]:
         if not torch.equal(transposed(weight).view(torch.uint8), weight.view(torch.uint8).t()):
             wrong.append(f"another transpose of {kind}")
     return wrong
-
-
-def _layer(bench: Bench, tokens: int, outer: int, inner: int) -> Facts:
-    """Return the milliseconds of an fp8 layer's parts and of bf16 products."""
-    x, grad = (torch.randn(tokens, n, device=bench.device, dtype=torch.bfloat16) for n in (inner, outer))
-    plain = torch.randn(outer, inner, device=bench.device, dtype=torch.bfloat16)
-    weight, scale = quantize_rows(plain, E4M3)
-    rows, row_scales = quantize_rows(x, E4M3)
-    grads, grad_scales = quantize_rows(grad, E5M2)
-    stored, ones = weight.t().contiguous().t(), torch.ones(1, inner, device=bench.device)
-    scales = scale.t().contiguous()
-    return {
-        "bf16_product_ms": _ms(bench, lambda: x @ plain.t()),
-        "bf16_gradient_ms": _ms(bench, lambda: grad @ plain),
-        "product_ms": _ms(bench, lambda: scaled_product(rows, row_scales, weight.t(), scales)),
-        "quantize_ms": _ms(bench, lambda: quantize_rows(x, E4M3)),
-        "quantize_gradient_ms": _ms(bench, lambda: quantize_rows(grad, E5M2)),
-        "transpose_ms": _ms(bench, lambda: weight.t().contiguous()),
-        "transpose_as_used_ms": _ms(bench, lambda: transposed(weight)),
-        "dequantize_ms": _ms(bench, lambda: weight.to(torch.bfloat16).mul_(scale)),
-        "dequantize_as_used_ms": _ms(bench, lambda: scaled_rows(weight, scale, torch.bfloat16)),
-        "gradient_with_stored_transpose_ms": _ms(bench, lambda: scaled_product(grads, grad_scales, stored, ones)),
-    }
 
 
 def _ms(bench: Bench, run: Any) -> float:

@@ -119,8 +119,7 @@ class FrozenBase:
         if missing := [name for name in (*self.encoder_names, "scheduler") if name not in index]:
             raise UserError(f"{self.name} has no {listing(missing)}, which {model} needs: it is made for {made_for}")
         self.components.check_quantization([name for name in self.family_class.text_components if name in index])
-        self.source.check_class(model)
-        self.source.check_settings()
+        self.source.check_settings(model)
         if made_for != self.family_class.pipeline_name:
             note_once(
                 f"model_index.json of {self.name} names {made_for}, {model} expects {self.family_class.pipeline_name}: "

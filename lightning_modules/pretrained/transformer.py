@@ -103,16 +103,14 @@ class TransformerSource:
         path = repository_file(self.repository, "model_index.json", self.revision)
         return {} if path is None else read_json(path)
 
-    def check_class(self, model: str) -> None:
-        """Raise a UserError if its class is not the one that the model needs."""
+    def check_settings(self, model: str) -> None:
+        """Raise a UserError if its class is not the one that the model needs, or settings do not fit it."""
         found = self.config().get("_class_name")
         if found not in (self.class_name, None):
             raise UserError(
                 f"{self.name} holds a {found}, {model} needs a {self.class_name}: choose the model= that goes with it"
             )
 
-    def check_settings(self) -> None:
-        """Raise a UserError for settings that do not fit the transformer."""
         streamed_blocks(self.meta, self.streamed)
         if self.quantization is not None:
             self.quantization.chosen(self.meta)

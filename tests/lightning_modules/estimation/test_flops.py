@@ -1,12 +1,13 @@
 """The work of a step against torch's own counter."""
 
 import pytest
-import torch
+from hydra.utils import instantiate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_modules.estimation.flops import Tokens
 from tests.support.combinations import first
+from tests.support.commands import compose
 from tests.support.steps import family, inputs
 from tests.support.tiny_adapters import build, learn
 from tests.support.tiny_adapters import velocity as of
@@ -47,8 +48,9 @@ def test_counts_are_those_of_torch(repositories, model, targets):
 
 
 def test_full_fine_tuning_counts_its_weight_gradients(repositories):
-    module = family(repositories, "flux_kontext", "model.gradient_checkpointing=none")
-    lora, full = (build_full(repositories, adapter) for adapter in ("lora", "full"))
+    path = f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"
+    configs = (compose("train", "model=flux_kontext", path, f"adapter={adapter}") for adapter in ("lora", "full"))
+    lora, full = (instantiate(cfg.model, _convert_="all").step_flops for cfg in configs)
     tokens = Tokens(16, 4096, 4096)
     assert full.forward(tokens) < lora.forward(tokens)
     # A weight gradient for each product but those of attention, and no input gradient of the very first.
@@ -56,19 +58,6 @@ def test_full_fine_tuning_counts_its_weight_gradients(repositories):
     first = sum(p.forward(tokens) for p in full.products if not p.input_gradient)
     attention = sum(p.forward(tokens) for p in full.products if p.keys is not None)
     assert full.of_sample(tokens) == 3 * linear - first + 3 * attention
-    assert module.transformer is not None
-
-
-def build_full(repositories, adapter):
-    from hydra.utils import instantiate
-
-    from tests.support.commands import compose
-
-    path = f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"
-    more = [] if adapter == "full" else ["adapter.rank=4"]
-    cfg = compose("train", "model=flux_kontext", path, "model.dtype=float32", f"adapter={adapter}", *more)
-    module = instantiate(cfg.model, _convert_="all")
-    return module.step_flops
 
 
 def test_the_dial_computes_again_what_it_says(tiny):
@@ -86,9 +75,3 @@ def test_the_dial_computes_again_what_it_says(tiny):
     assert 0 < again["selective"] < 0.25 * again["full"]
     assert 0.3 < again["every_2"] / again["full"] < 0.7
     assert 0.8 < again["full"] < 1
-
-
-def test_peak_is_of_this_device():
-    from lightning_modules.estimation.flops import matrix_peak
-
-    assert 1e8 < matrix_peak(torch.device("cpu"), side=256, dtype=torch.float32) < 1e14

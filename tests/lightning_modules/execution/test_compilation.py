@@ -15,7 +15,7 @@ from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs
 from tests.support.steps import assert_same, made, step, with_a_block_of_each_kind
-from tests.support.tiny_adapters import batch, build, gradients, velocity
+from tests.support.tiny_adapters import batch, build
 
 
 @pytest.fixture
@@ -58,22 +58,6 @@ def test_compiled_blocks_give_the_same_bits(tiny, exactly, adapter, base, positi
     module = with_a_block_of_each_kind(made(tiny, adapter, base, *compiled))
     assert_same(step(module), plain)
     assert counters["stats"]["unique_graphs"] > 0
-
-
-@pytest.mark.slow
-def test_compiled_by_inductor_differs_by_rounding(tiny):
-    """float32, T-LoRA, all blocks computed again: 1e-4 of the largest gradient of a layer."""
-    torch._dynamo.reset()
-    plain = with_a_block_of_each_kind(build(tiny, "tlora", "model.gradient_checkpointing=none"))
-    compiled = with_a_block_of_each_kind(build(tiny, "tlora", "model.gradient_checkpointing=full"))
-    execution.compile_blocks(compiled.transformer, dynamic=None)
-    results = []
-    for module in (plain, compiled):
-        loss = velocity(module, [0.2, 0.7]).square().mean()
-        loss.backward()
-        results.append({"loss": loss.detach(), **gradients(module)})
-    for name, expected in results[0].items():
-        torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
 def sized(module, height):
@@ -128,5 +112,5 @@ def test_rounding_to_fp8_has_few_graphs_in_training_and_pictures(tiny, monkeypat
                 module.denoise(x_t, torch.full((samples,), 0.5), controls, prompt)
     linear._compiled.cache_clear()
     torch._dynamo.reset()
-    # For products and for gradients; in inference mode tensors are of another kind.
-    assert counters["stats"]["unique_graphs"] == 3
+    # For products, gradients and transposes; in inference mode tensors are of another kind.
+    assert counters["stats"]["unique_graphs"] == 4

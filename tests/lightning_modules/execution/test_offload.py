@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from torch.nn import Linear
 
 from datamodules.errors import UserError
@@ -14,7 +15,7 @@ from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import StageTimer
 from tasks.footprint import offloaded_bytes
 from tests.support.combinations import first
-from tests.support.commands import lora_bytes, short
+from tests.support.commands import compose, lora_bytes, short
 from tests.support.steps import assert_same, made, step
 from tests.support.tiny_adapters import velocity
 from tests.support.tiny_pipelines import FLUX
@@ -92,13 +93,13 @@ def test_streamed_blocks_are_spread_over_all(tiny):
     ("settings", "message"),
     [
         (["model.offload.blocks=5"], "model.offload.blocks=5: FluxTransformer2DModel has 0 to 4"),
-        (["model.offload.blocks=-1"], "model.offload.blocks=-1: FluxTransformer2DModel has 0 to 4"),
         (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=full"),
     ],
 )
 def test_what_cannot_be_streamed_is_named(tiny, settings, message):
+    path = f"model.pretrained_model_name_or_path={tiny}"
     with pytest.raises(UserError, match=message):
-        made(tiny, "lora", "bf16", FULL, *settings).check()
+        instantiate(compose("train", "model=flux_kontext", path, *settings).model, _convert_="all").check()
 
 
 @pytest.mark.slow

@@ -31,17 +31,16 @@ def copy(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "distilled"),
+    ("names", "distilled"),
     [
-        *((name, True) for name in ("Z-Image-Turbo", "FLUX.1-schnell", "Qwen-Image-Lightning", "klein_distilled")),
-        *((name, True) for name in ("TURBO", "turbo4")),
-        *((name, False) for name in ("hyper-realistic-flux", "FLUX.1-Kontext-dev", "Qwen-Image-Edit-2511")),
-        *((name, False) for name in ("FLUX.2-klein-base-4B", "turbocharged", "superturbo")),
+        (["Z-Image-Turbo", "FLUX.1-schnell", "Qwen-Image-Lightning", "klein_distilled", "turbo4"], True),
+        (["hyper-realistic-flux", "FLUX.1-Kontext-dev", "FLUX.2-klein-base-4B", "turbocharged", "superturbo"], False),
     ],
 )
-def test_by_its_name_in_whole_words(copy, name, distilled):
-    assert (sign(copy(name)) is not None) == distilled
-    assert sign(copy(f"lightning/{name.lower()}-copy")) is None or distilled
+def test_by_its_name_in_whole_words(tiny, tmp_path, names, distilled):
+    for name in names:
+        (tmp_path / name).symlink_to(tiny)
+        assert (sign(tmp_path / name) is not None) == distilled
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,9 @@ def test_known_bases_are_not_distilled_unless_renamed(model):
 
 
 @pytest.mark.slow
-def test_it_is_said_once_in_training_without_a_training_adapter(run, copy, pairs, photo, trained, tmp_path):
+def test_it_is_said_once_in_training_without_a_training_adapter(run, copy, pairs, trained, tmp_path):
     turbo = copy("tiny-turbo")
     text = run("train", *short(turbo, pairs, tmp_path / "run", 1)).text
     assert text.count(f"note: {turbo} {NOTE}turbo in its name)") == 1
-    assert "model.sampling.transformer_name_or_path" in text
     adapted = [*short(copy("other-turbo"), pairs, tmp_path / "adapted", 1), f"model.training_adapter={trained}"]
     assert NOTE not in run("train", *adapted).text
-    request = [f"image={photo}", "prompt=x", "num_inference_steps=1", f"output_dir={tmp_path / 'made'}"]
-    images = [f"lora={trained}", f"model.sampling.transformer_name_or_path={copy('third-turbo')}", *request]
-    assert NOTE not in run("predict", *images).text

@@ -13,7 +13,6 @@ import torch
 from datamodules.errors import UserError
 from datamodules.hub import repository_file
 from lightning_modules.pretrained.repository import load_component, read_index, resolve_device
-from lightning_modules.pretrained.transformer import TransformerSource
 from tests.support.commands import ROOT, run_code
 from tests.support.quantized import load
 
@@ -46,13 +45,6 @@ def test_transformer_may_come_from_a_repository_of_its_own(tiny, stock, tmp_path
     for repository in (tmp_path, tiny):
         own = load(repository, dtype=torch.float32)
         assert all(torch.equal(a, b) for a, b in zip(own.parameters(), stock.transformer.parameters(), strict=True))
-
-
-def test_meta_transformer_has_the_names_and_shapes_and_no_memory(tiny, stock):
-    meta = TransformerSource("FluxTransformer2DModel", str(tiny), None, torch.float32, None, 0).meta
-    shapes = {name: p.shape for name, p in meta.named_parameters()}
-    assert shapes == {name: p.shape for name, p in stock.transformer.named_parameters()}
-    assert all(p.is_meta for p in meta.parameters())
 
 
 @pytest.mark.parametrize(
@@ -127,13 +119,10 @@ def test_file_that_is_known_to_lack_in_the_cache_is_not_taken_for_absent(tiny, t
             repository_file("owner/partial", filename, revision)
 
 
-@pytest.mark.parametrize(("name", "fits"), [("cpu", True), (None, True), ("cuda:93", False), ("tpu9000", False)])
-def test_impossible_device_is_refused(name, fits):
-    if fits:
+@pytest.mark.parametrize("name", ["cuda:93", "tpu9000"])
+def test_impossible_device_is_refused(name):
+    with pytest.raises(UserError, match=f"model.devices.vae={name}"):
         resolve_device(name, "model.devices.vae")
-    else:
-        with pytest.raises(UserError, match=f"model.devices.vae={name}"):
-            resolve_device(name, "model.devices.vae")
 
 
 class _Hub(BaseHTTPRequestHandler):

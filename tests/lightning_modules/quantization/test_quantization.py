@@ -71,15 +71,6 @@ def test_a_device_that_cannot_do_it_is_named(monkeypatch):
         quantization("nf4").quantize(nn.Linear(64, 64))
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp4"])
-def test_a_quantized_variant_differs_by_its_quantization_only(format):
-    models = ("flux_kontext", f"flux_kontext_{format}")
-    base, variant = (OmegaConf.to_container(compose("train", f"model={model}").model) for model in models)
-    assert variant.pop("quantization") == {**OmegaConf.to_container(FP8), "format": format}
-    assert base.pop("quantization") is None
-    assert variant == base
-
-
 def test_fp4_starts_slower():
     for model, more, expected in (
         ("flux_kontext_fp8", [], (1e-4, 0)),
