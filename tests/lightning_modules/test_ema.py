@@ -36,12 +36,6 @@ def test_average_is_the_sum_of_all_values_by_the_samples_since():
     assert weights_of(EMA(half_life, "ema"), history, batches) == pytest.approx(expected, rel=1e-6)
 
 
-def test_half_of_the_average_is_of_the_latest_half_life():
-    """In small steps, long after the start, the value is 0 before and 1 within the half-life."""
-    average = weights_of(EMA(50, "ema"), [0] * 1001 + [1] * 25, [2] * 1025)
-    assert average == pytest.approx(0.5, rel=1e-5)
-
-
 def test_start_is_a_power_function_of_the_samples():
     """Whose relative standard deviation is 0.10, by the formula of arXiv 2312.02696."""
     power = math.log(2) / RAMP_UP - 1

@@ -31,20 +31,12 @@ def drawn_times(law: TimestepLaw, count: int = 4000) -> torch.Tensor:
     return torch.stack([law.draw(generator, pipeline_shift=2.0) for _ in range(count)])
 
 
-def test_interpolation_is_the_straight_line_and_velocity_its_derivative():
-    x0, eps = torch.randn(3, 2, 4, 4), torch.randn(3, 2, 4, 4)
-    torch.testing.assert_close(interpolate(x0, eps, torch.zeros(3)), x0)
-    torch.testing.assert_close(interpolate(x0, eps, torch.ones(3)), eps)
-    t = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, requires_grad=True)
-    _, derivative = torch.func.jvp(lambda t: interpolate(x0.double(), eps.double(), t), (t,), (torch.ones_like(t),))
-    torch.testing.assert_close(derivative, velocity_target(x0, eps).double())
-
-
-def test_interpolation_equals_the_schedulers():
+def test_interpolation_is_the_schedulers():
     scheduler = FlowMatchEulerDiscreteScheduler()
     x0, eps = torch.randn(1, 2, 4, 4), torch.randn(1, 2, 4, 4)
     timestep = scheduler.timesteps[300]
     expected = scheduler.scale_noise(x0, timestep[None], eps)
+    assert torch.equal(velocity_target(x0, eps), eps - x0)
     torch.testing.assert_close(interpolate(x0, eps, timestep[None] / 1000), expected)
 
 
@@ -68,12 +60,6 @@ def test_timestep_law_has_diffusers_density(scheme):
     own = drawn_times(law)
     assert own.dtype == torch.float32
     assert (own.quantile(quantiles) - theirs.quantile(quantiles)).abs().max() < 0.03
-
-
-def test_shift_of_a_law_is_applied_after_it():
-    plain = drawn_times(timestep_law("uniform"), 100)
-    torch.testing.assert_close(drawn_times(timestep_law("uniform", shift=3.0), 100), 3 * plain / (1 + 2 * plain))
-    torch.testing.assert_close(drawn_times(timestep_law("uniform", shift="dynamic"), 100), 2 * plain / (1 + plain))
 
 
 def test_unknown_law_is_refused_in_a_line():

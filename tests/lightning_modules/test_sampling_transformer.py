@@ -91,6 +91,11 @@ def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_wi
     (record,) = records(tmp_path / "made")
     assert record["transformer_name_or_path"] == str(distilled)
 
+    page, card = (tmp_path / "with" / name for name in ("report.html", "lora/last/README.md"))
+    assert f"from_pretrained(&#39;PATH_TO/{distilled.name}&#39;" in page.read_text(), "with its scheduler"
+    assert card.read_text().count(f"PATH_TO/{distilled.name}") == 2
+    assert str(distilled) not in card.read_text()
+
 
 @pytest.mark.slow
 def test_in_a_quantized_offloaded_and_averaged_run(run, settings, distilled, file, tmp_path):
@@ -115,17 +120,6 @@ def file(tiny, tmp_path):
     path = tmp_path / "undistil.safetensors"
     write(path, random_updates(names), {})
     return path
-
-
-def test_the_commands_of_the_report_name_it(run, settings, distilled, tmp_path):
-    chosen = f"model.sampling.transformer_name_or_path={distilled}"
-    run("train", *settings("run", chosen, steps=1))
-    page = (tmp_path / "run/report.html").read_text()
-    assert f"model.sampling.transformer_name_or_path=PATH_TO/{distilled.name}" in page
-    assert f"from_pretrained(&#39;PATH_TO/{distilled.name}&#39;" in page, "a whole pipeline, with its scheduler"
-    card = (tmp_path / "run/lora/last/README.md").read_text()
-    assert card.count(f"PATH_TO/{distilled.name}") == 2
-    assert str(distilled) not in card
 
 
 def test_it_says_whether_it_is_distilled_and_brings_its_scheduler(tiny, distilled, tmp_path, monkeypatch):

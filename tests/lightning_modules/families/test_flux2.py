@@ -10,7 +10,6 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from datamodules.images.decoding import to_tensor
 from datamodules.images.windows import ConditionImages, Window
 from lightning_modules.adapters.peft_layers import lora_layers
-from lightning_modules.execution.blocks import blocks
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_image_ids
 from lightning_modules.families.patches import pack, unpack
 from lightning_modules.family import Sampling
@@ -109,14 +108,3 @@ def test_distilled_model_is_not_guided(repositories, monkeypatch, tmp_path):
 @pytest.mark.parametrize("steps", [4, 10, 50, 200])
 def test_shift_of_the_timesteps_is_the_pipelines(tokens, steps):
     assert empirical_mu({}, tokens, steps) == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
-
-
-@BOTH
-def test_default_targets_are_in_every_block(reference, repositories):
-    """Four layers of a double block, and both of a single one."""
-    module = reference.build(repositories[reference.name])
-    adapted = list(lora_layers(module.transformer))
-    for block in blocks(module.transformer):
-        inside = [layer for layer in adapted if layer.startswith(f"{block}.")]
-        assert len(inside) == (2 if block.startswith("single") else 4)
-    assert len(adapted) == 2 * 4 + 2 * 2

@@ -11,17 +11,17 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from datamodules.pairs import collate_pixels
-from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.rank_mask import attach_rank_schedule, mask_forwards, sampling_step
+from lightning_modules.adapters.rank_mask import attach_rank_schedule, sampling_step
 from lightning_modules.execution.blocks import blocks, compile_blocks
-from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.execution.offload import BlockStream
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
 from tests.support.losses import losses
 from tests.support.references import PROMPTS, REFERENCES
 from tests.support.references import raw_sample as read_sample
+from tests.support.steps import assert_same
 
 REFERENCE = REFERENCES["z_image"]
 build = REFERENCE.build
@@ -101,31 +101,12 @@ def test_each_forward_of_the_stock_pipeline_has_the_rank_of_its_step(repository,
         assert (len(set(ranks)) > 2) == (kind != "constant")
 
 
-def test_after_pictures_samples_have_their_own_timesteps(repository):
-    """Without gradients, too, as when the validation loss is measured."""
-    module = build(repository, "adapter=tlora", "adapter.rank=16", "model.timesteps.law=uniform")
-    mask_forwards(module.transformer, module.rank_gates, lambda *_: module.sampler.current_step())
-    latents = module.encoder(collate_pixels([raw_sample(module, number) for number in range(2)]))
-    with torch.no_grad():
-        before = losses(module, latents)
-        ranks = module.rank_gates[0].active_ranks
-        module.sampler.sample(latents, Sampling(3, 0.0, None, None), (48, 32), [7, 8])
-        assert torch.equal(losses(module, latents), before)
-    assert torch.equal(module.rank_gates[0].active_ranks, ranks)
-    drawn = flow.sample_noise(module.flow.seed, latents.draws, torch.Size([1, 2, 2]), module.flow.timesteps, 1.0)
-    assert ranks.tolist() == module.adapter.schedule.active_ranks(1000 * drawn.t.flatten()).tolist()
-    assert len(set(ranks.tolist())) == 2
-
-
-def loss_and_gradients(repository, change):
-    """Return loss and gradients of a T-LoRA on every layer, with two prompt lengths and timesteps, hence both masks.
-
-    Args:
-        change: what is done to the module before.
-    """
+def loss_and_gradients(repository, policy, offloaded=False):
+    """Return loss and gradients of a T-LoRA on every layer, with two prompt lengths and timesteps, hence both masks."""
     module = build(repository, "adapter=tlora", "adapter.target_modules=all-linear")
-    set_checkpointing(module.transformer, "none", module.adapter.bind_rank_mask)
-    change(module)
+    if offloaded:
+        BlockStream(list(blocks(module.transformer).values())[::2], torch.device("cpu"))
+    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
     loss = losses(module, module.encoder(collate_pixels([raw_sample(module, number) for number in range(2)])))
     loss.mean().backward()
     gradients = {name: one.grad for name, one in trainable(module.transformer).items()}
@@ -133,37 +114,9 @@ def loss_and_gradients(repository, change):
     return {"loss": loss.detach(), **gradients}
 
 
-def checkpointed(policy, module):
-    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
-
-
-def offloaded(module):
-    BlockStream(list(blocks(module.transformer).values())[::2], torch.device("cpu"))
-    checkpointed("full", module)
-
-
-WAYS = {policy: partial(checkpointed, policy) for policy in POLICIES} | {"offloaded": offloaded}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_however_blocks_are_computed_loss_and_gradients_are_the_same_bits(repository, way):
-    expected = loss_and_gradients(repository, lambda module: None)
-    for name, own in loss_and_gradients(repository, WAYS[way]).items():
-        assert torch.equal(own, expected[name]), name
-
-
-@pytest.mark.slow
-def test_compiled_blocks_differ_by_the_order_of_sums(repository, monkeypatch):
-    """Only the shared computation from the timestep differs; the rest has the same bits."""
-    expected = loss_and_gradients(repository, lambda module: None)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    compiled = loss_and_gradients(repository, lambda module: compile_blocks(module.transformer, None))
-    for name, own in compiled.items():
-        if name.startswith("t_embedder"):
-            torch.testing.assert_close(own, expected[name], rtol=0, atol=1e-6 * float(expected[name].abs().max()))
-        else:
-            assert torch.equal(own, expected[name]), name
+@pytest.mark.parametrize(("policy", "offloaded"), [("selective", False), ("every_2", False), ("full", True)])
+def test_however_blocks_are_computed_loss_and_gradients_are_the_same_bits(repository, policy, offloaded):
+    assert_same(loss_and_gradients(repository, policy, offloaded), loss_and_gradients(repository, "none"))
 
 
 @pytest.mark.slow

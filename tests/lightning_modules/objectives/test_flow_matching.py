@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
 from lightning_modules.families.flux.module import FluxKontext
-from lightning_modules.flow import FlowMatching, TimestepLaw, flow_loss
+from lightning_modules.flow import FlowMatching, TimestepLaw
 from tests.support.commands import compose
 from tests.support.losses import EVERYTHING
 
@@ -70,13 +70,6 @@ def losses(one, batch, model=None, step=0):
     return one.losses(batch, FLOW.noised(batch, 1.0, normalize), model or TwoNumbers(), step)
 
 
-def test_default_is_the_plain_loss_to_the_bit():
-    batch = make_batch(weights=True)
-    noised = FLOW.noised(batch, 1.0, normalize)
-    velocity = TwoNumbers()(noised.x_t, noised.t, noised.controls, noised.prompt)
-    assert torch.equal(losses(objective(), batch), flow_loss(velocity, noised.velocity, batch.mask) * batch.weights)
-
-
 @pytest.mark.parametrize("mask", [True, False])
 def test_everything_at_once_is_the_formula_and_so_are_its_gradients(mask):
     batch, model, mine = make_batch(mask=mask, weights=True), TwoNumbers(), TwoNumbers()
@@ -125,25 +118,6 @@ def test_a_batch_gives_what_its_samples_give_alone(mask):
     assert len(set(alone.tolist())) == 3
 
 
-def test_area_of_a_mask_does_not_weigh_its_sample():
-    """With the same error everywhere, the loss is the same."""
-    batch = make_batch(1)
-    batch.mask[:] = 0
-    batch.mask[:, :, :8, :8] = 1
-    noised = FLOW.noised(batch, 1.0, normalize)
-
-    def constant(x_t, t, controls, prompt):
-        return noised.velocity + 2.0
-
-    for overrides in ([], ["objective.mask.outside=0.3"], ["objective.edit_weight.floor=0.1"]):
-        torch.testing.assert_close(objective(*overrides).losses(batch, noised, constant, 0), torch.tensor([4.0]))
-
-
-def test_mask_outside_of_1_is_no_mask():
-    with_mask = losses(objective("objective.mask.outside=1"), make_batch(mask=True))
-    torch.testing.assert_close(with_mask, losses(objective(), make_batch(mask=False)))
-
-
 def test_contrastive_guidance_leaves_samples_without_their_caption_alone():
     flow, batch = FlowMatching(FLOW.timesteps, "sample", FLOW.seed), make_batch(mask=False)
     flow.caption_dropout_rate = 0.5
@@ -159,15 +133,6 @@ def test_prompts_are_looked_at_every_so_many_steps():
     batch, one = make_batch(), objective('objective.preserve.prompts=["x"]', "objective.preserve.every=3")
     values = [float(losses(one, batch, step=step).detach().sum()) for step in range(4)]
     assert values[0] == values[3] > values[1] == values[2]
-
-
-def test_no_weight_is_no_preservation():
-    batch = make_batch()
-    off = ['objective.preserve.prompts=["x"]', "objective.preserve.weight=0"]
-    assert torch.equal(losses(objective(*off), batch), losses(objective(), batch))
-    assert not objective(*off).preserve_prompts
-    assert not objective(*off).needs_base
-    assert not objective(*off).describe()
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
 from lightning_modules.execution.blocks import trim_last_block
-from lightning_modules.flow import interpolate
 from tests.support.combinations import first
 from tests.support.steps import BASES, assert_same, with_a_block_of_each_kind
 from tests.support.tiny_adapters import batch, build, export, gradients, learn
@@ -123,47 +121,6 @@ def stepped(module, latents, step=0):
     module.transformer.zero_grad()
     losses.mean().backward()
     return {"losses": losses.detach(), **gradients(module)}
-
-
-def test_terms_and_their_gradients_are_those_of_an_independent_computation(tiny):
-    module, latents = made(tiny, "lora", "float32", *PRESERVE), samples(masked=True)
-    found = stepped(module, latents)
-    t, x0, eps, (control,) = (lambda n: (n.t, n.x0, n.eps, n.controls))(
-        module.flow.noised(latents, 1.0, module.normalize)
-    )
-    base = bare(module)
-    inside = F.avg_pool2d(latents.mask, 8)
-    outside = 1 - inside
-    at = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * eps
-    velocity = module.velocity(module.transformer, at, t, [control], latents.prompt)
-    with torch.no_grad():
-        kept = module.velocity(base, at, t, [control], latents.prompt)
-        picture = interpolate(control, eps, t)
-        other = module.velocity(base, picture, t, [control], latents.preserve_prompt)
-    edit = ((velocity - (eps - x0)) ** 2).mean(1, keepdim=True)
-    moved = ((velocity - kept) ** 2).mean(1, keepdim=True)
-    asked_otherwise = module.velocity(module.transformer, picture, t, [control], latents.preserve_prompt)
-    losses = (edit * inside).sum((1, 2, 3)) / inside.sum((1, 2, 3))
-    losses = losses + 0.5 * (moved * outside).mean((1, 2, 3)) + 3 * ((asked_otherwise - other) ** 2).mean((1, 2, 3))
-    module.transformer.zero_grad()
-    losses.mean().backward()
-    for name, expected in {"losses": losses.detach(), **gradients(module)}.items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
-    assert (found["losses"] > stepped(made(tiny, "lora", "float32"), latents)["losses"]).all()
-
-
-def test_weight_of_a_root_counts_for_all_terms(tiny):
-    """It applies to the sample's loss and its preservation term, as for prior-preservation images."""
-    module, latents = made(tiny, "lora", "float32", *PRESERVE, "objective.edit_weight.floor=0.1"), samples()
-    plain = stepped(module, latents)["losses"]
-    latents.weights = torch.tensor([1.0, 0.2])
-    assert torch.equal(stepped(module, latents)["losses"], plain * latents.weights)
-
-
-def test_an_adapter_that_has_not_learned_has_nothing_to_lose(tiny):
-    """At the start the model equals its base: terms and gradients are exactly zero."""
-    module, plain = (build(tiny, "lora", *more) for more in (PRESERVE, []))
-    assert_same(stepped(module, samples()), stepped(plain, samples()))
 
 
 EXECUTIONS = {

@@ -113,19 +113,10 @@ def test_blocks_that_are_computed_again_have_the_signs_of_their_step(tiny, adapt
         assert_same(gradients(module, latents), plain)
 
 
-OPTIONS = [
-    "objective.preserve.outside=0.5",
-    "objective.edit_weight.floor=0.2",
-    "objective.weighting=cosine",
-    "objective/loss=pseudo_huber",
-]
-
-
-@pytest.mark.parametrize("more", [[], OPTIONS])
-def test_batch_of_both_directions_is_its_samples_alone(tiny, more):
-    module = made(tiny, "tlora", *more)
-    together = losses(module, latent_batch(DRAWS, masked=bool(more)))
-    alone = [losses(module, latent_batch([draw], masked=bool(more))) for draw in DRAWS]
+def test_batch_of_both_directions_is_its_samples_alone(tiny):
+    module = made(tiny, "tlora", "objective.preserve.outside=0.5", "objective.edit_weight.floor=0.2")
+    together = losses(module, latent_batch(DRAWS, masked=True))
+    alone = [losses(module, latent_batch([draw], masked=True)) for draw in DRAWS]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
