@@ -20,7 +20,6 @@ from datamodules.images.folders import (
     belongs_to_another,
     find_file,
     further_controls,
-    in_order,
     is_image,
     stem_of,
     text_prompts,
@@ -262,7 +261,7 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
         paths = [path for path in paths if not belongs_to_another(stem_of(path), beside[path.parent])]
     if not paths:
         raise UserError(f"{setting}={image}: no such file, and no image in a folder or glob of that name")
-    return [(path, *in_order(further[path.parent].get(stem_of(path), []))) for path in paths]
+    return [(path, *further[path.parent].get(stem_of(path), [])) for path in paths]
 
 
 def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None, required: bool) -> list[str]:

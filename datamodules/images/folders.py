@@ -5,7 +5,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,9 @@ class Listing:
         """
         names = os.listdir(folder)
         found = cls(folder, clutter=sum(map(is_clutter, names)))
-        for name in sorted(names):  # paths would take much longer to sort
+        for name in sorted(name for name in names if not is_clutter(name)):  # paths would take much longer to sort
             path = folder / name
             stem, suffix = stem_of(path), path.suffix.lower()
-            if is_clutter(name):
-                continue
             if suffix in IMAGE_SUFFIXES:
                 if stem in found.images:
                     raise UserError(f"{found.images[stem]} and {path}: two images of one name, keep one")
@@ -166,25 +165,21 @@ def belongs_to_another(stem: str, stems: Container[str]) -> bool:
     )
 
 
-def further_controls(images: Mapping[str, Path]) -> dict[str, list[tuple[int, Path]]]:
-    """Return by stem X the images `X_control_1.*`, `X_control_2.*`, ..., each with its number."""
-    found: dict[str, list[tuple[int, Path]]] = {}
-    for name, path in images.items():
-        if match := _FURTHER_CONTROL.match(name):
-            found.setdefault(match["stem"], []).append((int(match["number"]), path))
-    return found
-
-
-def in_order(further: Sequence[tuple[int, Path]]) -> list[Path]:
-    """Return the further controls of an image by number.
+def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
+    """Return by stem X the images `X_control_1.*`, `X_control_2.*`, ... by number.
 
     Raises:
         UserError: their numbers are not 1, 2, ...: with one missing, the others would be taken for it.
     """
-    for expected, (number, path) in enumerate(sorted(further), 1):
-        if number != expected:
-            raise UserError(f"{path}: further controls are numbered 1, 2, ..., and this should be {expected}")
-    return [path for _, path in sorted(further)]
+    numbered: dict[str, list[tuple[int, Path]]] = {}
+    for name, path in images.items():
+        if match := _FURTHER_CONTROL.match(name):
+            numbered.setdefault(match["stem"], []).append((int(match["number"]), path))
+    for further in numbered.values():
+        for expected, (number, path) in enumerate(sorted(further), 1):
+            if number != expected:
+                raise UserError(f"{path}: further controls are numbered 1, 2, ..., and this should be {expected}")
+    return {stem: [path for _, path in sorted(further)] for stem, further in numbered.items()}
 
 
 def none_of_the_formats(path: Path) -> str:
@@ -256,7 +251,6 @@ def samples_by_name(
             incomplete.append(f"{target} has no control image {lost.lack(stem)}")
             continue
         try:
-            more = [in_order(one.get(stem, [])) for one in further]
             prompts, caption_file = targets.captions(stem, root.caption_per_line)
         except UserError as error:
             incomplete.append(str(error))
@@ -267,7 +261,7 @@ def samples_by_name(
             hint = f" (there is {listing(list(there))})" if there else ""
             incomplete.append(f"{target} has no caption {caption_file}{hint}")
             continue
-        own = [path for number in range(count) for path in (images[number][stem], *more[number])]
+        own = [path for number in range(count) for path in (images[number][stem], *further[number].get(stem, []))]
         beside = masks.get(f"{stem}_mask"), rejects.get(stem)
         samples.append(Sample(stem, target, tuple(own), prompts, *beside, caption_file=caption_file))
     for others in (*images, rejects):
@@ -283,26 +277,22 @@ def samples_by_name(
 def note_unread(found: Found, folder: Path) -> Found:
     """Add a note on the files in and below a folder that have the stem of a sample's image, but are not read."""
     images = [(one.target, *one.controls, one.mask, one.rejected) for one in found.samples]
-    read = {str(path) for some in images for path in some if isinstance(path, Path)}
-    stems = {stem_of(Path(name)) for name in read}
+    read = {path for some in images for path in some if isinstance(path, Path)}
+    stems = {stem_of(path) for path in read}
     texts = {nfc(str(one.caption_file.with_suffix(""))) for one in found.samples if one.caption_file is not None}
     kinds: Counter[str] = Counter()
-    for place, below, names in os.walk(folder) if read else ():
-        depth = len(Path(place).relative_to(folder).parts)
-        prefix = str(Path(place, "_"))[:-1]  # as paths are written, without ./
-        below[:] = [name for name in below if depth < SEARCHED and not is_clutter(name)]
-        for name in names:
-            stem, suffix = os.path.splitext(name)
-            if is_clutter(name) or not (nfc(stem) in stems or belongs_to_another(nfc(stem), stems)):
-                continue
-            is_caption = suffix.lower() in CAPTION_SUFFIXES and nfc(prefix + stem) in texts
-            if not is_caption and prefix + name not in read:
-                kinds[os.path.relpath(f"{prefix}*{suffix}", folder)] += 1
+    for path in (path for depth in range(SEARCHED + 1) for path in sorted(folder.glob("*/" * depth + "*")) if read):
+        stem, below = stem_of(path), path.relative_to(folder)
+        is_caption = path.suffix.lower() in CAPTION_SUFFIXES and nfc(str(path.with_suffix(""))) in texts
+        if path in read or is_caption or path.is_dir() or any(map(is_clutter, below.parts)):
+            continue
+        if stem in stems or belongs_to_another(stem, stems):
+            kinds[str(below.with_name(f"*{path.suffix}"))] += 1
     if not kinds:
         return found
     named = listing([f"{kind} ({count})" for kind, count in kinds.items()])
     note = f"{folder}: not read, though named like images that are: {named}"
-    return Found(found.samples, found.incomplete, found.passed_over, found.forms, (*found.notes, note))
+    return replace(found, notes=(*found.notes, note))
 
 
 # Captions of an image: one or several, in files next to it or in the columns of a table.
@@ -322,9 +312,7 @@ def read_captions(texts: Mapping[str, str], per_line: bool = True) -> tuple[tupl
     for suffix in CAPTION_SUFFIXES:
         for name, text in texts.items():
             if name.lower().endswith(suffix):
-                prompts = text_prompts(text, per_line)
-                if suffix == ".json":
-                    prompts = _json_prompts(text, name, alone=not found)
+                prompts = text_prompts(text, per_line) if suffix != ".json" else _json_prompts(text, name, not found)
                 found |= {name: prompts} if prompts else {}
     if len({tuple(" ".join(prompts).split()) for prompts in found.values()}) > 1:
         raise UserError(f"{' and '.join(found)} hold different captions of one image. Keep one")
@@ -332,53 +320,40 @@ def read_captions(texts: Mapping[str, str], per_line: bool = True) -> tuple[tupl
 
 
 def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
-    """Return each non-empty line, or the whole text if it is JSON; ("",) if there is none.
+    """Return each non-empty line, or the whole text if it is a JSON object or array; ("",) if there is none.
 
     Lines end as on Unix, Windows and old Macs, not at other separators of Unicode.
     """
+    with suppress(ValueError, RecursionError):
+        per_line = per_line and not isinstance(json.loads(text), dict | list)
     lines = re.split("\r\n?|\n", text)
-    return _stripped(lines if per_line and not is_json(text) else ["\n".join(lines)])
+    return _stripped(lines if per_line else ["\n".join(lines)])
 
 
-def is_json(text: str) -> bool:
-    """Return whether a text is a JSON object or array."""
+def read_json(text: str, name: str) -> Any:
+    """Return the content of a JSON file; raises a UserError if it is none."""
     try:
-        return isinstance(json.loads(text), dict | list)
-    except (ValueError, RecursionError):
-        return False
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
 
 
 def _json_prompts(text: str, name: str, alone: bool) -> tuple[str, ...]:
-    """Return the captions of a JSON file; () if it is an object about something else.
-
-    Args:
-        alone: no other file holds captions; an object of several words is then itself a caption.
+    """Return the captions of a JSON file; () if it is about something else, and not `alone`.
 
     Raises:
         UserError: the file is not JSON, or holds no captions.
     """
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
+    value = read_json(text, name)
     if isinstance(value, dict):
-        key = next((key for key in CAPTION_KEYS if key in value), None)
-        if key is None:
-            return (text.strip(),) if alone and _count_words(value) > 1 else ()
-        if (value := value[key]) is None:
-            return ()
-    prompts = captions_of(value)
+        value = next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
+    prompts = None if value is None else captions_of(value)
     if prompts is None and alone:
-        keys = ", ".join(CAPTION_KEYS)
-        raise UserError(f"{name}: captions must be a text, a list of texts, or an object with one of {keys}")
+        raise UserError(
+            f"{name}: captions must be a text, a list of texts, or an object with one of {', '.join(CAPTION_KEYS)}; "
+            f"a prompt that is itself JSON is written in {Path(name).stem}.txt"
+        )
     return prompts or ()
-
-
-def _count_words(value: Any) -> int:
-    """Return the number of words in the texts of a JSON value, not counting keys."""
-    if isinstance(value, dict | list):
-        return sum(map(_count_words, value.values() if isinstance(value, dict) else value))
-    return len(value.split()) if isinstance(value, str) else 0
 
 
 def captions_of(value: Any) -> tuple[str, ...] | None:

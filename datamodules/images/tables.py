@@ -80,10 +80,6 @@ class Table:
     passed_over: int = 0
 
 
-class _Incomplete(Exception):
-    """Something that a row lacks."""
-
-
 def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
     """Return the samples of a table, in its order.
 
@@ -91,14 +87,14 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
         edits: read pairs, not images with captions. Rows without a caption are incomplete if the root requires one.
 
     Raises:
-        UserError: a column is missing, or has a value of a wrong type.
+        UserError: a column is missing or ambiguous.
     """
     require_prompt = edits and root.require_prompt
     wanted = ["target", *(["control"] if edits else []), *(["prompt"] if require_prompt else [])]
-    tiers = _columns_of_images(table)
+    images = [*table.images, *(name for name in table.texts if table.folder and _names_files(table, name))]
     taken = [name for value in root.columns.values() for name in (value if isinstance(value, list) else [value])]
     named = {role: [name for name in names if name not in taken] for role, names in table.named.items()}
-    roles = choose_columns(table.place, table.columns, tiers, named | dict(root.columns), wanted)
+    roles = choose_columns(table.place, table.columns, images, named | dict(root.columns), wanted)
     if not edits and roles["control"] and "target" not in root.columns:
         raise UserError(
             f"{table.place} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
@@ -110,12 +106,11 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
     samples: list[Sample] = []
     incomplete = list(table.incomplete)
     for number, row in enumerate(table.rows):
-        where = f"{table.place} {row}"
         cells = {role: [(name, values[name][number]) for name in names] for role, names in roles.items()}
         try:
-            sample = _sample(table, where, cells, require_prompt)
-        except _Incomplete as error:
-            incomplete.append(f"{where}: {error}")
+            sample = _sample(table.folder or Path(), cells, require_prompt)
+        except UserError as error:
+            incomplete.append(f"{table.place} {row}: {error}")
             continue
         if not root.require_prompt and not any(sample.prompts):
             sample = replace(sample, prompts=())
@@ -123,51 +118,47 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
         samples.append(replace(sample, key=key))
     if len({sample.key for sample in samples}) < len(samples):  # one image with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
-    unread = [name for tier in tiers for name in tier if name not in values]
+    unread = [name for name in images if name not in values]
     notes = (f"{table.place}: images of other columns are not read: {listing(unread)}",) if unread else ()
     return Found(samples, incomplete, table.passed_over, ("columns",), table.notes + notes)
 
 
-def _sample(table: Table, where: str, cells: Mapping[str, Sequence[tuple[str, Any]]], require_prompt: bool) -> Sample:
+def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], require_prompt: bool) -> Sample:
     """Return the sample of a row.
 
     Args:
-        where: the name of the row in messages.
+        folder: folder of the files that texts name.
         cells: the columns of each role, and their values in the row.
 
     Raises:
-        _Incomplete: an image or a caption is missing.
+        UserError: an image or a caption is missing, or a value has a wrong type.
     """
     images: dict[str, list[ImageFile]] = {}
     for role in ("target", "control", "mask", "rejected"):
-        found = [_images(table, where, name, value) for name, value in cells[role]]
+        found = [_images(folder, name, value) for name, value in cells[role]]
         # Only the first of several control columns must have an image: samples may have different numbers of them.
         if role in ("target", "control") and found and not found[0]:
-            raise _Incomplete(f"{cells[role][0][0]} is empty")
+            raise UserError(f"{cells[role][0][0]} is empty")
         images[role] = [image for some in found for image in some]
         if role != "control" and len(images[role]) > 1:
-            raise UserError(f"{where}: {cells[role][0][0]} must be one image, not a list")
+            raise UserError(f"{cells[role][0][0]} must be one image, not a list")
     prompts: tuple[str, ...] = ()
     for name, value in cells["prompt"]:
-        prompts = _prompts(where, name, value)
+        prompts = _prompts(name, value)
         if require_prompt and not prompts:
-            raise _Incomplete(f"{name} is empty")
+            raise UserError(f"{name} is empty")
     mask, rejected = (next(iter(images[role]), None) for role in ("mask", "rejected"))
     return Sample("", images["target"][0], tuple(images["control"]), prompts, mask, rejected)
 
 
-def _columns_of_images(table: Table) -> list[list[str]]:
-    """Return the columns that hold images, those that name existing files, and those that name missing ones."""
-    files: list[str] = []
-    missing: list[str] = []
-    for name in table.texts if table.folder is not None else ():
-        some = [one for value in islice(filter(None, table.values(name)), FIRST) for one in _parsed(value)]
-        names = [one for one in some if isinstance(one, str)]
-        if any(os.path.isfile(find_file(table.folder or Path(), one)) for one in names):
-            files.append(name)
-        elif any("://" not in one and is_image(one) for one in names):
-            missing.append(name)
-    return [list(table.images), files, missing]
+def _names_files(table: Table, name: str) -> bool:
+    """Return whether the texts of a column are names of existing files, or of images that may be missing."""
+    some = [one for value in islice(filter(None, table.values(name)), FIRST) for one in _parsed(value)]
+    return any(
+        os.path.isfile(find_file(table.folder or Path(), one)) or ("://" not in one and is_image(one))
+        for one in some
+        if isinstance(one, str)
+    )
 
 
 def _parsed(value: Any) -> list[Any]:
@@ -180,37 +171,37 @@ def _parsed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _images(table: Table, where: str, name: str, value: Any) -> list[ImageFile]:
+def _images(folder: Path, name: str, value: Any) -> list[ImageFile]:
     """Return the images of a cell: one, or several as a list (in CSV: a JSON list)."""
     values = [] if value in (None, "", []) else _parsed(value)
     if value and not values:
-        raise UserError(f'{where}: {name}={value}: several images must be written as ["a.png", "b.png"]')
+        raise UserError(f'{name}={value}: several images must be written as ["a.png", "b.png"]')
+    if None in values:
+        raise UserError(f"{name} is empty")
     found: list[ImageFile] = []
     for one in values:
-        if one is None:
-            raise _Incomplete(f"{name} is empty")
-        if isinstance(one, Packed):
-            found.append(one)
-        elif isinstance(one, str):
-            path = find_file(table.folder or Path(), one)
+        if isinstance(one, str):
+            path = find_file(folder, one)
             try:
                 require_file(path)
             except (OSError, ValueError) as error:
-                raise _Incomplete(f"{path}: {reason(error)}") from error
+                raise UserError(f"{path}: {reason(error)}") from error
             found.append(path)
+        elif isinstance(one, Packed):
+            found.append(one)
         else:
-            raise UserError(f"{where}: {name}={value}: must be an image or a list of images")
+            raise UserError(f"{name}={value}: must be an image or a list of images")
     return found
 
 
-def _prompts(where: str, name: str, value: Any) -> tuple[str, ...]:
+def _prompts(name: str, value: Any) -> tuple[str, ...]:
     prompts = () if value in (None, []) else captions_of(value)
     if prompts is None:
-        raise UserError(f"{where}: {name} must be text, or a list of texts")
+        raise UserError(f"{name} must be text, or a list of texts")
     try:
         "".join(prompts).encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {name} holds an incomplete character, {error.object[error.start]!r}") from error
+        raise UserError(f"{name} holds an incomplete character, {error.object[error.start]!r}") from error
     return prompts
 
 
@@ -218,71 +209,54 @@ def _prompts(where: str, name: str, value: Any) -> tuple[str, ...]:
 
 
 def choose_columns(
-    place: str,
-    columns: Sequence[str],
-    tiers: Sequence[Sequence[str]],
-    named: Mapping[str, Any],
-    wanted: Sequence[str],
+    place: str, columns: Sequence[str], images: Sequence[str], named: Mapping[str, Any], wanted: Sequence[str]
 ) -> dict[str, list[str]]:
     """Return the columns of each role of `WORDS`: as named, or guessed. Only controls may have several.
 
     Args:
         place: the name of the table in messages.
-        tiers: columns of images, the more certain ones first. Those of the last one are used for wanted roles, masks
-            and rejected images only.
+        images: columns of images.
         named: for a role its column; for control also a list.
-        wanted: roles that must have a column; without control, pairs are not wanted.
+        wanted: roles that must have a column.
 
     Raises:
         UserError: a wanted column is missing, two are equally likely, or a named one does not exist.
     """
+    there = f"its columns are {', '.join(columns)}"
     if unknown := [str(role) for role in named if role not in WORDS]:
         raise UserError(f"data.columns: there is no {listing(unknown)}; choose from {', '.join(WORDS)}")
-    found = {role: _named(place, columns, role, value) for role, value in named.items() if value not in (None, "", [])}
-    certain = tiers if "control" in wanted or len(tiers) == 1 else tiers[:-1]
-    controls = found.setdefault("control", _guess(place, "control", certain, columns))
-    others = [[name for name in tier if name not in controls] for tier in tiers]
-    for role, among in (("target", others), ("prompt", [columns]), ("mask", tiers), ("rejected", tiers)):
-        found[role] = found.get(role) or _guess(place, role, among, columns)
+    found: dict[str, list[str]] = {}
+    for role in WORDS:
+        value = named.get(role)
+        names = [] if value in (None, "", []) else list(value) if isinstance(value, list | tuple) else [value]
+        if len(names) > 1 and role != "control":
+            raise UserError(f"data.columns.{role}={listing(list(map(str, names)))}: only control may have several")
+        if absent := [str(name) for name in names if name not in columns]:
+            raise UserError(f"{place} has no column {listing(absent)}, which data.columns names for {role}; {there}")
+        try:
+            among = columns if role == "prompt" else [name for name in images if name not in found.get("control", [])]
+            found[role] = names or _guess(role, among)
+        except UserError as error:
+            raise UserError(f"{place}: {error}; {there}: name it, as data.columns='{{{role}: NAME}}'") from error
     if missing := [role for role in WORDS if role in wanted and not found[role]]:
         raise UserError(
-            f"{place} has no {listing([NOUNS[role] for role in missing])}; its columns are {', '.join(columns)}: name "
-            f"them, as data.columns='{{{', '.join(f'{role}: NAME' for role in missing)}}}'"
+            f"{place} has no {listing([NOUNS[role] for role in missing])}; {there}: name them, as "
+            f"data.columns='{{{', '.join(f'{role}: NAME' for role in missing)}}}'"
         )
     return found
 
 
-def _named(place: str, columns: Sequence[str], role: str, value: Any) -> list[str]:
-    """Return the columns that are named for a role."""
-    names = list(value) if isinstance(value, list | tuple) else [value]
-    if len(names) > 1 and role != "control":
-        raise UserError(f"data.columns.{role}={listing(list(map(str, names)))}: only control may have several columns")
-    if absent := [str(name) for name in names if name not in columns]:
-        raise UserError(
-            f"{place} has no column {listing(absent)}, which data.columns names for {role}; its columns are "
-            f"{', '.join(columns)}"
-        )
-    return names
-
-
-def _guess(place: str, role: str, tiers: Sequence[Sequence[str]], columns: Sequence[str]) -> list[str]:
+def _guess(role: str, among: Sequence[str]) -> list[str]:
     """Return the column of the likeliest word; for control all of that word by number (source, source_2, ...)."""
-    for tier in tiers:
-        for word in WORDS[role]:
-            by_number: dict[int, list[str]] = {}
-            for name in tier:
-                if _word(name, role) == word:
-                    by_number.setdefault(_number(name) if role == "control" else 0, []).append(name)
-            for names in by_number.values():
-                exact = [name for name in names if name == word] or names
-                if len(exact) > 1:
-                    raise UserError(
-                        f"{place}: {' and '.join(exact)} may both be the {role}; its columns are "
-                        f"{', '.join(columns)}: name it, as data.columns='{{{role}: {exact[0]}}}'"
-                    )
-                names[:] = exact
-            if by_number:
-                return [by_number[number][0] for number in sorted(by_number)]
+    for word in WORDS[role]:
+        found: dict[int, str] = {}
+        for name in sorted(among, key=lambda name: name != word):  # the word itself comes first
+            if _word(name, role) == word:
+                first = found.setdefault(_number(name) if role == "control" else 0, name)
+                if name not in (first, word) and first != word:
+                    raise UserError(f"{first} and {name} may both be the {role}")
+        if found:
+            return [found[number] for number in sorted(found)]
     return []
 
 

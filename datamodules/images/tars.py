@@ -1,6 +1,5 @@
 """Tars of images as WebDataset writes them: the members of a sample share their name up to the first dot."""
 
-import json
 import os
 import re
 import tarfile
@@ -11,7 +10,15 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import kind_of_file, reason, require_file
-from datamodules.images.folders import CAPTION_KEYS, FORMATS, IMAGE_SUFFIXES, captions_of, is_clutter, read_captions
+from datamodules.images.folders import (
+    CAPTION_KEYS,
+    FORMATS,
+    IMAGE_SUFFIXES,
+    captions_of,
+    is_clutter,
+    read_captions,
+    read_json,
+)
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
 
@@ -19,8 +26,8 @@ SUFFIX = ".tar"
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 # Folder and name up to the first dot, and the rest, as in WebDataset.
 _MEMBER = re.compile(r"((?:.*/)?[^/.]+)[.]([^/]+)")
-# Columns of X.jpg, of the captions of X, and of an object in X.json that is itself a caption.
-PICTURE, CAPTIONS, STRUCTURED = "image", "txt", "json"
+# Columns of X.jpg, and of the captions of X.
+IMAGE, CAPTIONS = "image", "txt"
 
 
 def is_tar(name: str) -> bool:
@@ -96,14 +103,10 @@ def tar_table(place: str, tars: Sequence[Path], per_line: bool) -> Table:
 
 
 def _prefixes(tars: Sequence[Path]) -> list[str]:
-    """Return a prefix for the keys of each tar: its name, and the folders that differ where names are equal."""
-    if len(tars) == 1:
-        return [""]
-    if len({tar.stem for tar in tars}) == len(tars):
-        return [f"{tar.stem}/" for tar in tars]
+    """Return a prefix for the keys of each tar: its path below the folder that all have in common."""
     paths = [os.path.abspath(tar) for tar in tars]
     above = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return [f"{os.path.relpath(path, above).removesuffix(SUFFIX)}/" for path in paths]
+    return [f"{os.path.relpath(path, above).removesuffix(SUFFIX)}/" if len(tars) > 1 else "" for path in paths]
 
 
 class _Scan:
@@ -160,20 +163,16 @@ class _Scan:
     def _columns(self, texts: dict[str, str], images: dict[str, Slice]) -> dict[str, Any]:
         """Return the columns of a sample's texts."""
         found: dict[str, Any] = {}
-        columns = {name: Path(name).name.partition(".")[2] for name in texts}
-        own = {name: text for name, text in texts.items() if "." not in columns[name]}
-        prompts, name = read_captions(own, self.per_line)
-        for other, text in texts.items():
-            if other not in own:
-                found[columns[other]] = list(read_captions({other: text}, self.per_line)[0])
-            value = json.loads(text) if other.lower().endswith(".json") else None
-            for key, one in value.items() if isinstance(value, dict) else ():
-                if captions_of(one) is not None and not isinstance(one, dict) and key not in images:
-                    found.setdefault(key, one)
-            if other == name:
-                structured = isinstance(value, dict) and value.keys().isdisjoint(CAPTION_KEYS)
-                found[STRUCTURED if structured else CAPTIONS] = list(prompts)
-        return found
+        captions: dict[str, dict[str, str]] = defaultdict(dict)
+        for name, text in texts.items():
+            column = Path(name).name.partition(".")[2]
+            value = read_json(text, name) if name.lower().endswith(".json") else None
+            if isinstance(value, dict):
+                columns = {key: one for key, one in value.items() if key not in images and not isinstance(one, dict)}
+                found = {key: one for key, one in columns.items() if captions_of(one) is not None} | found
+            if not isinstance(value, dict) or not value.keys().isdisjoint(CAPTION_KEYS):
+                captions[column if "." in column else CAPTIONS][name] = text
+        return found | {column: list(read_captions(some, self.per_line)[0]) for column, some in captions.items()}
 
     def _doubt(self, key: str, line: str) -> None:
         self.in_doubt.add(key)
@@ -219,7 +218,7 @@ class _Scan:
             link = "is a link or a sparse file: repack it with tar --hard-dereference"
             self._doubt(key, f"{name} {'is there twice: keep one' if twice else link}")
         elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
-            column = column or PICTURE
+            column = column or IMAGE
             if before := self.samples[key].get(column):
                 self._doubt(key, f"{name} and {before} are both its {column}: keep one")
             self.samples[key][column] = Slice(f"{self.place}:{name}", self.tar, info.offset_data, info.size)

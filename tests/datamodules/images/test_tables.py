@@ -3,10 +3,8 @@
 import csv
 import io
 import json
+import re
 
-import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from datamodules.errors import UserError
@@ -61,7 +59,7 @@ THREE = ["image", "source", "text"]
 @pytest.mark.parametrize("name", SETS)
 def test_columns_of_known_sets_are_guessed(name):
     there, images, (target, controls, prompt, mask) = SETS[name]
-    found = choose_columns(name, there, [images], {}, PAIRS)
+    found = choose_columns(name, there, images, {}, PAIRS)
     assert (found["target"], found["control"], found["prompt"]) == ([target], controls, [prompt])
     assert found["mask"] == mask
 
@@ -69,12 +67,12 @@ def test_columns_of_known_sets_are_guessed(name):
 def test_named_columns_win_and_a_bare_edit_is_the_last_guess_of_a_prompt():
     given = {"control": ["b", "a"], "target": "image_2", "prompt": "words"}
     there = ["a", "b", "image", "image_2", "words", "prompt"]
-    found = choose_columns("x", there, [there[:4]], given, PAIRS)
+    found = choose_columns("x", there, there[:4], given, PAIRS)
     assert (found["target"], found["control"], found["prompt"]) == (["image_2"], ["b", "a"], ["words"])
     for word in ("prompt", "caption", "text", "instruction", "edit_prompt", "description"):
         columns = ["image", "source", "edit", word]
-        assert choose_columns("t", columns, [["image", "source"]], {}, PAIRS)["prompt"] == [word]
-    assert choose_columns("t", ["image", "source", "edit"], [["image", "source"]], {}, PAIRS)["prompt"] == ["edit"]
+        assert choose_columns("t", columns, ["image", "source"], {}, PAIRS)["prompt"] == [word]
+    assert choose_columns("t", ["image", "source", "edit"], ["image", "source"], {}, PAIRS)["prompt"] == ["edit"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_named_columns_win_and_a_bare_edit_is_the_last_guess_of_a_prompt():
 )
 def test_missing_and_ambiguous_columns_are_answered_with_the_existing_ones(there, given, message):
     with pytest.raises(UserError) as error:
-        choose_columns("t", there, [there], given, PAIRS)
+        choose_columns("t", there, there, given, PAIRS)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -144,7 +142,7 @@ def test_words_are_no_images(tmp_path, word):
     assert (sample.target.name, sample.controls[0].name, sample.mask) == ("a.png", "b.png", None)
 
 
-@pytest.mark.parametrize("source", ["wikimedia", "https://example.com/a.jpg", "IMG_0001.jpg"])
+@pytest.mark.parametrize("source", ["wikimedia", "https://example.com/a.jpg"])
 def test_a_source_that_is_no_image_makes_no_pairs(tmp_path, source):
     root = write(tmp_path, file_name="a.png", text="a cup", source=source)
     assert [one.prompts for one in find_captioned([root], None).samples] == [("a cup",)] * 2
@@ -163,15 +161,10 @@ def test_images_that_are_all_missing_are_named(tmp_path, missing):
     assert f"row 1: {tmp_path}/there/no.png: No such file or directory" in found.incomplete[0]
 
 
-def test_ambiguous_images_are_not_settled_by_a_text(tmp_path, monkeypatch):
+def test_ambiguous_images_are_not_settled_by_a_text(tmp_path):
     root = write(tmp_path, source_img="a.png", source_image="b.png", target="m.png", source="x", prompt="x")
     with pytest.raises(UserError, match=r"metadata.csv: source_img and source_image may both be the control"):
         find_samples([root])
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    images = {name: [picture(1)] for name in ("source_img", "source_image", "target")}
-    pq.write_table(pa.table({"source": ["a.png"], "text": ["x"], **images}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match="source_img and source_image may both be the control"):
-        find_samples([Root(tmp_path / "x.parquet")])
 
 
 # Rows.
@@ -272,8 +265,8 @@ def test_unusable_tables_are_refused(folder, name, text, message):
     ],
 )
 def test_values_of_a_wrong_type_are_named(folder, value, message):
-    with pytest.raises(UserError, match=message):
-        find_samples([write_rows(folder, ROWS[0], {**ROWS[0], **value})])
+    [line] = find_samples([write_rows(folder, ROWS[0], {**ROWS[0], **value})]).incomplete
+    assert re.search(message, line)
 
 
 def test_rows_that_lack_an_image_are_incomplete_and_unread_columns_are_named(folder):

@@ -61,11 +61,9 @@ def test_pictures_with_captions(tmp_path):
 STRUCTURED = {"scene": "a cup of tea", "colors": ["red", "blue"], "camera": {"lens": 50}}
 
 
-def test_structured_prompts_are_captions_if_there_are_no_others(tmp_path):
+def test_other_json_is_no_caption_and_a_text_that_is_json_is_one(tmp_path):
     text = json.dumps(STRUCTURED, indent=1)
     members = {name: content for name, content in tar_members([0]).items() if not name.endswith(".txt")}
-    alone = write_tar(tmp_path / "x.tar", {**members, "0000.json": text.encode()})
-    assert find_samples([Root(alone)]).samples[0].prompts == (text,)
     both = write_tar(tmp_path / "y.tar", {**members, "0000.json": text.encode(), "0000.caption": b"one\ntwo"})
     assert find_samples([Root(both)]).samples[0].prompts == ("one", "two")
     as_text = write_tar(tmp_path / "w.tar", {**members, "0000.txt": text.replace("\n", "\r\n").encode()})
