@@ -128,7 +128,6 @@ class CachedDataModule(PairsDataModule):
             if cache.touch():
                 hint = "If files have just changed, start again. Several machines need a shared disk, or data.shards."
             raise UserError(f"{absent} not in the cache {cache}. {hint}")
-        self.sample_set.require_some(found.usable)
         self.take(found.usable, hashes.get)
 
     def _open_folder(self, wanted: Cache) -> None:

@@ -125,33 +125,26 @@ class EditsDataModule(PromptData):
 
     def configure_for(self, model: Model) -> None:
         """Raise a UserError if the model takes fewer or more images than there are."""
-        name, self.condition_images = model.base.name, model.condition_images
-        self.resolution = model.geometry.resolution
-        least, most = self.condition_images.least, self.condition_images.most
+        name, images = model.base.name, model.condition_images
+        self.condition_images, self.resolution = images, model.geometry.resolution
         for paths in self.images:
-            count = len(paths)
-            if count == 0 and (least > 0 or (most != 0 and None in (self.height, self.width))):
-                hint = "" if least > 0 else "; to sample from the prompt only, give width= and height="
+            if not paths and (images.least > 0 or (images.most != 0 and None in (self.height, self.width))):
+                hint = "" if images.least > 0 else "; to sample from the prompt only, give width= and height="
                 raise UserError(f"no {self.setting}= to edit, which {name} needs{hint}")
-            if count and most == 0:
+            if paths and images.most == 0:
                 raise UserError(f"{name} samples from the prompt only: leave {self.setting}= out")
-            if most and count > most:
+            if images.most and len(paths) > images.most:
                 listed = listing([str(path) for path in paths])
-                raise UserError(f"{name} takes at most {self.condition_images.limit}, but {listed} are {count}")
-        self._warn_of_zoom(name)
-
-    def _warn_of_zoom(self, name: str) -> None:
-        if not self.condition_images.sets_target or not (self.width or self.height):
-            return
-        for path, *_ in filter(None, self.images):
-            own = self.condition_images.size(*image_size(path), self.max_area)
+                raise UserError(f"{name} takes at most {images.limit}, but {listed} are {len(paths)}")
+        for path, *_ in filter(None, self.images) if images.sets_target and (self.width or self.height) else ():
+            own = images.size(*image_size(path), self.max_area)
             width, height = self.width or own[0], self.height or own[1]
             if (width, height) != own and abs(width / height * own[1] / own[0] - 1) < SAME_PROPORTIONS:
                 log.warning(
                     f"note: {name} sees {path.name} at {own[0]}x{own[1]}: a result of another size may be zoomed. "
                     "Leave width and height out"
                 )
-                return
+                break
 
     def all_prompts(self) -> list[PromptRequest]:
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
@@ -162,19 +155,15 @@ class EditsDataModule(PromptData):
         wanted = [(prompt, self.images[image]) for image, _, prompts in mine for prompt in (*prompts, *negative)]
         return list(dict.fromkeys(wanted))
 
-    def __len__(self) -> int:
-        """Return the number of all requests."""
-        return len(self.groups)
-
     def share(self) -> range:
         """Return the indices of this process's requests."""
-        return range(self.run.global_rank, len(self), self.run.world_size)
+        return range(self.run.global_rank, len(self.groups), self.run.world_size)
 
     def predict_dataloader(self) -> DataLoader[EditRequest]:
         """Return this process's requests, one per batch."""
         processes = self.run.world_size
-        if processes > len(self):
-            raise UserError(f"{processes} processes for {len(self)} images and prompts: use fewer devices")
+        if processes > len(self.groups):
+            raise UserError(f"{processes} processes for {len(self.groups)} images and prompts: use fewer devices")
         mine = Subset(Requests(self), self.share())
         return DataLoader(dataset=mine, batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
 
@@ -192,7 +181,7 @@ class Requests(Dataset[EditRequest]):
             self.names.append(next(name for name in numbered if name not in self.names))
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.data.groups)
 
     def __getitem__(self, index: int) -> EditRequest:
         data = self.data
@@ -204,20 +193,15 @@ class Requests(Dataset[EditRequest]):
         # On another grid the control would be seen with a zoom.
         own = windows[0].size if paths else (data.resolution, data.resolution)
         images = [printable(str(path)) for path in paths]
+        keys = [f"{self.names[image]}_p{number:02d}" for number in numbers]
+        raw = RawBatch(keys, [0] * len(prompts), prompts, None, controls, prompt_images=[prompt_images] * len(prompts))
         return EditRequest(
-            raw=RawBatch(
-                keys=[f"{self.names[image]}_p{number:02d}" for number in numbers],
-                draws=[0] * len(prompts),
-                prompts=prompts,
-                target=None,
-                controls=controls,
-                prompt_images=[prompt_images] * len(prompts),
-            ),
-            image=images if len(images) > 1 else next(iter(images), None),
-            size=(data.width or own[0], data.height or own[1]),
-            seeds=data.seeds,
-            lora_scales=data.lora_scales,
-            batch_size=data.batch_size,
+            raw,
+            images if len(images) > 1 else next(iter(images), None),
+            (data.width or own[0], data.height or own[1]),
+            data.seeds,
+            data.lora_scales,
+            data.batch_size,
         )
 
 
@@ -239,29 +223,29 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
     """
     if not isinstance(image, str):
         listed = tuple(find_file(Path(), str(Path(str(one)).expanduser())) for one in image)
-        for one in listed:
-            if not one.is_file() or not is_image(one.name):
-                raise UserError(
-                    f"{setting}=[...]: {one} is not an image file. A list names the references of one edit. For "
-                    'several edits give a folder or a glob, as "folder/*.jpg".'
-                )
+        if lost := [one for one in listed if not one.is_file() or not is_image(one.name)]:
+            raise UserError(
+                f"{setting}=[...]: {lost[0]} is not an image file. A list names the references of one edit. For "
+                'several edits give a folder or a glob, as "folder/*.jpg".'
+            )
         return [listed]
     path = find_file(Path(), str(Path(image).expanduser()))
     if path.is_file() and not is_image(path.name):
         raise UserError(f"{setting}={image}: the file is none of {FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
-    paths = sorted(path for path in found if is_image(path.name))
-    beside = {
-        folder: {stem_of(one): one for one in folder.iterdir() if is_image(one.name)}
-        for folder in {path.parent for path in paths}
-    }
-    further = {folder: further_controls(images) for folder, images in beside.items()}
-    if not path.is_file():
-        paths = [path for path in paths if not belongs_to_another(stem_of(path), beside[path.parent])]
-    if not paths:
+    edits = []
+    for folder, names in itertools.groupby(sorted(one for one in found if is_image(one.name)), lambda one: one.parent):
+        beside = {stem_of(one): one for one in folder.iterdir() if is_image(one.name)}
+        further = further_controls(beside)
+        edits += [
+            (one, *further.get(stem_of(one), []))
+            for one in names
+            if path.is_file() or not belongs_to_another(stem_of(one), beside)
+        ]
+    if not edits:
         raise UserError(f"{setting}={image}: no such file, and no image in a folder or glob of that name")
-    return [(path, *further[path.parent].get(stem_of(path), [])) for path in paths]
+    return edits
 
 
 def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None, required: bool) -> list[str]:

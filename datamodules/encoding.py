@@ -109,7 +109,7 @@ class EncodingDataModule(PromptData):
                 if not ids >= {id, *entry.preserved.values()}:
                     lacking.setdefault(id, (number, entry))
         to_check = {entry.view.sample.key: entry.view.sample for _, entry in lacking.values()}
-        usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread]).usable}
+        usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread])[0]}
         items: list[Missing] = []
         for id, (number, entry) in lacking.items():
             preserved = tuple(prompt for prompt, name in entry.preserved.items() if name not in ids)

@@ -5,7 +5,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from itertools import accumulate
+from dataclasses import fields
+from itertools import accumulate, chain
 from types import TracebackType
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.base import Example, Model, PromptShapes, TrainingData, model_of
 from datamodules.batch import LatentBatch, RawBatch
-from datamodules.errors import UserError, count_of
+from datamodules.errors import UserError, count_of, listing
 from datamodules.images.framing import Framing, Size, View, bucket_notes, notes_on
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
@@ -72,22 +73,16 @@ class PairDataset(Dataset[RawBatch]):
 def collate_pixels(samples: list[RawBatch]) -> RawBatch:
     """Join batches whose samples have one size."""
 
-    def join(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    return RawBatch(
-        keys=[key for sample in samples for key in sample.keys],
-        draws=[draw for sample in samples for draw in sample.draws],
-        prompts=[prompt for sample in samples for prompt in sample.prompts],
-        target=join([sample.target for sample in samples]),
-        controls=[torch.cat(images) for images in zip(*(sample.controls for sample in samples), strict=True)],
-        mask=join([sample.mask for sample in samples]),
-        rejected=join([sample.rejected for sample in samples]),
-        weights=join([sample.weights for sample in samples]),
-        prompt_images=[images for sample in samples for images in sample.prompt_images],
-        preserve_prompts=[prompt for sample in samples for prompt in sample.preserve_prompts],
-    )
+    joined: dict[str, Any] = {}
+    for name in (field.name for field in fields(RawBatch)):
+        first, *_ = values = [getattr(sample, name) for sample in samples]
+        if name == "controls":
+            joined[name] = [torch.cat(images) for images in zip(*values, strict=True)]
+        elif isinstance(first, Tensor):
+            joined[name] = torch.cat(values)
+        else:
+            joined[name] = first if first is None else list(chain.from_iterable(values))
+    return RawBatch(**joined)
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
@@ -201,7 +196,6 @@ class PairsDataModule(TrainingData):
         found = self.sample_set.find()
         usable, notes = self.sample_set.check(found.samples)
         self.notes = [*found.notes, *notes]
-        self.sample_set.require_some(usable)
         self.take(usable)
 
     def take(self, usable: Sequence[Usable], checksum: Callable[[ImageFile], str | None] = lambda image: None) -> None:
@@ -213,11 +207,12 @@ class PairsDataModule(TrainingData):
         Raises:
             UserError: no sample is left to train on.
         """
+        if not usable:
+            raise UserError(f"data.root={listing(self.roots)}: no usable pair is left")
         samples = [one.sample for one in usable]
         views = [self.sample_set.views(one) for one in usable]
         first = [View(one[0].sample, one[0].windows) for one in views]
-        sizes = [view.size for view in first]
-        noun = _noun(sizes)
+        noun = _noun(view.size for view in first)
         roots = [self.sample_set.root(sample) for sample in samples]
         self.notes += notes_on(first, [one.facts for one in usable], roots, self.sample_set.framing.flip, noun)
         held = self.sample_set.held_out(samples, self.val_count, noun, checksum)

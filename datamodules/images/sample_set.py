@@ -1,7 +1,7 @@
 """The samples of a data set: found, checked against their files and the model, described, and partly held out."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence, Sized
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -40,13 +40,6 @@ class Usable(NamedTuple):
     def sizes(self) -> list[Sides]:
         """(width, height) of each image, upright."""
         return [one.size for one in self.facts]
-
-
-class Checked(NamedTuple):
-    """The usable samples, and a note about the others."""
-
-    usable: list[Usable]
-    notes: list[str]
 
 
 class SampleSet:
@@ -131,11 +124,6 @@ class SampleSet:
         if not self.roots:
             raise UserError("no data to train on: give data.root=FOLDER, or data=shapes for drawn examples")
 
-    def require_some(self, usable: Sized) -> None:
-        """Raise a UserError if no sample is usable."""
-        if not usable:
-            raise UserError(f"data.root={listing(self.paths)}: no usable pair is left")
-
     def scan(self) -> Found:
         """Return the samples of root, then those of val_root; each process looks for them once.
 
@@ -171,11 +159,25 @@ class SampleSet:
         """
         found = self.scan()
         refuse_unused([*self.roots, *self.val_roots], found.forms)
-        notes = self._skipped(found.incomplete)
+        notes = self._without(found.incomplete, "incomplete", "on_missing", "Complete them")
         if found.passed_over:
             what = count_of(found.passed_over, "files of the system (hidden, Thumbs.db, __MACOSX)")
             notes.append(f"passed over {what}")
-        self._check_counts(found.samples)
+        most, data = self.condition_images.most, f"of data.root={self.paths[0]}"
+        if most == 0 and (some := [one.key for one in found.samples if one.controls]):
+            raise UserError(
+                f"{self.model} makes images from text only, but {listing(some)} {data} have condition images: choose a "
+                "model that edits (model=flux_kontext, flux2_klein_4b, qwen_image_edit), or train on the targets only, "
+                "with data=captions and their folder as data.root"
+            )
+        if most != 0 and (bare := [one.key for one in found.samples if not one.controls]):
+            raise UserError(
+                f"{self.model} edits images, but {listing(bare)} {data} have no condition image: use data=cached with "
+                "pairs, or model=flux_dev, qwen_image or z_image with data=captions"
+            )
+        if most and (many := [f"{one.key} ({len(one.controls)})" for one in found.samples if len(one.controls) > most]):
+            limit = self.condition_images.limit
+            raise UserError(f"{self.model} takes at most {limit}, but {listing(many)} {data} have more")
         return replace(found, notes=(*notes, *found.notes))
 
     def find_uncaptioned_too(self) -> Found:
@@ -188,51 +190,29 @@ class SampleSet:
         found = self.source([replace(root, require_prompt=False) for root in self.roots])
         if not self.val_roots:  # they are not read here, and may use a setting
             refuse_unused(self.roots, found.forms)
-        return replace(found, notes=(*self._skipped(found.incomplete), *found.notes))
+        notes = self._without(found.incomplete, "incomplete", "on_missing", "Complete them")
+        return replace(found, notes=(*notes, *found.notes))
 
-    def _skipped(self, incomplete: list[str]) -> list[str]:
-        if not incomplete:
+    def _without(self, lines: Sequence[str], fault: str, setting: str, remedy: str) -> list[str]:
+        """Return a note that samples are left out, if any are; raise a UserError instead unless configured to skip."""
+        if not lines:
             return []
-        what = f"{len(incomplete)} incomplete: {listing(incomplete)}"
-        if self.on_missing == "error":
-            raise UserError(f"{what}. Complete them, or pass data.on_missing=skip")
+        what = f"{len(lines)} {fault}: {listing(lines)}"
+        if getattr(self, setting) == "error":
+            raise UserError(f"{what}. {remedy}, or pass data.{setting}=skip")
         return [f"skipped {what}"]
 
-    def _check_counts(self, samples: Sequence[Sample]) -> None:
-        """Raise a UserError if the model takes fewer or more condition images."""
-        most = self.condition_images.most
-        if most == 0 and (some := [sample.key for sample in samples if sample.controls]):
-            raise UserError(
-                f"{self.model} makes images from text only, but {listing(some)} of data.root={self.paths[0]} have "
-                "condition images: choose a model that edits (model=flux_kontext, flux2_klein_4b, qwen_image_edit), or "
-                "train on the targets only, with data=captions and their folder as data.root"
-            )
-        if most != 0 and (bare := [sample.key for sample in samples if not sample.controls]):
-            raise UserError(
-                f"{self.model} edits images, but {listing(bare)} of data.root={self.paths[0]} have no condition "
-                "image: use data=cached with pairs, or model=flux_dev, qwen_image or z_image with data=captions"
-            )
-        if most and (many := [f"{s.key} ({len(s.controls)})" for s in samples if len(s.controls) > most]):
-            raise UserError(
-                f"{self.model} takes at most {self.condition_images.limit}, but {listing(many)} of "
-                f"data.root={self.paths[0]} have more"
-            )
-
-    def check(self, samples: Sequence[Sample]) -> Checked:
-        """Open the files of samples.
+    def check(self, samples: Sequence[Sample]) -> tuple[list[Usable], list[str]]:
+        """Open the files of samples; return the usable ones, and a note about the others.
 
         Raises:
             UserError: some are unusable, unless on_bad_image is `skip`.
         """
         with ThreadPoolExecutor() as pool:
             checked = list(pool.map(self._check_files, samples))
-        notes = []
-        if bad := [printable(str(one)) for one in checked if isinstance(one, UserError)]:
-            what = f"{len(bad)} unusable: {listing(bad)}"
-            if self.on_bad_image == "error":
-                raise UserError(f"{what}. Repair or remove them, or pass data.on_bad_image=skip")
-            notes.append(f"skipped {what}")
-        return Checked([one for one in checked if not isinstance(one, UserError)], notes)
+        bad = [printable(str(one)) for one in checked if isinstance(one, UserError)]
+        notes = self._without(bad, "unusable", "on_bad_image", "Repair or remove them")
+        return [one for one in checked if not isinstance(one, UserError)], notes
 
     def _check_files(self, sample: Sample) -> Usable | UserError:
         """Return the sample with the facts of its images, or the error of one of its files."""
@@ -278,30 +258,21 @@ class SampleSet:
             )
         if not count:
             return named
-        return choose_held_out([sample.key for sample in samples], image_groups(samples, checksum), count, noun)
+
+        @cache
+        def identity(image: ImageFile) -> Hashable:
+            """Return the path of a file, the content of a packed image: tables repeat one for each instruction."""
+            if not isinstance(image, Packed):
+                return _resolved(image)
+            return checksum(image) or hashlib.sha256(image.read()).hexdigest()
+
+        groups = [frozenset(map(identity, (sample.target, *sample.controls))) for sample in samples]
+        return choose_held_out([sample.key for sample in samples], groups, count, noun)
 
 
 def _resolved(image: ImageFile) -> ImageFile:
     """Return one name for all names of an image."""
     return image.resolve() if isinstance(image, Path) else image
-
-
-def image_groups(
-    samples: Sequence[Sample], checksum: Callable[[ImageFile], str | None] = lambda image: None
-) -> list[Hashable]:
-    """Return for each sample the identities of its images.
-
-    Files are identified by path. Packed images are identified by content: a table repeats an image for each of its
-    instructions.
-    """
-
-    @cache
-    def identity(image: ImageFile) -> Hashable:
-        if not isinstance(image, Packed):
-            return _resolved(image)
-        return checksum(image) or hashlib.sha256(image.read()).hexdigest()
-
-    return [frozenset(map(identity, (sample.target, *sample.controls))) for sample in samples]
 
 
 def choose_held_out(keys: Sequence[str], groups: Sequence[Hashable], count: int, noun: str) -> set[int]:
@@ -317,18 +288,16 @@ def choose_held_out(keys: Sequence[str], groups: Sequence[Hashable], count: int,
     Raises:
         UserError: no sample is left to train on.
     """
-    first: dict[Hashable, int] = {}
-    more: dict[Hashable, list[int]] = {}  # few: a list for each of a million samples would take seconds
+    members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
-        if first.setdefault(group, index) != index:
-            more.setdefault(group, []).append(index)
-    order = sorted(first, key=lambda group: hashlib.sha256(keys[first[group]].encode()).digest())
+        members.setdefault(group, []).append(index)
+    order = sorted(members.values(), key=lambda indices: hashlib.sha256(keys[indices[0]].encode()).digest())
     held: set[int] = set()
-    for group in order:
+    for indices in order:
         if len(held) < count:
-            held.update([first[group], *more.get(group, [])])
+            held.update(indices)
     if held and len(held) == len(keys):
-        most = len(keys) - 1 - len(more.get(order[-1], []))
+        most = len(keys) - len(order[-1])
         remedy = f"at most data.val_count={most}" if most else "leave it out: all of them share the same images"
         raise UserError(f"data.val_count={count} of {len(keys)} {noun} leaves none to train on: {remedy}")
     return held

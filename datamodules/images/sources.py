@@ -1,7 +1,6 @@
 """Find the samples of roots, in whichever form a root holds them: pairs, and images with captions."""
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -31,8 +30,6 @@ from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
 
 # Depth to which a data set is searched below a root.
 DEEPEST = 4
-# Folder names in kohya's scripts: repeats and subject. Years do not count.
-KOHYA = re.compile(r"([2-9]|[1-9]\d{1,2})_\S")
 # Reads the table or the samples of a folder.
 Reader = Callable[[], Any]
 
@@ -82,9 +79,8 @@ def _pairs(root: Root) -> Found:
             "To train on images and captions: model=flux_dev data=captions"
         )
     raise UserError(
-        f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for a folder "
-        f"{'/'.join(TARGET_FOLDERS)} (X.png and X.txt) next to a folder {'/'.join(CONTROL_FOLDERS)} (X.png), and for "
-        "the other forms of docs/data.md"
+        f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for folders {'/'.join(TARGET_FOLDERS)} "
+        f"(X.png and X.txt) and {'/'.join(CONTROL_FOLDERS)} (X.png), and for the other forms of docs/data.md"
     )
 
 
@@ -103,9 +99,8 @@ def _pairs_of(folder: Path, root: Root) -> Callable[[], Found] | None:
         if endings is not None and read is not None and root.pair_suffixes is None:
             other = next(iter(tars_of(folder)), None) or mark_of_data_set(folder)
             raise UserError(
-                f"data.root={folder}: pairs named X{endings[0]}, X{endings[1]}, and {other}: move one of them "
-                f"elsewhere, or set data.pair_suffixes=[{','.join(endings)}] for the pairs, data.root={other} for the "
-                "other"
+                f"data.root={folder}: pairs named X{endings[0]}, X{endings[1]}, and {other}: move one elsewhere, or "
+                f"set data.pair_suffixes=[{','.join(endings)}] to read the pairs"
             )
         if endings is not None:
             return partial(_paired_names, folder, endings, root)
@@ -114,9 +109,9 @@ def _pairs_of(folder: Path, root: Root) -> Callable[[], Found] | None:
 
 def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Root) -> Found:
     rejected = first_folder(folder, REJECTED_FOLDERS)
-    listed = [Listing.of(one) for one in (targets, *controls)]
+    target, *listed = [Listing.of(one) for one in (targets, *controls)]
     others = None if rejected is None else Listing.of(rejected)
-    found = samples_by_name(listed[0], listed[1:], others, root, root.require_prompt)
+    found = samples_by_name(target, listed, others, root, root.require_prompt)
     if not found.samples and not found.incomplete:
         raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, (targets, *controls)))}")
     return note_unread(found, folder)
@@ -173,10 +168,6 @@ def _images_below(path: Path, root: Root) -> Found:
     captioned = {Path(str(one.target)).parent for one in samples if one.prompts}
     bare = [f"{folder} ({count})" for folder, count in counts.items() if captioned and folder not in captioned]
     notes = [f"no image has a caption in {listing(bare)}"] if bare else []
-    repeats = {folder: match[1] for folder in counts if (match := KOHYA.match(folder.name))}
-    if repeats and root.repeats == 1:
-        roots = ",".join(f'{{path: "{folder}", repeats: {number}}}' for folder, number in repeats.items())
-        notes.append(f"the names of kohya's folders repeat nothing here; this does: data.root='[{roots}]'")
     return Found(samples, incomplete, clutter, notes=tuple(notes))
 
 

@@ -11,7 +11,6 @@ from PIL import Image
 
 from datamodules.errors import UserError
 from datamodules.files import Packed
-from datamodules.images.sample_set import image_groups
 from datamodules.images.samples import Sample
 from datamodules.images.sources import find_samples
 from datamodules.images.windows import ConditionImages
@@ -182,22 +181,16 @@ def test_pictures_are_held_out_by_their_places_whatever_they_are_called(tmp_path
     assert not held & {sample.target.resolve() for sample in data.samples}
 
 
-def test_what_stands_in_tables_is_held_out_by_its_bytes(tmp_path):
+def test_an_image_of_several_rows_is_held_out_by_its_bytes_which_are_not_read_if_known(monkeypatch, pairs):
     """An image with several instructions appears once for each."""
     rows = [Row("a.parquet", number, number // 3) for number in range(9)]
     samples = [Sample(str(number), row, (), ("",)) for number, row in enumerate(rows)]
-    shown = image_groups(samples)
-    assert [len({*shown[first : first + 3]}) for first in (0, 3, 6)] == [1, 1, 1]
-    assert len(set(shown)) == 3
-
-
-def test_pictures_whose_checksums_are_known_are_not_read_again_to_hold_some_out(monkeypatch):
-    rows = [Row("a.parquet", number, number // 3) for number in range(9)]
-    samples = [Sample(str(number), row, (), ("",)) for number, row in enumerate(rows)]
     known = {row: hashlib.sha256(row.read()).hexdigest() for row in rows}
-    expected = image_groups(samples)
+    held_out = data_module(str(pairs)).sample_set.held_out
+    held = held_out(samples, 1, "images")
+    assert held in ({0, 1, 2}, {3, 4, 5}, {6, 7, 8})
     monkeypatch.setattr(Row, "read", lambda row: pytest.fail("read again"))
-    assert image_groups(samples, known.get) == expected
+    assert held_out(samples, 1, "images", known.get) == held
 
 
 def test_nothing_to_learn_and_settings_without_effect_are_refused(pairs):

@@ -6,12 +6,11 @@ import shutil
 import unicodedata
 
 import pytest
-from omegaconf import OmegaConf
 
 from datamodules.edits import EditsDataModule, find_images
 from datamodules.errors import UserError
 from datamodules.images.folders import CONTROL_FOLDERS, TARGET_FOLDERS, USUAL_ENDINGS, Listing
-from datamodules.images.samples import Root, as_roots
+from datamodules.images.samples import Root
 from datamodules.images.sources import find_captioned, find_samples
 from tests.support.pictures import make_pairs
 from tests.support.stored import picture, tar_members, write_tar
@@ -316,18 +315,6 @@ def test_other_files_and_folders_of_an_album_are_named(album):
     [line] = find_captioned([Root(album)], None).incomplete
     assert line.startswith(f"{album / 'd.heic'} is none of .bmp, .jpeg")
     assert line.endswith("but has a caption")
-
-
-def test_kohyas_folders_are_told_how_to_repeat(album, tmp_path):
-    root = tmp_path / "set"
-    for name in ("10_sks dog", "2024_holiday", "001_scene"):
-        shutil.copytree(album, root / name)
-    [note] = find_captioned([Root(root)], None).notes
-    roots = f'[{{path: "{root}/10_sks dog", repeats: 10}}]'
-    assert note == f"the names of kohya's folders repeat nothing here; this does: data.root='{roots}'"
-    [told] = as_roots("root", OmegaConf.to_container(OmegaConf.create(f"root: {roots}"))["root"], {})
-    assert (told.path, told.repeats) == (f"{root}/10_sks dog", 10)
-    assert find_captioned([told], None).notes == ()
 
 
 def test_image_folder_with_captions_in_a_table_further_down(tmp_path):
