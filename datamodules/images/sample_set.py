@@ -193,7 +193,7 @@ class SampleSet:
         notes = self._without(found.incomplete, "incomplete", "on_missing", "Complete them")
         return replace(found, notes=(*notes, *found.notes))
 
-    def _without(self, lines: Sequence[str], fault: str, setting: str, remedy: str) -> list[str]:
+    def _without(self, lines: list[str], fault: str, setting: str, remedy: str) -> list[str]:
         """Return a note that samples are left out, if any are; raise a UserError instead unless configured to skip."""
         if not lines:
             return []
