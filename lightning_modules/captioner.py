@@ -58,12 +58,6 @@ def cleaned(answer: str) -> str:
         text = bare
 
 
-def _is_template(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not {"system", "user"} <= value.keys():
-        return False
-    return isinstance(value["user"], str) and isinstance(value["system"], str | None)
-
-
 class Captioner:
     """A vision-language model of transformers and its prompts. `load` reads the weights.
 
@@ -108,11 +102,10 @@ class Captioner:
         self.batch_size = batch_size
         self.pair, self.single = pair, single
         for key, template, places in (("pair", pair, ["controls", "target"]), ("single", single, ["target"])):
-            if not _is_template(template):
-                raise UserError(f"captioner.{key}={template}: must be two texts, as {{system: TEXT, user: TEXT}}")
-            if sorted(PLACE.findall(template["user"])) != places:
+            user = template.get("user") if isinstance(template, Mapping) else None
+            if not isinstance(user, str) or sorted(PLACE.findall(user)) != places:
                 wanted = " and ".join(f"{{{place}}}" for place in places)
-                raise UserError(f"captioner.{key}.user must have {wanted} once, and no other braces")
+                raise UserError(f"captioner.{key}.user={user}: must be a text with {wanted} once, and no other braces")
 
     def check_repository(self) -> None:
         """Check the repository before any weights are read.
@@ -191,7 +184,7 @@ class Captioner:
             elif part.strip():
                 content.append({"type": "text", "text": part})
         user = {"role": "user", "content": content}
-        if not template["system"]:  # some models have no such role
+        if not template.get("system"):  # some models have no such role
             return [user]
         return [{"role": "system", "content": [{"type": "text", "text": template["system"]}]}, user]
 

@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw
 
 from datamodules.batch import RawBatch
-from datamodules.images.decoding import open_image
-from datamodules.images.framing import View
-from datamodules.images.samples import ImageFile
-from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 from report.images import in_a_row, plot_text, to_image, write_figure
 
@@ -74,18 +69,16 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""
         first, *others = view.sample.prompts
         caption = (first or "(no caption)") + (f" (and {len(others)} more)" if others else "")
-        panels.append(Panel(_strip(raw, view), f"{key}\n{sizes}  bucket {buckets[view.size]}{cropped}", caption))
+        panels.append(Panel(_strip(raw), f"{key}\n{sizes}  bucket {buckets[view.size]}{cropped}", caption))
     columns = min(COLUMNS, len(panels))
     first_line = f"{len(panels)} of {data.describe()}; {len(buckets)} bucket{'' if len(buckets) == 1 else 's'}"
     heading = [part for line in (first_line, *data.notes) for part in textwrap.wrap(line, 52 * columns, max_lines=3)]
     return draw_panels(panels, columns, 4.2, 2.2, heading)
 
 
-def _strip(raw: RawBatch, view: View) -> np.ndarray:
+def _strip(raw: RawBatch) -> np.ndarray:
     """Draw controls, target, mask and rejected image in a row, as high as the target."""
-    windows, sample = [*view.windows[1:], view.windows[0]], view.sample
-    files = [*sample.controls, sample.target]
-    images = [_whole(*one) for one in zip(map(to_image, raw.images), files, windows, strict=True)]
+    images = list(map(to_image, raw.images))
     if raw.mask is not None:
         images.append(to_image((raw.mask * 2 - 1).expand(-1, 3, -1, -1)))
     if raw.rejected is not None:
@@ -93,18 +86,3 @@ def _strip(raw: RawBatch, view: View) -> np.ndarray:
     row = in_a_row(images)
     gap = np.full((row[-1].height, max(2, row[-1].height // 50), 3), 255, np.uint8)
     return np.concatenate([part for image in row for part in (np.asarray(image), gap)][:-1], axis=1)
-
-
-def _whole(seen: Image.Image, file: ImageFile, window: Window) -> Image.Image:
-    """Return the whole image, pale where it is cropped away."""
-    if not window.cropped:
-        return seen
-    width, height = window.frame
-    whole = Window.whole(window.frame, window.flipped).of(open_image(file, width * height))
-    whole = Image.blend(whole, Image.new("RGB", whole.size, "white"), 0.7)
-    left, top, right, bottom = window.box
-    if window.flipped:
-        left, right = width - right, width - left
-    whole.paste(seen.resize((right - left, bottom - top)), (left, top))
-    ImageDraw.Draw(whole).rectangle((left, top, right - 1, bottom - 1), outline="#ff2d2d", width=max(2, width // 200))
-    return whole

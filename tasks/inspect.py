@@ -19,7 +19,6 @@ from rich.table import Table
 
 from datamodules.errors import UserError, count_of, printable
 from datamodules.files import replacing
-from datamodules.images.alignment import edges
 from datamodules.images.decoding import open_image
 from datamodules.images.inspection import Finding, Kind, caption_findings, inspect_sample, look, repeated
 from datamodules.images.sample_set import SampleSet
@@ -154,10 +153,7 @@ def _panel(findings: list[Finding]) -> Panel:
     images = {"control": _open(sample.controls[0])} if sample.controls else {}
     target = images["target"] = _open(sample.target)
     control = resize(images.get("control", target), target.size)
-    if kind in (Kind.SHIFTED, Kind.SCALED):
-        red, cyan = _strength(control), _strength(target)
-        images["edges: control red, target cyan"] = Image.merge("RGB", (red, cyan, cyan))
-    elif kind in (Kind.EQUAL, Kind.NEARLY_EQUAL):
+    if kind in (Kind.SHIFTED, Kind.SCALED, Kind.EQUAL, Kind.NEARLY_EQUAL):
         change = ImageChops.difference(control, target)
         images[f"difference x {STRONGER}"] = change.point(lambda level: min(255, STRONGER * level))
     elif kind is Kind.MASK and sample.mask is not None:
@@ -178,10 +174,3 @@ def _open(path: ImageFile) -> Image.Image:
         return ImageOps.contain(open_image(path, BOX[0] * BOX[1]), BOX)
     except UserError:
         return Image.new("RGB", BOX, "lightgray")
-
-
-def _strength(image: Image.Image) -> Image.Image:
-    """Return the strength of edges in 8 bits."""
-    found = edges(np.asarray(image.convert("L"), np.float32))
-    strength = 255 * (found / max(float(np.percentile(found, 99)), 1.0)).clip(0, 1)
-    return Image.fromarray(strength.astype(np.uint8))

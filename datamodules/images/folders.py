@@ -173,7 +173,7 @@ def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
     """
     numbered: dict[str, list[tuple[int, Path]]] = {}
     for name, path in images.items():
-        if match := _FURTHER_CONTROL.match(name):
+        if (match := _FURTHER_CONTROL.match(name)) and match["stem"] in images:
             numbered.setdefault(match["stem"], []).append((int(match["number"]), path))
     for further in numbered.values():
         for expected, (number, path) in enumerate(sorted(further), 1):
@@ -330,7 +330,7 @@ def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
     return _stripped(lines if per_line else ["\n".join(lines)])
 
 
-def read_json(text: str, name: str) -> Any:
+def parse_json(text: str, name: str) -> Any:
     """Return the content of a JSON file; raises a UserError if it is none."""
     try:
         return json.loads(text)
@@ -344,7 +344,7 @@ def _json_prompts(text: str, name: str, alone: bool) -> tuple[str, ...]:
     Raises:
         UserError: the file is not JSON, or holds no captions.
     """
-    value = read_json(text, name)
+    value = parse_json(text, name)
     if isinstance(value, dict):
         value = next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
     prompts = None if value is None else captions_of(value)

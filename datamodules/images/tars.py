@@ -17,7 +17,7 @@ from datamodules.images.folders import (
     captions_of,
     is_clutter,
     read_captions,
-    read_json,
+    parse_json,
 )
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
@@ -166,7 +166,7 @@ class _Scan:
         captions: dict[str, dict[str, str]] = defaultdict(dict)
         for name, text in texts.items():
             column = Path(name).name.partition(".")[2]
-            value = read_json(text, name) if name.lower().endswith(".json") else None
+            value = parse_json(text, name) if name.lower().endswith(".json") else None
             if isinstance(value, dict):
                 columns = {key: one for key, one in value.items() if key not in images and not isinstance(one, dict)}
                 found = {key: one for key, one in columns.items() if captions_of(one) is not None} | found
