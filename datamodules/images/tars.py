@@ -16,8 +16,8 @@ from datamodules.images.folders import (
     IMAGE_SUFFIXES,
     captions_of,
     is_clutter,
-    read_captions,
     parse_json,
+    read_captions,
 )
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
