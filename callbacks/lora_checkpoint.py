@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -78,18 +77,12 @@ class LoRACheckpoint(L.Callback):
         self.model = model_header(model_name, model)
         self.saved_step = -1
         self._was_read_back = False
-        self._last_is_good = False  # else the run was resumed from an older one, or from elsewhere
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_step = trainer.global_step
-        self._last_is_good = self._resumed_from_last(trainer)
-        self._was_read_back = self._last_is_good  # by an earlier start of the run
+        self._was_read_back = trainer.global_step > 0  # by an earlier start of the run
         if trainer.is_global_zero:
             self.run.remove_unfinished()
-
-    def _resumed_from_last(self, trainer: L.Trainer) -> bool:
-        resumed_from = trainer.ckpt_path
-        return resumed_from is not None and self.run.checkpoint.resolve() == Path(resumed_from).resolve()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
@@ -98,11 +91,6 @@ class LoRACheckpoint(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.save(trainer, pl_module)
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # A run that was killed after its final checkpoint, before it removed older ones, takes no further steps.
-        if trainer.is_global_zero and (self._last_is_good or self._resumed_from_last(trainer)):
-            self._remove_checkpoints(trainer.global_step)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save the weights; several processes cannot agree on saving when one of them has failed."""
@@ -161,10 +149,10 @@ class LoRACheckpoint(L.Callback):
             trainer.save_checkpoint(path)
             if writes:
                 kept = self.run.checkpoint_of(self.saved_step)
-                if self.keep_checkpoints > 1 and self._last_is_good and not kept.exists():
+                if self.keep_checkpoints > 1 and self.run.checkpoint.is_file() and not kept.exists():
                     link_or_copy(self.run.checkpoint, kept)
         trainer.strategy.barrier()  # no process leaves before the files are in place
-        self.saved_step, self._last_is_good = step, True
+        self.saved_step = step
         if trainer.is_global_zero:
             self._remove_checkpoints(step)
         if trainer.is_global_zero and not self._was_read_back:

@@ -1,6 +1,5 @@
 """Model cards alongside the weights of a run."""
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,14 @@ class ModelCard(L.Callback):
         sampler, validation = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         seed = None if sampler is None else sampler.seed
         lines = [] if validation is None else validation.best_lines(module.adapter.folder)
+        config = OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
         with module.base.timer.stage(NOT_TRAINING), best_effort(README):
             for folder, step in self._weights(trainer, module).items():
                 with best_effort(f"{README} in {folder}"):
                     if is_outdated(folder) or (folder.name in again and (folder / README).is_file()):
                         names = self.model_name, self.repository
-                        card = Card(self.run, module, *names, self._config, self._origin, folder, step, seed, lines)
+                        card = Card(self.run, module, *names, config, self._origin, folder, step, seed, lines)
                         card.write(trainer, folder / README)
-
-    @cached_property
-    def _config(self) -> Any:
-        return OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
 
     def _weights(self, trainer: L.Trainer, module: EditModule) -> dict[Path, int]:
         """Return the folders of weights that images are sampled with, and the step of each."""

@@ -155,7 +155,7 @@ class EncodingProgress(TerminalProgress):
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._images = 0
-        if self.enabled and trainer.is_global_zero:
+        if self.enabled:
             self.begin(0, int(trainer.num_predict_batches[0]))
 
     def on_predict_batch_end(
@@ -168,7 +168,7 @@ class EncodingProgress(TerminalProgress):
         dataloader_idx: int = 0,
     ) -> None:
         self._images += 1 + len(batch.raw.controls)
-        if self.enabled and trainer.is_global_zero:
+        if self.enabled:
             rate = self._images / (time.monotonic() - self._start)
             self.advance(batch_idx + 1, f"{rate:.3g} images/s")
 
@@ -190,7 +190,7 @@ class TrainingProgress(TerminalProgress):
         if self._metrics is None:
             raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
         self._step = trainer.global_step
-        if not (self.enabled and trainer.is_global_zero):
+        if not self.enabled:
             return
         assert isinstance(pl_module, EditModule)
         data = TrainingData.of(trainer)
@@ -232,7 +232,7 @@ class TrainingProgress(TerminalProgress):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._step or not (self.enabled and trainer.is_global_zero):
+        if trainer.global_step == self._step or not self.enabled:
             return
         self._step = trainer.global_step
         assert self._metrics is not None

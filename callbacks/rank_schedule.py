@@ -4,7 +4,6 @@ import logging
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as L
-import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -93,14 +92,13 @@ def draw_ranks(trained: Tensor, used: Tensor, schedule: RankSchedule, size: str)
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
-    edges = torch.arange(schedule.rank + 2) - 0.5
+    edges = [rank - 0.5 for rank in range(schedule.rank + 2)]
     for ranks, name, style in (
-        (trained, f"{len(trained):,} training samples", {"fill": True, "alpha": 0.4}),
-        (used, f"{len(used)} sampling steps", {"linewidth": 2}),
+        (trained, f"{len(trained):,} training samples", {"alpha": 0.4}),
+        (used, f"{len(used)} sampling steps", {"histtype": "step", "linewidth": 2}),
     ):
-        shares = torch.bincount(ranks, minlength=schedule.rank + 1) / len(ranks)
-        label = f"{name}, mean {ranks.float().mean():.1f}"
-        axes.stairs(100 * shares, edges, baseline=0, label=label, **style)
+        weights = [100 / len(ranks)] * len(ranks)
+        axes.hist(ranks, edges, weights=weights, label=f"{name}, mean {ranks.float().mean():.1f}", **style)
     title = f"{schedule.kind}, rank {schedule.min_rank} to {schedule.rank}, {size}"
     axes.set(xlabel="active rank", ylabel="share, %", xlim=(-0.5, schedule.rank + 0.5), title=title)
     axes.legend()

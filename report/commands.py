@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datamodules.base import TrainingData
 from datamodules.hub import repository_file
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.repository import resolve_repository
-from report.images import Strip, file_names, read_strip, sample_files
+from report.images import Strip, read_strip, sample_files
 from report.quoting import override, portable_path, without_secrets
-from runs.run_folder import RunFolder, shorten
+from runs.run_folder import RunFolder
 
 
 class Names(NamedTuple):
@@ -75,20 +74,11 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     return found
 
 
-def example(run: RunFolder, data: TrainingData) -> tuple[str, str]:
-    """Return the image and the prompt of the first sample image, or of the first sample without these."""
-    samples = getattr(data.validation or data, "samples", [])
-    made = sample_files(run)
-    prompt, found = "...", samples[0] if samples else None
-    if made:
-        name, path = next(iter(made[max(made)].items()))
-        prompt = read_strip(path).prompt
-        found = next((one for one in samples if file_names([one.key])[one.key] == name), None)
-    elif found is not None and found.prompts:
-        prompt = found.prompts[0]
-    if found is not None and found.controls and isinstance(found.controls[0], Path):
-        return str(shorten(found.controls[0])), prompt
-    return str(run.control) if run.control.is_file() else "PHOTO.png", prompt  # its own is inside a larger file
+def example(run: RunFolder) -> tuple[str, str]:
+    """Return the image and the prompt of the first sample image of the last step."""
+    samples = sample_files(run)
+    prompt = read_strip(next(iter(samples[max(samples)].values()))).prompt if samples else "..."
+    return str(run.control) if run.control.is_file() else "PHOTO.png", prompt
 
 
 def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any], photo: str) -> str:

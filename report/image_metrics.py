@@ -130,25 +130,12 @@ def _moved(image: Tensor, x: float, y: float) -> Tensor:
     return moved[:, margin:-margin, margin:-margin]
 
 
-def to_lab(image: Tensor) -> Tensor:
-    """Convert sRGB (3, ...) in [0, 1] to CIE L*a*b* (3, ...) under D65."""
-    linear = torch.where(image <= 0.04045, image / 12.92, ((image.clamp_min(0) + 0.055) / 1.055) ** 2.4)
-    xyz = torch.einsum("dc,c...->d...", torch.tensor(SRGB_TO_XYZ, dtype=image.dtype), linear)
-    xyz = xyz / torch.tensor(SRGB_TO_XYZ, dtype=image.dtype).sum(1).view(3, *[1] * (image.ndim - 1))
-    f = torch.where(xyz > (6 / 29) ** 3, xyz.clamp_min(1e-9) ** (1 / 3), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
-    return torch.stack([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-SRGB_TO_XYZ = ((0.4124564, 0.3575761, 0.1804375), (0.2126729, 0.7151522, 0.0721750), (0.0193339, 0.1191920, 0.9503041))
-
-
 class EditMetrics(Metric):
     """Changes outside of an edit, and its strength: means over the edits.
 
     - shift: pixels by which the result is shifted against the source outside of the edit;
     - drift: root mean square change there, in levels of 255, apart from the shift and a change of all colours;
-    - colour_shift: distance of the colours there from those of the source, in units of CIE L*a*b*: the Wasserstein
-      distance of two Gaussians, by their means and covariances;
+    - colour_shift: root mean square there of the change of all colours, an affine map, in levels of 255;
     - strength: share of the change towards the target: 0 for the source, 1 for the target, above 1 for too much.
 
     Means exclude edits without a figure: an edit of the whole image leaves nothing outside.
@@ -179,8 +166,8 @@ class EditMetrics(Metric):
         wanted = target - source
         if (where := found.where) is not None:
             wanted = wanted * ~where
-            self.drift.append(255 * (found.corrected - source)[:, where].square().mean().sqrt())
-            self.colour_shift.append(_colour_distance(found.aligned[:, where], source[:, where]))
+            self.drift.append(_levels((found.corrected - source)[:, where]))
+            self.colour_shift.append(_levels((found.aligned - found.corrected)[:, where]))
         if found.shift is not None:
             self.shift.append(torch.tensor(found.shift).norm())
         if size := wanted.square().sum():
@@ -188,23 +175,10 @@ class EditMetrics(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """Return each figure's mean, NaN where no edit has one."""
-        figures = {name: getattr(self, name) for name in self.directions}
-        return {
-            name: torch.stack(list(values)).mean() if len(values) else torch.tensor(torch.nan)
-            for name, values in figures.items()
-        }
+        figures = {name: list(getattr(self, name)) for name in self.directions}
+        return {name: torch.stack(values or [torch.tensor(torch.nan)]).mean() for name, values in figures.items()}
 
 
-def _colour_distance(one: Tensor, other: Tensor) -> Tensor:
-    """Return the distance in Lab of two sets of sRGB colours, each (3, N)."""
-    first, second = (to_lab(colours.double().clamp(0, 1)) for colours in (one, other))
-    covariance, expected = torch.cov(first), torch.cov(second)
-    root = _root(covariance)
-    spread = covariance.trace() + expected.trace() - 2 * _root(root @ expected @ root).trace()
-    return ((first.mean(1) - second.mean(1)).square().sum() + spread.clamp_min(0)).sqrt().float()
-
-
-def _root(matrix: Tensor) -> Tensor:
-    """Return the square root of a symmetric matrix without negative eigenvalues."""
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.T
+def _levels(difference: Tensor) -> Tensor:
+    """Return the root mean square of a difference in levels of 255."""
+    return 255 * difference.square().mean().sqrt()

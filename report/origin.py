@@ -1,6 +1,5 @@
 """Origin of a base model as others know it: its id on the hub, and its licence."""
 
-import json
 import os
 import re
 from contextlib import suppress
@@ -70,11 +69,6 @@ def hub_id(name: str, model_name: str) -> str | None:
         return name if HUB_ID.fullmatch(name) else None
     if cached := SNAPSHOT.search(path.resolve().as_posix()):
         return f"{cached[1]}/{cached[2]}"
-    for config in ("model_index.json", "config.json"):
-        with suppress(OSError, *DAMAGED):  # the folder is loaded later, or not at all
-            said = json.loads((path / config).read_text(encoding="utf-8"))["_name_or_path"]
-            if HUB_ID.fullmatch(said) and not os.path.exists(said):
-                return said
     default = default_base(model_name) or ""
     return default if "/" in default and default.rpartition("/")[2] == path.name else None
 

@@ -20,7 +20,6 @@ from callbacks.lifecycle import GracefulStop, SaveConfig, StartOfTraining, Watch
 from callbacks.metrics import Metrics
 from callbacks.rank_schedule import RankMasks
 from callbacks.validation import Validation
-from datamodules.base import TrainingData
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
@@ -159,7 +158,7 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
     for line in [] if validation is None else validation.best_lines(str(run.path / kind)):
         log.info(line)
     log.info(f"done: {run.weights(kind, 'last')}")
-    photo, prompt = example(run, TrainingData.of(trainer))
+    photo, prompt = example(run)
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
     log.info(f"try it: {predict_command(module, weights, {'prompt': prompt}, photo)}")
     monitor = cfg.monitor or (validation.monitor if validation is not None and validation.rows else "loss_avg")

@@ -154,7 +154,7 @@ def test_code_for_diffusers_gives_the_picture_of_predict(run, pairs, tmp_path, s
     script, *overrides = pasted(here)
     assert script == "predict.py"
     printed = re.search("try it: (.*)", outcome.text)[1]
-    photo = f"image={pairs / 'control_images/03.png'}"
+    photo = "image=it's a run/samples/control.png"
     assert pasted(printed) == ["predict.py", "lora=it's a run", photo, "prompt=mirror picture 3"]
     run("predict", *overrides, "output_dir=out")
     [picture] = (tmp_path / "out").glob("*.png")

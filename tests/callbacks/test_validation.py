@@ -14,11 +14,8 @@ from PIL import Image
 from torchmetrics.image import PeakSignalNoiseRatio
 
 from callbacks.validation import Validation
-from datamodules.images.samples import Sample, Slice
-from report.commands import example
 from report.image_metrics import EditMetrics, FeatureSimilarity, MaskIoU
 from report.images import read_strip
-from runs.run_folder import RunFolder
 from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
@@ -117,23 +114,12 @@ def test_the_end_names_the_best_weights_and_a_command_that_works(gallery, pairs)
         assert f"Best: lora/best, {words.replace('LORA', 'lora')} at step 4." in card
         assert "PHOTO.png" in card
     [*_, image, prompt] = pasted(text.partition("try it: ")[2].splitlines()[0])
-    assert image == f"image={pairs}/control_images/03.png"
+    assert image == f"image={folder}/samples/control.png"
     assert prompt == "prompt=mirror picture 3"
     command = Page(folder / "report.html").blocks[0]
     assert "image=PATH_TO/run/samples/control.png " in command
     assert "prompt='mirror picture 3'" in command
     assert same(Image.open(folder / "samples/control.png"), Image.open(pairs / "control_images/03.png"))
-
-
-def test_a_picture_inside_of_a_table_is_named_by_the_runs_copy_of_it(tmp_path):
-    run = RunFolder(tmp_path)
-    target, control = (Slice(name, "a.arrow", 0, size) for size, name in enumerate(("target", "control"), 1))
-    packed = Sample("a", target, (control,), ("make it snow",))
-    data = SimpleNamespace(validation=None, samples=[packed])
-    assert example(run, data) == ("PHOTO.png", "make it snow")
-    run.control.parent.mkdir()
-    run.control.touch()
-    assert example(run, data) == (str(run.control), "make it snow")
 
 
 def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tiny, pairs, tmp_path):
