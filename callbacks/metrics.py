@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from lightning_modules.edit_module import EditModule
-from lightning_modules.estimation.flops import matrix_peak
 from lightning_modules.timing import NOT_TRAINING
 from report.tables import read_metrics
 from runs.run_folder import RunFolder
@@ -58,8 +57,7 @@ class Metrics(L.Callback):
     - active_rank: rank of a T-LoRA, the mean over the samples;
     - peak_memory_gb: of steps, without sample images and checkpoints: memory of the GPU, without one of the process;
     - data_wait: share of the time in which steps waited for data;
-    - tflops: useful work of the transformer, 10^12 operations per second and device; peak_share: relative to matrix
-      products there.
+    - tflops: useful work of the transformer, 10^12 operations per second and device.
 
     Steps leave their figures on the device, and are read back a logging interval at a time. Rates, which are totals of
     all processes, waiting and work are those of an interval.
@@ -71,7 +69,6 @@ class Metrics(L.Callback):
     def __init__(self, output_dir: str) -> None:
         self.path = RunFolder(output_dir).metrics
         self.latest: dict[str, float] = {}
-        self.peak: float | None = None  # FLOP/s of matrix products
         self.peak_memory = 0
         self._running: deque[float] = deque(maxlen=WINDOW)
         self._process = psutil.Process()
@@ -85,8 +82,6 @@ class Metrics(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         self._step = trainer.global_step
-        if pl_module.device.type == "cuda":
-            self.peak = matrix_peak(pl_module.device, dtype=pl_module.base.dtype)
         self._interval = _Clock.now(trainer, pl_module)
         self._start = self._interval.total
         if trainer.is_global_zero:
@@ -94,19 +89,16 @@ class Metrics(L.Callback):
             earlier = [row for row in read_metrics(self.path) if int(row["step"]) <= self._step] if self._step else []
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", newline="", buffering=1)
-            optional = {"active_rank": bool(pl_module.rank_gates), "peak_share": self.peak is not None}
-            columns = (*COLUMNS, *(name for name, measured in optional.items() if measured))
+            columns = (*COLUMNS, "active_rank") if pl_module.rank_gates else COLUMNS
             self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", restval="")
             self._writer.writeheader()
             self._writer.writerows(earlier)
-            for row in earlier:
-                self._remember(float(row["loss"]))
+            self._remember(*(float(row["loss"]) for row in earlier))
             self._start -= float(earlier[-1]["seconds"]) if earlier else 0.0
 
-    def _remember(self, loss: float) -> None:
-        """Include a loss in the running mean, unless its step was skipped."""
-        if math.isfinite(loss):
-            self._running.append(loss)
+    def _remember(self, *losses: float) -> None:
+        """Include losses in the running mean, without those of skipped steps."""
+        self._running.extend(loss for loss in losses if math.isfinite(loss))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         if pl_module.device.type == "cuda":  # memory that was used between steps does not count
@@ -170,7 +162,6 @@ class Metrics(L.Callback):
             "tokens_per_second": tokens * trainer.world_size / seconds,
             "data_wait": (self._interval.waited - start.waited) / seconds,
             "tflops": flops / seconds / 1e12,
-            **({} if self.peak is None else {"peak_share": flops / seconds / self.peak}),
             "peak_memory_gb": self.peak_memory / 1e9,
         }
         for step, (grad_norm, loss, *rank) in zip(steps, figures_of_steps, strict=True):

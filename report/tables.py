@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
-POINTS = 400  # of a curve, about
+POINTS = 2000  # of a curve at most
 COLORS = "abcd"
 
 
@@ -101,18 +101,8 @@ def _chart(rows: Sequence[Mapping[str, Any]], *lines: Line) -> dict[str, Any]:
         points = [point for point in known if math.isfinite(point[1])]
         broken += len(known) - len(points)
         if points:
-            drawn.append({**line._asdict(), "points": _thin(points)})
+            drawn.append({**line._asdict(), "points": points[:: -(-len(points) // POINTS)]})
             far = len(points) // 100 if line.faint else 0
             values += sorted(value for _, value in points)[far : len(points) - far]
     note = f"{broken} points not finite" if broken else ""
     return {"lines": drawn, "range": [min(values), max(values)], "note": note} if values else {"lines": []}
-
-
-def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the lowest and the highest of every few points, and the last one, so that no spike is lost."""
-    few = -(-2 * len(points) // POINTS)
-    if few <= 2:
-        return list(points)
-    parts = [points[start : start + few] for start in range(0, len(points), few)]
-    kept = {pick(part, key=lambda point: point[1]) for part in parts for pick in (min, max)}
-    return sorted(kept | {points[-1]})

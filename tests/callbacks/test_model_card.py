@@ -9,11 +9,11 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
 
+from callbacks.model_card import ModelCard as Card
 from callbacks.model_card import is_outdated
 from datamodules.errors import UserError
 from lightning_modules.edit_module import EditModule
 from report import origin
-from report.card import Card
 from report.images import read_strip
 from report.origin import hub_id, licence
 from tasks import fit
@@ -310,7 +310,7 @@ def test_card_that_cannot_be_written_costs_nothing(run, tiny, pairs, tmp_path, m
     def fail(*_):
         raise OSError("no room")
 
-    monkeypatch.setattr(Card, "write", fail)
+    monkeypatch.setattr(Card, "_write_card", fail)
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1))
     assert "note: no README.md in" in outcome.text
     assert [path.name for path in (tmp_path / "run/lora/last").iterdir()] == ["pytorch_lora_weights.safetensors"]
