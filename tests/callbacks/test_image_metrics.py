@@ -10,7 +10,7 @@ from report.image_metrics import EditMetrics
 
 PERFECT = {"shift": 0.0, "drift": 0.0, "colour_shift": 0.0, "strength": 1.0}
 # How far a figure may move with the fault of another: pixels, levels, levels, share.
-STILL = {"shift": 0.03, "drift": 1.5, "colour_shift": 0.5, "strength": 0.03}
+STILL = {"shift": 0.03, "drift": 1.5, "colour_shift": 1.0, "strength": 0.03}
 SIDE = 192
 
 
