@@ -135,7 +135,9 @@ class EditModule(L.LightningModule, Family):
         self.base.check_files()
         if stage == "predict":
             self.base.timer.synchronize = self.base.device
-            self.encoder.keep_prompts(PromptData.of(self.trainer).all_prompts(), self.trainer.num_devices)
+            prompts, load = PromptData.of(self.trainer).all_prompts(), self.condition_images.for_text
+            if self.encoder.prompts.keep(prompts, load, self.trainer.num_devices):
+                self.base.components.release(*self.text_components)
 
     def check(self) -> None:
         """Raise a UserError for settings that cannot work, before any weights are read."""
@@ -231,9 +233,7 @@ class EditModule(L.LightningModule, Family):
             yield
 
     def configure_optimizers(self) -> Any:
-        return self.optimization.configure(
-            self.trained, self.base.source.precision == "fp4", self.device_mesh is not None
-        )
+        return self.optimization.configure(self.trained, self.device_mesh is not None)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -147,17 +147,6 @@ class Encoder:
         empty = encode(self.base.components, [negative_prompt or ""]) if batch.empty_prompt else {}
         return replace(batch, prompt=encode(self.base.components, batch.prompts), empty_prompt=empty)
 
-    def keep_prompts(self, requests: Sequence[PromptRequest], processes: int) -> None:
-        """Encode prompts first, and release the text encoders if the embeddings fit in memory.
-
-        Args:
-            processes: on this machine.
-        """
-        with torch.no_grad():
-            kept = self.prompts.keep(requests, self.family.condition_images.for_text, processes)
-        if kept:
-            self.base.components.release(*self.family.text_components)
-
     def fingerprint_parts(self, memo: Path) -> dict[str, Any]:
         """Return everything that encodings depend on besides the samples, for a cache's fingerprint.
 
@@ -221,6 +210,7 @@ class PromptCache:
         self._seconds[key] = self.timer.seconds["encode_prompt"] - before
         return encoded
 
+    @torch.no_grad()
     def keep(
         self, requests: Sequence[PromptRequest], load: Callable[[Sequence[Path]], list[Tensor]], processes: int = 1
     ) -> bool:

@@ -207,6 +207,13 @@ def text_pipeline(name: str, parts: Parts, components: Sequence[str]) -> Any:
     return stock_pipeline(name)(**used)
 
 
+def chat_tokens(tokenizer: Any, prompts: list[str], thinking: bool) -> list[int]:
+    """Count the tokens of each prompt as Qwen3's user says it, including those of the template."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    more = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
+    return [len(ids) for ids in tokenizer(tokenizer.apply_chat_template(chats, **more)).input_ids]
+
+
 class Family(ABC):
     """A pipeline's own part of encoding, denoising and decoding.
 

@@ -75,6 +75,7 @@ class NonfiniteSteps:
                 )
 
 
+@dataclass(eq=False)
 class Optimization:
     """The update of the trainable parameters.
 
@@ -90,19 +91,17 @@ class Optimization:
         nonfinite: the skipped steps.
     """
 
-    def __init__(
-        self,
-        optimizer: Callable[..., torch.optim.Optimizer] | None,
-        scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None,
-        max_nonfinite_steps: int,
-        ema: EMA | None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
-        self.ema = None if ema is None or ema.half_life is None else ema
-        self.began_after = -1
-        self.grad_norm: Tensor | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None
+    scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
+    max_nonfinite_steps: int
+    ema: EMA | None
+    began_after: int = -1
+    grad_norm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.nonfinite = NonfiniteSteps(self.max_nonfinite_steps)
+        if self.ema is not None and self.ema.half_life is None:
+            self.ema = None
 
     def describe(self) -> str:
         """Return the optimizer, its learning rate and the schedule in one line."""
@@ -129,13 +128,8 @@ class Optimization:
                 "ema.half_life out, or use optimizer=adamw."
             )
 
-    def configure(self, trained: TrainedParts, fp4: bool, sharded: bool) -> Any:
-        """Return Lightning's `configure_optimizers`.
-
-        Args:
-            trained: the trainable parameters.
-            fp4: whether the base is quantized to fp4.
-            sharded: whether the weights are split over several GPUs.
+    def configure(self, trained: TrainedParts, sharded: bool) -> Any:
+        """Return Lightning's `configure_optimizers`; `sharded` weights are split over several GPUs.
 
         Raises:
             UserError: the optimizer refuses its settings, or sharded weights.
@@ -154,10 +148,6 @@ class Optimization:
             optimizer.train()
         if self.ema is not None:
             self.ema.start(trained.parameters())
-        lr = optimizer.param_groups[0]["lr"]
-        finds_its_own = "d" in optimizer.param_groups[0]
-        if fp4 and lr > 5e-5 and not finds_its_own:
-            log.warning(f"note: optimizer.lr={lr:g} may diverge on a base in fp4; 2e-5 was stable")
         if self.scheduler is None:
             return optimizer
         return {

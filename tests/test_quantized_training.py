@@ -115,13 +115,6 @@ def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path,
     outcome = run("train", f"experiment={experiment}", *quick, "callbacks.sample_images=null", "adapter.rank=2")
     assert header(tmp_path / "run")["base_precision"] == precision
     assert f"({precision}) on cpu" in outcome.text
-    assert "may diverge" not in outcome.text
-
-
-def test_fast_learning_on_fp4_is_noted(run, tiny, pairs, tmp_path):
-    lr = "optimizer.lr=1e-4"
-    outcome = run("train", *quantized(tiny, pairs, tmp_path / "run", 1, "fp4", lr))
-    assert "note: optimizer.lr=0.0001 may diverge on a base in fp4; 2e-5 was stable" in outcome.text
 
 
 @pytest.mark.slow

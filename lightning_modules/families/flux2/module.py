@@ -12,7 +12,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
 from lightning_modules.families.flux2.native_names import NATIVE_NAMES
 from lightning_modules.families.flux2.pipeline import LatentKlein, LatentReferences
-from lightning_modules.family import Layers, Parts, SamplingRules, stock_pipeline
+from lightning_modules.family import Layers, Parts, SamplingRules, chat_tokens, stock_pipeline
 
 # The double blocks' attention, and both layers of a single block, which are its attention and its MLP in one.
 TARGETS = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "to_out")
@@ -63,11 +63,7 @@ class Flux2Klein(EditModule):
         return {"prompt_embeds": embed(*used, self.max_sequence_length)[0]}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
-        """Count tokens, including those of the template."""
-        template = parts["tokenizer"].apply_chat_template
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=False) for one in chats]
-        return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self.max_sequence_length
+        return chat_tokens(parts["tokenizer"], prompts, False), self.max_sequence_length
 
     # Images
 

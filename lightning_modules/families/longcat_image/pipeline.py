@@ -48,7 +48,11 @@ class LatentLongCat:
         shape = (len(generator), transformer.config.in_channels // 4, height, width)
         latents = randn_tensor(shape, generator=generator, device=device, dtype=prompt_embeds.dtype)
         controls = [control.to(latents) for control in controls]
-        for now in self._timesteps(num_inference_steps, height * width // 4):
+        # The scheduler's timesteps, shifted as in the stock pipeline for this many tokens.
+        sigmas = np.linspace(1.0, 1.0 / num_inference_steps, num_inference_steps)
+        mu = dynamic_mu(self.scheduler.config, height * width // 4, num_inference_steps)
+        self.scheduler.set_timesteps(sigmas=sigmas, device=device, mu=mu)
+        for now in self.scheduler.timesteps:
             self._current_timestep = now
             t = now.expand(len(latents)).to(latents.dtype) / 1000
             predicted = longcat_velocity(transformer, latents, t, controls, {"prompt_embeds": prompt_embeds})
@@ -58,9 +62,3 @@ class LatentLongCat:
             latents = self.scheduler.step(predicted, now, latents, return_dict=False)[0]
         self._current_timestep = None
         return latents
-
-    def _timesteps(self, steps: int, tokens: int) -> Tensor:
-        """Return the scheduler's timesteps (N,), shifted as in the stock pipeline for this many tokens."""
-        sigmas, mu = np.linspace(1.0, 1.0 / steps, steps), dynamic_mu(self.scheduler.config, tokens, steps)
-        self.scheduler.set_timesteps(sigmas=sigmas, device=self.transformer.device, mu=mu)
-        return self.scheduler.timesteps

@@ -12,7 +12,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.families.z_image.denoise import z_image_velocity
 from lightning_modules.families.z_image.native_names import NATIVE_NAMES
 from lightning_modules.families.z_image.pipeline import LatentZImage
-from lightning_modules.family import Geometry, Layers, Parts, SamplingRules, text_pipeline
+from lightning_modules.family import Geometry, Layers, Parts, SamplingRules, chat_tokens, text_pipeline
 
 
 class ZImage(EditModule):
@@ -64,11 +64,7 @@ class ZImage(EditModule):
         return {"prompt_embeds": (length, config["cap_feat_dim"])}
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
-        """Count tokens, including those of the template."""
-        template = parts["tokenizer"].apply_chat_template
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        texts = [template(one, tokenize=False, add_generation_prompt=True, enable_thinking=True) for one in chats]
-        return [len(ids) for ids in parts["tokenizer"](texts).input_ids], self.max_sequence_length
+        return chat_tokens(parts["tokenizer"], prompts, True), self.max_sequence_length
 
     # The transformer
 
