@@ -111,8 +111,8 @@ def measure(folder: Path, depth: int | None, rank: int, formats: list[str]) -> l
             print(f"  lost by rounding: {rounding.share:.2%} of the update")
         if name == "bf16" and depth is not None:  # seconds for each layer
             with measured(rows, f"extract rank {rank} of {len(updates)} layers"):
-                found = extract(source, str(target), rank, CPU)
-            print(f"  error: {found.error:.2%}")
+                _, error, _ = extract(source, str(target), rank, CPU)
+            print(f"  error: {error:.2%}")
         elif name != "bf16":
             _, stored = source_of(folder / "base", f"model.transformer_name_or_path={target}")
             with measured(rows, f"fuse once more, {name} on disk"):

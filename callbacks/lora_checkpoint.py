@@ -124,7 +124,7 @@ class LoRACheckpoint(L.Callback):
         with averaged_weights(module, other):
             if ema is not None and ema.in_use:
                 header["ema"] = ema.metadata()
-            gathered = module.trained.gather()
+            gathered = module.adapter.gather(module.trained.parts)
             for name in names if trainer.is_global_zero else ():
                 folder = self.run.weights(module.adapter.folder, name)
                 module.adapter.write(folder, gathered, module.base, published(header, self.model["name"]), self.dtype)

@@ -210,7 +210,7 @@ class TrainingProgress(TerminalProgress):
         epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
             "model": f"{module.base.name} ({module.base.source.precision}) on {module.base.device}",
-            "trains": module.trained.describe(),
+            "trains": module.adapter.describe(module.trained.parameters()),
             "on": data.describe(),
             "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
             "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",

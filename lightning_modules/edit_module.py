@@ -262,14 +262,19 @@ class EditModule(L.LightningModule, Family):
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.trained.reduce_checkpoint(checkpoint)
+        trained = self.trained.tensors()
+        checkpoint["state_dict"] = {name: one for name, one in checkpoint["state_dict"].items() if name in trained}
         self.optimization.save(checkpoint)
         checkpoint[SAMPLES] = TrainingData.of(self.trainer).fingerprint
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:  # else the strategy has loaded it
             self.trained.require_same(checkpoint["state_dict"])
-        self.trained.restart_window(checkpoint, self.trainer.accumulate_grad_batches)
+        # Resume at the start of an accumulation window of the current length.
+        batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counter in (progress["total"], progress["current"]):
+            counter.update(dict.fromkeys(counter, batches))
         self.optimization.load(checkpoint)
         data = TrainingData.of(self.trainer)
         if (earlier := checkpoint.get(SAMPLES)) not in (None, data.fingerprint):

@@ -125,7 +125,7 @@ class SamplingTransformer:
         transformer = self.source.load(module.base.device)
         with TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):  # peft draws what is then replaced
             with averaged_weights(module):
-                gathered = module.trained.gather()
+                gathered = module.adapter.gather(module.trained.parts)
             header = {"adapter": module.adapter.metadata()}
             module.adapter.write(Path(folder), gathered, module.base, header, torch.float32)
             loras = AppliedLoRAs([find_weights(folder)])

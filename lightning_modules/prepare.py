@@ -15,7 +15,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gate import Gate
-from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapter
+from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapters
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
 from lightning_modules.execution.blocks import (
@@ -234,5 +234,5 @@ class Denoiser:
     @torch.no_grad()
     def base(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
         """Predict the velocity without the trained adapter and without gradient."""
-        with without_adapter(self.family.transformer):
+        with without_adapters(self.family.transformer):
             return self.family.velocity(self.family.transformer, x_t, t, controls, prompt)

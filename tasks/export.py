@@ -287,14 +287,14 @@ def _extract(cfg: DictConfig) -> tuple[ExportedLoRA, KnownModel]:
     run = RunFolder(str(cfg.extract)).weights(FullFineTuning.folder, "last")
     tuned = str(run if run.is_dir() else cfg.extract)
     log.info(f"comparing {tuned} with {module.base.transformer_name}, layer by layer")
-    found = extract(module.base.source, tuned, cfg.rank, device)
-    log.info(f"rank {cfg.rank} lacks {_percent(found.error)} of the difference")
-    if found.others:
-        log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(found.others)}")
+    deltas, error, others = extract(module.base.source, tuned, cfg.rank, device)
+    log.info(f"rank {cfg.rank} lacks {_percent(error)} of the difference")
+    if others:
+        log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(others)}")
     header = {"model": model_header(name, settings), **module.base.provenance()}
     header["adapter"] = {"rank": cfg.rank, "alpha": cfg.rank}
     model = KnownModel(name, module.base.name, module.base.layer_names, cfg.model)
-    return ExportedLoRA(dict(found.deltas), header, 1.0), model
+    return ExportedLoRA(dict(deltas), header, 1.0), model
 
 
 def _check_fuse(output_dir: Path) -> None:

@@ -268,7 +268,7 @@ def test_a_training_adapter_of_any_kind_is_left_out_of_pictures_and_files(
     learn(module)
     updates, names = module.adapter.deltas(module.transformer), module.base.layer_names
     assert updates.keys() <= names.shapes.keys()
-    module.adapter.write(tmp_path, module.trained.gather(), module.base, {}, torch.float32)
+    module.adapter.write(tmp_path, module.adapter.gather(module.trained.parts), module.base, {}, torch.float32)
     assert module.adapter.check_written(tmp_path, module.base)
     module.adapter.lr_pattern = {"*.to_q": 0.5}
     factors = {name: module.adapter.lr_factor(name) for name in trainable(module.transformer)}

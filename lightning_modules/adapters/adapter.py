@@ -126,18 +126,17 @@ class Adapter(ABC):
 
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Temporarily cast the weights as a loader does for a base of this dtype."""
-        # Replace the parameters: changing .data's dtype would drop DDP's gradient hooks.
+        """Temporarily cast the weights as a loader does for a base of this dtype; DoRA's magnitudes keep theirs."""
         originals = [
             (module, name, parameter)
-            for module in part.modules()
+            for at, module in part.named_modules()
             for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad
+            if parameter.requires_grad and "lora_magnitude_vector" not in at
         ]
-        cast = {
-            parameter: nn.Parameter(parameter.detach().to(dtype), requires_grad=False) for _, _, parameter in originals
-        }
-        for module, name, parameter in originals:  # a parameter shared by several modules stays shared
+        # A parameter shared by several modules stays shared.
+        cast = {one: nn.Parameter(one.detach().to(dtype), requires_grad=False) for _, _, one in originals}
+        # Replace the parameters: changing .data's dtype would drop DDP's gradient hooks.
+        for module, name, parameter in originals:
             setattr(module, name, cast[parameter])
         try:
             yield
@@ -170,10 +169,6 @@ class TrainedParts:
                 found.setdefault(self.adapter.lr_factor(name), []).append(parameter)
         return {factor: parameters for factor, parameters in found.items() if parameters}
 
-    def describe(self) -> str:
-        """Describe the trainable parameters for the summary."""
-        return self.adapter.describe(self.parameters())
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by their names in an `EditModule`."""
         return {
@@ -181,19 +176,6 @@ class TrainedParts:
             for at, part in self.parts.items()
             for name, tensor in self.adapter.tensors(part).items()
         }
-
-    def reduce_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remove all other tensors from a Lightning checkpoint."""
-        names = self.tensors()
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
-
-    @staticmethod
-    def restart_window(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
-        """Make a Lightning checkpoint resume at the start of an accumulation window of the current length."""
-        batches = checkpoint["global_step"] * accumulate_grad_batches
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counter in (progress["total"], progress["current"]):
-            counter.update(dict.fromkeys(counter, batches))
 
     def require_same(self, state_dict: Mapping[str, Tensor]) -> None:
         """Raise a UserError if a checkpoint's tensors belong to another adapter."""
@@ -205,10 +187,6 @@ class TrainedParts:
                 f"ckpt_path: the checkpoint's adapter is not this run's; they differ in {listing(different)}. "
                 "Use the settings of the run that wrote it (its config.yaml)"
             )
-
-    def gather(self) -> Any:
-        """Collect the weights of all parts for `Adapter.write`; all processes take part."""
-        return self.adapter.gather(self.parts)
 
     @contextmanager
     def in_dtype(self, dtype: torch.dtype) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """LoRA files applied to a transformer: the LoRAs of a prediction, and a training adapter."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from datamodules.errors import UserError
 from datamodules.files import reading
 from lightning_modules.adapters.adapter import Adapter, trainable
 from lightning_modules.adapters.dora import attach_magnitudes
-from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable
+from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable, without_adapters
 from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.lora_files.delta import Delta, LowRank
@@ -85,9 +85,8 @@ class AppliedLoRAs:
         for name, (path, _) in self.used.items():
             read = LoRAFile(path).read(names, base.name)
             scales = {layer: last_match(self.scales, layer, 1.0) for layer in read}
-            # A DoRA scales its rows, however small the update is: a layer with scale 0 is left out.
-            left_out = {layer for layer, one in read.items() if not scales[layer] and "magnitude" in one.tensors()}
-            updates = {layer: one.scaled(scales[layer]) for layer, one in read.items() if layer not in left_out}
+            # Without layers of scale 0: a DoRA scales its rows, however small the update is.
+            updates = {layer: one.scaled(scales[layer]) for layer, one in read.items() if scales[layer]}
             if not updates:
                 raise UserError(f"lora_scale leaves no layer of {path}: leave the LoRA out")
             others[name] = {layer: one for layer, one in updates.items() if not isinstance(one, LowRank)}
@@ -101,8 +100,7 @@ class AppliedLoRAs:
                 magnitudes = {layer: one.magnitude for layer, one in loras.items() if one.magnitude is not None}
                 attach_magnitudes(transformer, name, magnitudes)
                 require_loaded(transformer, name, loras, path)
-            gate = read_rank_gate(path)
-            if gate is not None:
+            if (gate := read_rank_gate(path)) is not None:
                 gate.attach(transformer, name)
                 self.rank_gates.append(gate)
         for name, factors in others.items():  # around peft's layers, which find theirs by name
@@ -167,17 +165,11 @@ class TrainingAdapter:
             parameter.requires_grad_(True)
         activate(transformer, [*self._lora.used, ADAPTER])
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def left_out(self) -> AbstractContextManager[None]:
         """Temporarily compute without it, the same bits as if it had never been loaded."""
-        if self._transformer is None:
-            yield
-            return
-        activate(self._transformer, [ADAPTER])
-        try:
-            yield
-        finally:
-            activate(self._transformer, [*self._lora.used, ADAPTER])
+        return (
+            nullcontext() if self._transformer is None else without_adapters(self._transformer, list(self._lora.used))
+        )
 
     def memory(self, base: FrozenBase) -> int:
         """Return its bytes on the device."""

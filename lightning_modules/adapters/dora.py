@@ -1,7 +1,6 @@
 """DoRA (arXiv 2402.09353): a LoRA with trainable norms of the weights' rows."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,16 +39,6 @@ class DoRA(LoRA):
             for name, layer in lora_layers(transformer, ADAPTER).items()
         }
         return {name: replace(delta, magnitude=magnitudes[name]) for name, delta in super().deltas(transformer).items()}
-
-    @contextmanager
-    def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Temporarily cast the weights as `LoRA`; magnitudes stay in float32, as in the file."""
-        vectors = [layer.lora_magnitude_vector[ADAPTER] for layer in lora_layers(part, ADAPTER).values()]
-        exact = [nn.Parameter(vector.weight.detach(), requires_grad=False) for vector in vectors]
-        with super().in_dtype(part, dtype):
-            for vector, weight in zip(vectors, exact, strict=True):
-                vector.weight = weight
-            yield
 
     def __str__(self) -> str:
         return f"DoRA rank {self.ranks}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.delta_adapter import DeltaAdapter
+from lightning_modules.adapters.delta_linear import add_deltas, delta_layers
 from lightning_modules.adapters.peft_layers import ADAPTER
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_entries
@@ -30,8 +31,6 @@ class Factored(DeltaAdapter):
         """Return a layer's initial delta, which has no effect, in float32 on the CPU."""
 
     def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
-        from lightning_modules.adapters.delta_linear import add_deltas
-
         deltas: dict[str, Delta] = {}
         generator = torch.Generator().manual_seed(self.seed)
         for name in targets:
@@ -41,8 +40,6 @@ class Factored(DeltaAdapter):
 
     @torch.no_grad()
     def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        from lightning_modules.adapters.delta_linear import delta_layers
-
         layers = delta_layers(transformer, ADAPTER)
         deltas = self.read_start(layers, names, type(transformer).__name__)
         for name, layer in layers.items():
@@ -59,8 +56,6 @@ class Factored(DeltaAdapter):
     @contextmanager
     def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         """Temporarily cast the weights as a loader does, with the scale in them as in the file."""
-        from lightning_modules.adapters.delta_linear import delta_layers
-
         layers = delta_layers(part, ADAPTER).values()
         deltas = [layer.parameters_of(ADAPTER).whole().scaled(self.scale).to(dtype) for layer in layers]
         with super().in_dtype(part, dtype):
@@ -74,8 +69,6 @@ class Factored(DeltaAdapter):
                     layer.scaling[ADAPTER] = self.scale
 
     def deltas(self, transformer: nn.Module) -> dict[str, Delta]:
-        from lightning_modules.adapters.delta_linear import delta_layers
-
         return {
             name: layer.parameters_of(ADAPTER).whole().to(torch.float32, "cpu", copy=True).scaled(self.scale)
             for name, layer in delta_layers(transformer, ADAPTER).items()

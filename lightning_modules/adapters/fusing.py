@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -133,8 +133,7 @@ def _write_plain(source: TransformerSource, weights: SafetensorsWeights, fused: 
 def _as_stored(source: TransformerSource, format: str) -> Quantization:
     """Return the quantization of a transformer that is quantized on disk."""
     settings = source.config().get("quantization_config") or {}
-    double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
-    return Quantization(format, (), ("transformer",), double_quant)
+    return Quantization(format, (), ("transformer",), bool(settings.get("bnb_4bit_use_double_quant")))
 
 
 def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantization: Quantization) -> Rounding:
@@ -157,27 +156,19 @@ def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantizatio
     return rounding
 
 
-class Extracted(NamedTuple):
-    """The LoRA of the difference of two transformers.
-
-    Attributes:
-        deltas: of the linear layers whose weights differ.
-        error: share of the difference that they lack, over all layers (Frobenius norm).
-        others: names of the other tensors that differ, which a LoRA cannot hold: biases and norms.
-    """
-
-    deltas: dict[str, LowRank]
-    error: float
-    others: list[str]
-
-
 @torch.no_grad()
-def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device) -> Extracted:
+def extract(
+    base: TransformerSource, tuned: str, rank: int, device: torch.device
+) -> tuple[dict[str, LowRank], float, list[str]]:
     """Return the best LoRA of a rank of the difference of two transformers, with one layer in memory at a time.
 
     Args:
         tuned: folder or hub id of a whole pipeline or of only the transformer.
         device: to compute on.
+
+    Returns:
+        The deltas of the linear layers whose weights differ; the share of the difference that they lack, over all
+        layers (Frobenius norm); the names of the other tensors that differ: biases and norms.
 
     Raises:
         UserError: they are not of one architecture in 16 or 32 bits, or do not differ.
@@ -186,7 +177,7 @@ def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device
     if different := sorted(before.dtypes.keys() ^ after.dtypes.keys()):
         raise UserError(f"extract={tuned} is not a version of {base.name}: only one of them has {listing(different)}")
     layers = {f"{name}.weight" for name, module in base.meta.named_modules() if isinstance(module, torch.nn.Linear)}
-    deltas, others, squares = {}, [], [0.0, 0.0]
+    deltas, others, lost, whole = {}, [], 0.0, 0.0
     progress = ProgressLines(len(before.dtypes), "tensors")
     for index, name in enumerate(sorted(before.dtypes), 1):
         one, other = (weights.read(name).to(device).float() for weights in (before, after))
@@ -201,13 +192,13 @@ def extract(base: TransformerSource, tuned: str, rank: int, device: torch.device
             others.append(name)
             continue
         layer = name.removesuffix(".weight")
-        deltas[layer], lost = best_of_rank(difference, rank)
-        whole = float(difference.double().square().sum())
-        squares = [squares[0] + lost, squares[1] + whole]
+        deltas[layer], error = best_of_rank(difference, rank)
+        lost += error
+        whole += float(difference.double().square().sum())
         progress.done(index)
     if not deltas:
         raise UserError(f"extract={tuned} does not differ from {base.name} in any linear layer")
-    return Extracted(deltas, (squares[0] / squares[1]) ** 0.5, others)
+    return deltas, (lost / whole) ** 0.5, others
 
 
 def _plain_weights(repository: str, revision: str | None) -> SafetensorsWeights:

@@ -123,16 +123,20 @@ class LoRA(DeltaAdapter):
         """Temporarily cast the weights; the scale is in the up projections, as in the file."""
         layers = lora_layers(part, ADAPTER).values()
         scales = [layer.scaling[ADAPTER] for layer in layers]
+        downs = [get_weight(layer.lora_A[ADAPTER]) for layer in layers]
         ups = [get_weight(layer.lora_B[ADAPTER]) * scale for layer, scale in zip(layers, scales, strict=True)]
         with super().in_dtype(part, dtype):
-            for layer, up in zip(layers, ups, strict=True):
+            for layer, down, up in zip(layers, downs, ups, strict=True):
                 layer.scaling[ADAPTER] = 1.0
+                use_weight(layer.lora_A[ADAPTER], down.to(dtype))
                 use_weight(layer.lora_B[ADAPTER], up.to(dtype))
             try:
                 yield
             finally:
                 for layer, scale in zip(layers, scales, strict=True):
                     layer.scaling[ADAPTER] = scale
+                    use_weight(layer.lora_A[ADAPTER], None)
+                    use_weight(layer.lora_B[ADAPTER], None)
 
     def deltas(self, transformer: nn.Module) -> dict[str, LowRank]:
         weights = {name: tensor.cpu().clone() for name, tensor in adapter_state(transformer).items()}

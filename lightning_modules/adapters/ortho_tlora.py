@@ -1,15 +1,13 @@
 """Orthogonal T-LoRA (arXiv 2507.05964, section 4.2): components that start orthonormal, without changing the base."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers, use_weight
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.tlora import TLoRA
 
 
@@ -109,18 +107,6 @@ class OrthoTLoRA(TLoRA):
             layer.lora_B[ADAPTER] = OrthoUp(p.to(place))
             layer.r[ADAPTER] *= self.width
             layer.lora_alpha[ADAPTER] *= self.width
-
-    @contextmanager
-    def in_dtype(self, transformer: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        halves = [module for module in transformer.modules() if isinstance(module, OrthoHalf)]
-        for half in halves:
-            use_weight(half, get_weight(half).to(dtype))
-        try:
-            with super().in_dtype(transformer, dtype):
-                yield
-        finally:
-            for half in halves:
-                half.inference_weight = None
 
     def __str__(self) -> str:
         return f"orthogonal {super().__str__()}"

@@ -79,12 +79,12 @@ def activate(transformer: nn.Module, adapter_names: Sequence[str]) -> None:
 
 
 @contextmanager
-def without_adapter(transformer: nn.Module) -> Iterator[None]:
-    """Temporarily compute without the adapter that trains; others stay."""
+def without_adapters(transformer: nn.Module, adapter_names: Sequence[str] = (ADAPTER,)) -> Iterator[None]:
+    """Temporarily compute without some adapters, by default without the one that trains."""
     layers = _tuner_layers(transformer)
     active = [layer._active_adapter for layer in layers]
     for layer in layers:
-        layer._active_adapter = [name for name in layer.active_adapters if name != ADAPTER]
+        layer._active_adapter = [name for name in layer.active_adapters if name not in adapter_names]
     try:
         yield
     finally:
@@ -123,12 +123,12 @@ def get_weight(half: Any) -> Tensor:
     return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight().detach()
 
 
-def use_weight(half: Any, weight: Tensor) -> None:
-    """Compute with this matrix, without changing the trainable one."""
-    if isinstance(half, nn.Linear):
-        half.weight = nn.Parameter(weight, requires_grad=False)
-    else:
+def use_weight(half: Any, weight: Tensor | None) -> None:
+    """Compute with this matrix, without changing the trainable one; None ends it for other modules than linear ones."""
+    if not isinstance(half, nn.Linear):
         half.inference_weight = weight
+    elif weight is not None:
+        half.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def set_weight(half: Any, weight: Tensor) -> None:

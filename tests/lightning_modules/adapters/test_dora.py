@@ -7,7 +7,7 @@ from peft import LoraConfig
 
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.dora import row_norms
-from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers, without_adapter
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers, without_adapters
 from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.quantized import NAMES
 from tests.support.tiny_adapters import LAYER, build, export, learn, velocity
@@ -38,7 +38,7 @@ def test_start_is_bitwise_the_base(tiny, base):
     for autocast in (False, True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast or dtype == "bfloat16"):
             dora = velocity(module, [0.3, 0.9])
-            with without_adapter(module.transformer):
+            with without_adapters(module.transformer):
                 assert torch.equal(dora, velocity(module, [0.3, 0.9]))
 
 

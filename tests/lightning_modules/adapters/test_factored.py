@@ -13,7 +13,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.delta_linear import add_deltas, delta_layers
 from lightning_modules.adapters.factored import OFT, LoHa, LoKr, factor_pair
-from lightning_modules.adapters.peft_layers import ADAPTER, enable, without_adapter
+from lightning_modules.adapters.peft_layers import ADAPTER, enable, without_adapters
 from lightning_modules.lora_files.kinds import Kronecker
 from tests.support.combinations import first
 from tests.support.other_adapters import KINDS, OTHERS, build_other
@@ -128,7 +128,7 @@ def test_others_switch_it_off_and_on(tiny, adapter):
     learn(module)
     learned = velocity(module, [0.5])
     assert not torch.equal(start, learned)
-    with without_adapter(module.transformer):
+    with without_adapters(module.transformer):
         assert torch.equal(velocity(module, [0.5]), start)
     enable(module.transformer, False)
     assert torch.equal(velocity(module, [0.5]), start)
@@ -154,7 +154,7 @@ def test_inference_weights_are_those_of_the_file(tiny, tmp_path, adapter):
     module = build_other(tiny, adapter, dtype="bfloat16")
     learn(module)
     before = {name: one.clone() for name, one in trainable(module.transformer).items()}
-    module.adapter.write(tmp_path, module.trained.gather(), module.base, {}, torch.float32)
+    module.adapter.write(tmp_path, module.adapter.gather(module.trained.parts), module.base, {}, torch.float32)
     from lightning_modules.adapters.applied import AppliedLoRAs
 
     fresh = module.base.load_transformer()

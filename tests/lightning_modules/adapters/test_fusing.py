@@ -162,10 +162,10 @@ def test_what_was_fused_is_extracted_again(tiny, tmp_path):
     source = source_of(tiny)
     updates = updates_of(source.meta)
     write_fused(source, updates, tmp_path / "fused", CPU)
-    found = extract(source, str(tmp_path / "fused"), 3, CPU)
-    assert found.deltas.keys() == updates.keys()
-    assert found.error < 1e-5
-    for name, update in found.deltas.items():
+    deltas, error, _ = extract(source, str(tmp_path / "fused"), 3, CPU)
+    assert deltas.keys() == updates.keys()
+    assert error < 1e-5
+    for name, update in deltas.items():
         dense = updates[name].up @ updates[name].down
         torch.testing.assert_close(update.up @ update.down, dense, rtol=1e-4, atol=1e-5)
 
@@ -180,11 +180,11 @@ def test_extracting_says_what_a_lora_cannot_hold_and_how_much_a_rank_lacks(tiny,
     state[layer] = state[layer] + difference
     state[bias] = state[bias] + 1
     safetensors.torch.save_file(state, file, {"format": "pt"})
-    found = extract(source_of(tiny), str(tuned), 4, CPU)
-    assert list(found.deltas) == [LAYERS[0]]
-    assert found.others == [bias]
+    deltas, error, others = extract(source_of(tiny), str(tuned), 4, CPU)
+    assert list(deltas) == [LAYERS[0]]
+    assert others == [bias]
     s = torch.linalg.svdvals(difference.double())
-    assert found.error == pytest.approx(float(s[4:].norm() / s.norm()), rel=1e-4)
+    assert error == pytest.approx(float(s[4:].norm() / s.norm()), rel=1e-4)
 
 
 def test_transformers_that_cannot_be_compared_are_refused(run, tiny, repositories, tmp_path):
