@@ -256,8 +256,7 @@ def _in_comfyui(module: EditModule, folder: Path) -> Reader:
     [path] = folder.glob("*.safetensors")
     file, names = LoRAFile(path), module.base.layer_names
     layers = [layer for one in file.match(names, module.base.name).values() for layer in one.layers]
-    dora, kind = any("magnitude" in parts for parts in file.parts.values()), common_kind(file.empty.values())
-    found = readers("diffusers", names, layers, module.pipeline_name, kind, dora)
+    found = readers("diffusers", names, layers, module.pipeline_name, common_kind(file.empty.values()))
     return next(one for one in found if one.program == "ComfyUI")
 
 

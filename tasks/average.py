@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -11,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from datamodules.files import replacing
 from lightning_modules.lora_files.find import WEIGHTS_NAME, find_or_download
 from lightning_modules.lora_files.reading import HEADER_KEY, LoRAFile
@@ -49,11 +50,7 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
 
 
 def _files_by_step(cfg: DictConfig) -> dict[int, LoRAFile]:
-    """Return the files of cfg.lora by their steps, in order.
-
-    Raises:
-        UserError: there are fewer than two, or they are not of one run.
-    """
+    """Return the files of cfg.lora by their steps, in order; raises UserError unless they are of one run."""
     names = [] if cfg.lora is None else [str(lora) for lora in as_list(cfg, "lora")]
     folders = _raw_folders(Path(names[0]).expanduser()) if len(names) == 1 else names
     if len(folders) < 2:
@@ -63,14 +60,26 @@ def _files_by_step(cfg: DictConfig) -> dict[int, LoRAFile]:
         )
     files: dict[int, LoRAFile] = {}
     for file in [LoRAFile(find_or_download(folder)) for folder in folders]:
-        step = _step_of(file)
+        header = file.header or {}
+        step = header.get("step")
+        if "average" in header or "export" in header or not isinstance(step, int) or step < 1:
+            raise UserError(
+                f"task=average: {file.path} was not saved by a training run, and has no step of it. Give "
+                "lora=outputs/RUN; task=export merge=[...] adds up any LoRAs"
+            )
         if step in files:
             raise UserError(f"task=average: {files[step].path} and {file.path} are both of step {step}: leave one out")
         files[step] = file
     ordered = {step: files[step] for step in sorted(files)}
     first, *others = ordered.values()
     for other in others:
-        _require_one_run(first, other)
+        facts, wanted = _facts(other), _facts(first)
+        if different := sorted(name for name in facts.keys() | wanted.keys() if facts.get(name) != wanted.get(name)):
+            name = different[0]
+            raise UserError(
+                f"task=average: {first.path} and {other.path} are not of one run: {name} is {shown(wanted.get(name))} "
+                f"and {shown(facts.get(name))}"
+            )
     return ordered
 
 
@@ -81,41 +90,18 @@ def _raw_folders(run: Path) -> list[Path]:
     return [one if one.is_dir() else folder for one, folder in zip(raw, folders, strict=True)]
 
 
-def _step_of(file: LoRAFile) -> int:
-    """Return the step of a run's own file; raises UserError for any other."""
+def _facts(file: LoRAFile) -> dict[str, Any]:
+    """Return the facts that all files of a run have in common, with the shapes of their tensors."""
     header = file.header or {}
-    step = header.get("step")
-    if "average" in header or "export" in header or not isinstance(step, int) or step < 1:
-        raise UserError(
-            f"task=average: {file.path} was not saved by a training run, and has no step of it. Give lora=outputs/RUN; "
-            "task=export merge=[...] adds up any LoRAs"
-        )
-    return step
-
-
-def _require_one_run(one: LoRAFile, other: LoRAFile) -> None:
-    """Raise a UserError unless two files are of one run."""
-    both = f"task=average: {one.path} and {other.path} are not of one run"
-    facts, others = ({"base": (file.header or {}).get("base"), **file.adapter} for file in (one, other))
-    for name in facts.keys() | others.keys():
-        if facts.get(name) != others.get(name):
-            raise UserError(f"{both}: their {name} is {shown(facts.get(name))} and {shown(others.get(name))}")
-    if ("ema" in (one.header or {})) != ("ema" in (other.header or {})):
-        raise UserError(f"{both}: only one of them has an EMA's weights")
-    keys = one.shapes.keys() | other.shapes.keys()
-    if different := sorted(key for key in keys if one.shapes.get(key) != other.shapes.get(key)):
-        raise UserError(f"{both}: they differ in {listing(different)}")
+    return {"base": header.get("base"), "an EMA of the weights": "ema" in header, **file.adapter, **file.shapes}
 
 
 def ema_weights(steps: Sequence[int], relative_std: float) -> list[float]:
     """Return each file's weight in a power function average, t^gamma, of a standard deviation (arXiv 2312.02696, 3.1).
 
     A file stands for the steps since the previous one: its weight is the integral of t^gamma over them, so that the
-    result equals an average that is updated whenever a file is written.
-
-    Args:
-        steps: ascending.
-        relative_std: of t, relative to the last step: sqrt(gamma + 1) / ((gamma + 2) sqrt(gamma + 3)).
+    result equals an average that is updated whenever a file is written. `relative_std` is the standard deviation of t,
+    relative to the last step: sqrt(gamma + 1) / ((gamma + 2) sqrt(gamma + 3)).
     """
     ends = (np.array([0, *steps]) / steps[-1]) ** (ema_exponent(relative_std) + 1)
     return [float(weight) for weight in np.diff(ends)]

@@ -69,11 +69,6 @@ class ExportedLoRA(NamedTuple):
         return cls(deltas, file.header or {}, None if ranks is None else ranks.scale, gate)
 
     @property
-    def is_dora(self) -> bool:
-        """True if it scales rows of the updated weights."""
-        return any("magnitude" in delta.tensors() for delta in self.deltas.values())
-
-    @property
     def kind(self) -> str:
         """Kind of its deltas."""
         return common_kind(self.deltas.values())
@@ -84,20 +79,15 @@ class ExportedLoRA(NamedTuple):
         return max(delta.divisor or 0 for delta in self.deltas.values())
 
     def header_of(self, export: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the header of a file of these deltas, without a rank schedule.
-
-        Args:
-            export: facts about the export.
-        """
+        """Return the header of a file of these deltas, without a rank schedule, and with facts about the export."""
         header = dict(self.header)
         if "adapter" in header:
             adapter = {key: value for key, value in header["adapter"].items() if key != "rank_schedule"}
-            trained = Ranks.of_header(adapter) if self.kind == "LoRA" else None
-            ranks = {layer: delta.divisor for layer, delta in self.deltas.items()}
-            other = trained is None or any(trained.rank_of(layer) != rank for layer, rank in ranks.items())
-            if self.kind == "LoRA" and other:
-                adapter = {key: value for key, value in adapter.items() if key not in ("use_rslora", *PATTERNS)}
-                adapter |= {"rank": self.rank, "alpha": self.rank * (self.scale or 1.0)}
+            if self.kind in ("LoRA", "DoRA"):
+                trained = Ranks.of_header(adapter)
+                if trained is None or any(trained.rank_of(name) != one.divisor for name, one in self.deltas.items()):
+                    adapter = {key: value for key, value in adapter.items() if key not in ("use_rslora", *PATTERNS)}
+                    adapter |= {"rank": self.rank, "alpha": self.rank * (self.scale or 1.0)}
             header["adapter"] = adapter
         return header | {"export": {**header.get("export", {}), **export}}
 
@@ -181,9 +171,9 @@ def _sum_of(loras: Sequence[ExportedLoRA], weights: Sequence[float], titles: Seq
         UserError: one of them is no constant low-rank update.
     """
     for lora, title in zip(loras, titles, strict=True):
-        kind = "T-LoRA" if lora.gate is not None else "DoRA" if lora.is_dora else lora.kind
+        kind = lora.kind if lora.gate is None else "T-LoRA"
         if kind != "LoRA":
-            remedy = "" if lora.is_dora else ": write one by task=export rank=N first, and merge that file"
+            remedy = "" if kind == "DoRA" else ": write one by task=export rank=N first, and merge that file"
             raise UserError(f"merge=: {title} is a {kind}, and only plain LoRAs can be added up{remedy}")
     headers = [lora.header for lora in loras]
     bases = dict.fromkeys(str(header["base"]) for header in headers if "base" in header)
@@ -200,7 +190,7 @@ def _sum_of(loras: Sequence[ExportedLoRA], weights: Sequence[float], titles: Seq
 
 def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
     """Return the closest LoRA of a rank, and log the distance."""
-    if lora.is_dora:
+    if lora.kind == "DoRA":
         raise UserError(f"rank={rank}: this is a DoRA, which scales whole rows of weights: it keeps its rank")
     if lora.kind == "LoRA" and lora.rank <= rank:
         log.info(f"rank={rank}: no layer has a higher one, all stay as they are")
@@ -259,18 +249,13 @@ def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str)
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("format", format)
     table.add_row("model", f"{model.base}{', or another one of these layers' if model.guessed else ''}")
-    table.add_row("layers", f"{len(written.parts)}{', DoRA' if lora.is_dora else ''}")
-    if lora.kind == "LoRA":
-        most = max(delta.divisor or 0 for delta in written.empty.values())
-        fused = f", {most} where several of diffusers' layers are one here" if most > lora.rank else ""
-        table.add_row("rank", f"{lora.rank}{fused}")
-    else:
-        table.add_row(lora.kind, ", ".join(dict.fromkeys(delta.size for delta in written.empty.values())))
+    table.add_row("layers", f"{len(written.parts)}, {lora.kind}")
+    table.add_row("rank", ", ".join(dict.fromkeys(delta.size for delta in written.empty.values())))
     table.add_row("dtype", str(DTYPES[stored])[6:] + ("" if error < FLOAT32_ERROR else f", {_percent(error)} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
     family: type[Any] = get_class(model.settings._target_)
-    for reader in readers(format, model.names, lora.deltas, family.pipeline_name, lora.kind, lora.is_dora):
+    for reader in readers(format, model.names, lora.deltas, family.pipeline_name, lora.kind):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 

@@ -75,7 +75,6 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Facts:
     model, names = _model(cfg, file)
     parts = file.parts
     used = [key for one in parts.values() for _, key in sorted(one.items(), reverse=True)]
-    doras = sum("magnitude" in one for one in parts.values())
     schedule = file.adapter.get("rank_schedule") or {}
     rows = {
         "for": model,
@@ -85,7 +84,6 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Facts:
         "rank": counted([delta.size for delta in file.empty.values()]),
         "scale": counted([f"{scale:.4g}" for scale in file.scales(names).values()]),
         "dtype": counted([file.dtypes[key] for key in used]),
-        "DoRA": f"in {doras} of {len(parts)} layers" if doras else "no",
         "T-LoRA": shown(", ".join(f"{key} {one}" for key, one in schedule.items() if key != "note"), 120) or "no",
         **{owner: f"{len(keys)} tensors, ignored" for owner, keys in file.ignored.items()},
         "size": f"{decimal(file.path.stat().st_size)}, {sum(math.prod(file.shapes[key]) for key in used):,} values",
@@ -98,7 +96,7 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Facts:
     if len(deltas) != len(parts):
         rows["layers"] += f", {len(deltas)} by diffusers' names"
     squares = {layer: delta.square() for layer, delta in deltas.items()}
-    without = " without DoRA's magnitudes" if doras else ""
+    without = " without DoRA's magnitudes" if "DoRA" in rows["kind"] else ""
     rows["norm"] = f"{sum(squares.values()) ** 0.5:.4g}, of the whole update{without}"
     if zero := [layer for layer, square in squares.items() if not square]:
         rows["ALL ZERO"] = f"{len(zero)} layers: {listing(zero)}"

@@ -284,7 +284,7 @@ def test_a_training_adapter_and_an_oft_refuse_each_other(tiny, trained, trained_
         module.execution.check(sharded=False)
     module = build_tiny(tiny, "lora")
     module.execution.training_adapter = TrainingAdapter(str(oft))
-    with pytest.raises(UserError, match="is an OFT: a LoRA, LoKr or LoHa is needed"):
+    with pytest.raises(UserError, match="a LoRA, LoKr or LoHa is needed, not OFT"):
         module.execution.check(sharded=False)
 
 

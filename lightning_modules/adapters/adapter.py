@@ -59,11 +59,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def inject(self, part: Any, layers: Layers = ALIKE) -> None:
-        """Freeze a transformer or a text encoder, except for trainable parameters in float32.
-
-        Args:
-            layers: of the family, for a transformer.
-        """
+        """Freeze a transformer or a text encoder, except for trainable parameters in float32."""
 
     @abstractmethod
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
@@ -71,11 +67,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def gather(self, parts: Mapping[str, nn.Module]) -> Any:
-        """Collect the trained weights for `write`; all processes take part.
-
-        Args:
-            parts: trainable parts by their names in the repository: the transformer, and text encoders.
-        """
+        """Collect the weights of `TrainedParts.parts` for `write`; all processes take part."""
 
     @abstractmethod
     def write(
@@ -89,11 +81,7 @@ class Adapter(ABC):
         """
 
     def check_written(self, folder: Path, base: FrozenBase) -> str:
-        """Read back what `write` has written, as other programs will; return their verdicts in words.
-
-        Raises:
-            UserError: diffusers would not load it as it is.
-        """
+        """Read back what `write` has written, as other programs will; return their verdicts in words."""
         return ""
 
     @abstractmethod
@@ -181,8 +169,7 @@ class TrainedParts:
         """Raise a UserError if a checkpoint's tensors belong to another adapter."""
         own = {name: tensor.shape for name, tensor in self.tensors().items()}
         stored = {name: tensor.shape for name, tensor in state_dict.items()}
-        if own != stored:
-            different = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))
+        if different := sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name)):
             raise UserError(
                 f"ckpt_path: the checkpoint's adapter is not this run's; they differ in {listing(different)}. "
                 "Use the settings of the run that wrote it (its config.yaml)"

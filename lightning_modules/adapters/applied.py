@@ -44,7 +44,7 @@ class AppliedLoRAs:
         weights: Sequence[float] | None = None,
     ) -> None:
         self.files = [Path(file) for file in files]
-        self.weights = None if weights is None else list(weights)
+        self.weights = [1.0] * len(self.files) if weights is None else list(weights)
         self.scales = dict(scales or {})
         self.rank_gates: list[RankGate] = []
         self._scale: float | None = None
@@ -52,7 +52,7 @@ class AppliedLoRAs:
     @property
     def used(self) -> dict[str, tuple[Path, float]]:
         """Each file with a weight other than 0, and that weight, by its adapter name."""
-        weighted = zip(self.files, self.weights or [1.0] * len(self.files), strict=True)
+        weighted = zip(self.files, self.weights, strict=True)
         return {f"lora_{index}": one for index, one in enumerate(weighted) if one[1] != 0}
 
     def check_files(self, base: FrozenBase) -> None:
@@ -72,11 +72,7 @@ class AppliedLoRAs:
         require_matches("lora_scale", self.scales, [layer for layer in names.shapes if layer in adapted])
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
-        """Load them into diffusers' transformer, frozen.
-
-        Raises:
-            UserError: a file contains no LoRA of this model.
-        """
+        """Load them into diffusers' transformer, frozen."""
         from lightning_modules.adapters.delta_linear import add_deltas
 
         self.rank_gates = []
@@ -148,16 +144,11 @@ class TrainingAdapter:
         self.file.match(base.layer_names, base.name)
         if read_rank_gate(self.file.path) is not None:
             raise UserError(f"{setting}: {NOT_MERGED}; task=export rank=N makes a plain LoRA of it")
-        is_dora = any("magnitude" in parts for parts in self.file.parts.values())
-        if is_dora or common_kind(self.file.empty.values()) == "OFT":
-            raise UserError(f"{setting} is {'a DoRA' if is_dora else 'an OFT'}: a LoRA, LoKr or LoHa is needed")
+        if (kind := common_kind(self.file.empty.values())) in ("DoRA", "OFT"):
+            raise UserError(f"{setting}: a LoRA, LoKr or LoHa is needed, not {kind}")
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
-        """Load it into a transformer that has the trained adapter.
-
-        Raises:
-            UserError: the file contains no LoRA of this model.
-        """
+        """Load it into a transformer that has the trained adapter."""
         self._transformer, self._lora = transformer, AppliedLoRAs([self.file.path])
         trained = trainable(transformer).values()
         self._lora.load(transformer, base)  # freezes everything
@@ -183,9 +174,6 @@ def load_adapter(transformer: Any, lora: str | Path, adapter_name: str = "defaul
     Args:
         lora: a run's folder, a weights folder or a file, with diffusers' layer names.
         adapter_name: for `set_adapters`.
-
-    Raises:
-        UserError: the file is of another kind, or of another model.
     """
     from lightning_modules.adapters.delta_linear import add_deltas
 

@@ -34,10 +34,12 @@ class DeltaAdapter(Adapter):
 
     Attributes:
         kind: of its deltas, as `Delta.kind`.
+        starts_from: kinds that `init_from` may have; empty: only its own.
     """
 
     folder = "lora"
     kind: str
+    starts_from: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -64,13 +66,7 @@ class DeltaAdapter(Adapter):
             require_own_rates(training.optimizer)
 
     def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
-        """Freeze the transformer and add trainable deltas to its targets.
-
-        The initial weights are a function of the seed, whatever the device.
-
-        Raises:
-            UserError: target_modules matches nothing, or init_from fits another model.
-        """
+        """Freeze the transformer and add trainable deltas to its targets, with initial weights drawn by the seed."""
         transformer.requires_grad_(False)
         if self.target_modules is None:
             self.target_modules = list(layers.targets)
@@ -86,11 +82,7 @@ class DeltaAdapter(Adapter):
 
     @abstractmethod
     def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        """Copy init_from's weights into the deltas, rescaled if their scale differs.
-
-        Raises:
-            UserError: layers or shapes differ.
-        """
+        """Copy init_from's weights into the deltas, rescaled if their scale differs."""
 
     @abstractmethod
     def deltas(self, transformer: nn.Module) -> Mapping[str, Delta]:
@@ -99,7 +91,7 @@ class DeltaAdapter(Adapter):
     def check_start(self, file: LoRAFile) -> None:
         """Raise a UserError if init_from has another kind of adapter."""
         kind = common_kind(file.empty.values())
-        if kind != self.kind:
+        if kind not in (self.starts_from or (self.kind,)):
             raise UserError(f"adapter.init_from={file.path} is a {kind}: choose adapter={kind.lower()}")
 
     def check_targets(self, linears: Mapping[str, nn.Linear]) -> None:
@@ -110,14 +102,7 @@ class DeltaAdapter(Adapter):
         return resolve_targets(transformer, layers, self.target_modules)
 
     def read_start(self, adapted: Mapping[str, Any], names: LayerNames, transformer: str) -> dict[str, Delta]:
-        """Read the deltas of init_from.
-
-        Args:
-            adapted: the adapted layers, by name.
-
-        Raises:
-            UserError: its layers are others, or its kind.
-        """
+        """Read the deltas of init_from; raises UserError if it adapts other layers than `adapted`."""
         assert self.init_from is not None
         file = LoRAFile(self.init_from)
         self.check_start(file)

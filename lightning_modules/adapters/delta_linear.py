@@ -86,13 +86,7 @@ class DeltaLinear(nn.Module, BaseTunerLayer):
 
 
 def add_deltas(transformer: nn.Module, name: str, deltas: Mapping[str, Delta], scale: float = 1.0) -> None:
-    """Add an adapter's deltas to layers, on the devices of their weights, and activate them.
-
-    Args:
-        name: of the adapter.
-        deltas: by the names of the layers.
-        scale: factor of the deltas.
-    """
+    """Add an adapter's deltas, by layer, on the devices of the layers' weights, and activate them."""
     for at, delta in deltas.items():
         layer: Any = transformer.get_submodule(at)
         if not isinstance(layer, DeltaLinear):

@@ -21,9 +21,10 @@ class DoRA(LoRA):
     `LoRA`; dropout is applied to A's inputs only.
     """
 
+    kind = "DoRA"
+    starts_from = ("DoRA", "LoRA")
     is_linear = False
     reads_base = True
-    has_magnitudes = True
 
     def initialize(self, transformer: nn.Module) -> None:
         attach_magnitudes(transformer, ADAPTER)
@@ -69,11 +70,7 @@ class Magnitude(nn.Module):
 def attach_magnitudes(
     transformer: nn.Module, adapter_name: str, magnitudes: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Turn a LoRA of peft into a DoRA.
-
-    Args:
-        magnitudes: by layer name, possibly of some layers only; None for the frozen weights' norms in all layers.
-    """
+    """Turn a LoRA of peft into a DoRA with magnitudes by layer; None for the frozen weights' norms in all layers."""
     for name, layer in lora_layers(transformer, adapter_name).items():
         if magnitudes is not None and name not in magnitudes:
             continue

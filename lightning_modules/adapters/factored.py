@@ -137,11 +137,7 @@ def _like_linear(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def factor_pair(size: int, factor: int) -> tuple[int, int]:
-    """Return a size as a product (small, large), like peft's `factorization` and LyCORIS.
-
-    Args:
-        factor: the small one if it divides the size, else its upper bound; -1 for no bound.
-    """
+    """Return a size as a product (small, large), like peft and LyCORIS; `factor`: the small one, or its upper bound."""
     if factor > 0 and size % factor == 0:
         return factor, size // factor
     most = size if factor == -1 else factor

@@ -44,13 +44,7 @@ class Rounding:
 
 
 class FusedWeights(Weights):
-    """Weights on disk, read with the deltas added.
-
-    Args:
-        deltas: by the names of the layers.
-        dtype: of the result.
-        device: to compute on.
-    """
+    """Weights on disk, read in a dtype with the deltas added; computes on a device."""
 
     def __init__(
         self, weights: SafetensorsWeights, deltas: Mapping[str, Delta], dtype: torch.dtype, device: torch.device
@@ -82,14 +76,8 @@ def write_fused(
     Plain weights are updated, and written in the model's dtype or quantized as configured; quantized layers on disk are
     dequantized, updated and quantized again in their own format.
 
-    Args:
-        device: to compute on.
-
     Returns:
         The loss by rounding; None if the weights are quantized for the first time.
-
-    Raises:
-        UserError: the weights are not safetensors files, or the folder cannot be written.
     """
     weights = transformer_weights(source.repository, source.revision)
     if weights is None:
@@ -164,14 +152,10 @@ def extract(
 
     Args:
         tuned: folder or hub id of a whole pipeline or of only the transformer.
-        device: to compute on.
 
     Returns:
         The deltas of the linear layers whose weights differ; the share of the difference that they lack, over all
         layers (Frobenius norm); the names of the other tensors that differ: biases and norms.
-
-    Raises:
-        UserError: they are not of one architecture in 16 or 32 bits, or do not differ.
     """
     before, after = _plain_weights(base.repository, base.revision), _plain_weights(tuned, None)
     if different := sorted(before.dtypes.keys() ^ after.dtypes.keys()):

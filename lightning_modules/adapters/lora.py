@@ -39,13 +39,11 @@ class LoRA(DeltaAdapter):
 
     Attributes:
         width: neighbouring rows of the down projection that are one component.
-        has_magnitudes: whether it is a DoRA.
     """
 
     kind = "LoRA"
     is_linear = True
     width = 1
-    has_magnitudes = False
 
     def __init__(
         self,
@@ -80,8 +78,6 @@ class LoRA(DeltaAdapter):
         if (file.adapter.get("rank_schedule") or {}).get("width", 1) != self.width:
             made_by = "ortho_tlora" if self.width == 1 else "lora or tlora"
             raise UserError(f"adapter.init_from={file.path} was made by adapter={made_by}: choose that")
-        if not self.has_magnitudes and any("magnitude" in parts for parts in file.parts.values()):
-            raise UserError(f"adapter.init_from={file.path} is a DoRA: choose adapter=dora")
 
     def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
         with torch.random.fork_rng(devices=()):

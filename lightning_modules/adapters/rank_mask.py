@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,7 @@ class RankGate(Gate):
         return self.schedule.rank * self.width
 
     def attach(self, transformer: nn.Module, adapter_name: str) -> None:
-        """Guard an adapter that peft has put into the transformer.
-
-        Raises:
-            UserError: the adapter has another rank, or cannot be masked.
-        """
+        """Guard an adapter that peft has put into the transformer; raises UserError if it cannot be masked."""
         for name, layer in lora_layers(transformer, adapter_name).items():
             if layer.use_dora.get(adapter_name):
                 raise UserError(f"{name} is a DoRA layer: DoRA scales the whole weight, and has no rank to mask")
@@ -88,11 +84,7 @@ def _guard_merging(layer: Any, adapter_name: str) -> None:
 
 
 def read_rank_gate(path: Path) -> RankGate | None:
-    """Return the gate that a weights file asks for; None for a file that is not a T-LoRA of Retouch.
-
-    Raises:
-        UserError: the schedule is unknown.
-    """
+    """Return the gate that a weights file asks for; None for a file that is not a T-LoRA of Retouch."""
     wanted = LoRAFile(path).adapter.get("rank_schedule")
     if wanted is None:
         return None
@@ -129,12 +121,6 @@ def mask_forwards(
     ]
 
 
-def _noise_level(given: Mapping[str, Any]) -> Tensor:
-    """Return each sample's t (B,), 1 for noise, from the arguments of a stock transformer's forward."""
-    # Z-Image's `t` runs the other way, from noise to the image.
-    return given["timestep"].float() if "timestep" in given else 1 - given["t"].float()
-
-
 def sampling_step(pipeline: Any) -> tuple[Tensor, Tensor] | None:
     """Return the current timestep of a diffusers pipeline's sampling loop and all its timesteps; None outside."""
     scheduler = pipeline.scheduler
@@ -153,20 +139,16 @@ def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | No
         pipeline: of a model that Retouch trains, after `load_lora_weights`.
         lora: the loaded weights: a run's folder, a weights folder or a file.
         adapter_name: as passed to `load_lora_weights`; None if only one adapter is loaded.
-
-    Raises:
-        UserError: the file has no schedule, or no such adapter is loaded.
     """
     path, transformer = find_or_download(lora), pipeline.transformer
     gate = read_rank_gate(path)
     if gate is None:
         raise UserError(f"{path} has no rank schedule: it is not a T-LoRA, and works without one")
     loaded = list(getattr(transformer, "peft_config", {}))
-    if adapter_name is None and len(loaded) != 1:
-        raise UserError(f"adapter_name: name one of the adapters that are loaded ({', '.join(loaded) or 'none'})")
-    if adapter_name is not None and adapter_name not in loaded:
-        raise UserError(f"adapter_name={adapter_name}: loaded are {', '.join(loaded) or 'none'}")
-    gate.attach(transformer, adapter_name or loaded[0])
+    name = loaded[0] if adapter_name is None and len(loaded) == 1 else adapter_name
+    if name is None or name not in loaded:
+        raise UserError(f"adapter_name={name}: name one of the adapters that are loaded, {', '.join(loaded) or 'none'}")
+    gate.attach(transformer, name)
     signature = inspect.signature(transformer.forward)
 
     def timesteps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timesteps:
@@ -180,7 +162,10 @@ def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | No
                 f"rank_schedule={gate.schedule.kind} counts the steps of the {type(pipeline).__name__} that it was "
                 "attached to: use that one"
             )
-        return _noise_level(signature.bind(*args, **kwargs).arguments) * NUM_TRAIN_TIMESTEPS, None
+        given = signature.bind(*args, **kwargs).arguments
+        # Z-Image's `t` runs from noise to the image.
+        t = given["timestep"].float() if "timestep" in given else 1 - given["t"].float()
+        return t * NUM_TRAIN_TIMESTEPS, None
 
     mask_forwards(transformer, [gate], timesteps)
     if "torch._dynamo" in sys.modules:  # what was compiled before would run on without the masks

@@ -33,21 +33,13 @@ class Ranks:
 
     @classmethod
     def of_file(cls, file: LoRAFile) -> "Ranks | None":
-        """Return the ranks and alphas that a file was trained with; None for other programs' files.
-
-        Raises:
-            UserError: the header is damaged.
-        """
+        """Return the ranks and alphas that a file was trained with; None for other programs' files."""
         with reading(file.path, "name a LoRA's safetensors file, or download it again"):
             return cls.of_header(file.adapter)
 
     @classmethod
     def of_header(cls, adapter: Mapping[str, Any]) -> "Ranks | None":
-        """Return the ranks and alphas of a file's header; None if it has none.
-
-        Raises:
-            ValueError, TypeError, AttributeError: they are invalid.
-        """
+        """Return the ranks and alphas of a file's header; None if it has none."""
         rank, alpha = float(adapter.get("rank", 0)), float(adapter.get("alpha", 0))
         if not (rank > 0 and alpha > 0):
             return None
@@ -80,22 +72,15 @@ class Ranks:
         return None if self.rank_pattern or self.alpha_pattern else self.scale_of("")
 
     def check(self, sides: Mapping[str, int]) -> None:
-        """Raise a UserError for patterns without a match, and for ranks above any layer's size.
-
-        Args:
-            sides: the smaller side of each adapted layer's weight.
-        """
+        """Raise a UserError for patterns without a match, and for ranks above any layer's smaller size."""
         require_matches("adapter.rank_pattern", self.rank_pattern, sides)
         require_matches("adapter.alpha_pattern", self.alpha_pattern, sides)
         ranks = {layer: self.rank_of(layer) for layer in sides}
         for rank in dict.fromkeys(ranks.values()):
             largest = max(side for layer, side in sides.items() if ranks[layer] == rank)
             if rank > largest:
-                if rank == self.rank:
-                    raise UserError(
-                        f"adapter.rank={rank}: no layer that adapter.target_modules names has a rank above {largest}"
-                    )
-                raise UserError(f"adapter.rank_pattern: none of the layers of rank {rank} has one above {largest}")
+                setting = f"adapter.rank={rank}" if rank == self.rank else f"adapter.rank_pattern: {rank}"
+                raise UserError(f"{setting}: no layer that gets this rank has one above {largest}")
 
     def metadata(self) -> dict[str, Any]:
         """Return the settings for a file's header, without unset ones."""

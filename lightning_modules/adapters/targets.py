@@ -17,9 +17,6 @@ def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequ
         layers: of the family.
         target_modules: endings of layer names, a regular expression for the whole name, or `all-linear` (every linear
             layer except the family's `Layers.output` and `flattened`); None for the family's.
-
-    Raises:
-        UserError: target_modules matches nothing.
     """
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     if target_modules == "all-linear":

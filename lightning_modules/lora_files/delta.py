@@ -13,24 +13,22 @@ class Delta(ABC):
     """An update of a linear layer's weight W (out, in), with every scale factor applied.
 
     Attributes:
-        kind: name of its form, as people call it.
         parts: names of the tensors that it may consist of.
         unwritable: why no file can hold it; empty if one can.
     """
 
-    kind: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
     unwritable: str = ""
 
     @classmethod
     @abstractmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Build a delta from tensors that are named as in `parts`.
+        """Build a delta from tensors named as in `parts`; raises KeyError, or ValueError for shapes that do not fit."""
 
-        Raises:
-            KeyError: some are missing.
-            ValueError: their shapes do not fit together.
-        """
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The name of its form, as people call it."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -70,9 +68,6 @@ class Delta(ABC):
         Args:
             widths: output sizes of the sub-layers.
             swapped: whether the two halves of the outputs are in reverse order in the fused layer.
-
-        Raises:
-            ValueError: this form cannot be split.
         """
 
     def like(self, tensors: Mapping[str, Tensor]) -> Self:
@@ -118,7 +113,6 @@ class LowRank(Delta):
         magnitude: DoRA's (arXiv 2402.09353), (out,): row norms of the updated weight; None for a LoRA.
     """
 
-    kind = "LoRA"
     parts = ("down", "up", "magnitude")
 
     down: Tensor
@@ -142,6 +136,10 @@ class LowRank(Delta):
     def tensors(self) -> dict[str, Tensor]:
         magnitude = {} if self.magnitude is None else {"magnitude": self.magnitude}
         return {"down": self.down, "up": self.up, **magnitude}
+
+    @property
+    def kind(self) -> str:
+        return "LoRA" if self.magnitude is None else "DoRA"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -183,13 +181,9 @@ class LowRank(Delta):
             wanted *= (self.magnitude.to(weight.device) / norms.where(norms > 0, 1.0))[:, None]
         return wanted
 
-    def gram(self) -> Tensor:
-        """Return the inner products (rank, rank) of the components, in float64; the norm of any sum follows."""
-        down, up = self.down.double(), self.up.double()
-        return (up.T @ up) * (down @ down.T)
-
     def square(self) -> float:
-        return float(self.gram().sum())
+        down, up = self.down.double(), self.up.double()
+        return float(((up.T @ up) * (down @ down.T)).sum())  # the inner products of the components
 
     def first(self, count: int) -> Self:
         """Keep the first components."""

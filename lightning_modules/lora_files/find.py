@@ -14,11 +14,7 @@ ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
 
 def find_weights(lora: str | Path) -> Path:
-    """Return the weights file of a run's folder or a weights folder, or the file itself.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the weights file of a run's folder or a weights folder, or the file itself."""
     path = Path(lora).expanduser()
     candidates = [path, path / WEIGHTS_NAME, path / "lora" / "last" / WEIGHTS_NAME, path / PEFT_WEIGHTS_NAME]
     if found := next((candidate for candidate in candidates if candidate.is_file()), None):
@@ -37,11 +33,7 @@ def find_weights(lora: str | Path) -> Path:
 
 
 def find_or_download(lora: str | Path) -> Path:
-    """Return a local weights file as `find_weights`, else one of the hub: `owner/name` or `owner/name/FILE`.
-
-    Raises:
-        UserError: it is in neither place, cannot be reached, or the repository has several files and no default.
-    """
+    """Return a local weights file as `find_weights`, else one of the hub: `owner/name` or `owner/name/FILE`."""
     match = ON_THE_HUB.fullmatch(str(lora))
     if match is None or Path(lora).expanduser().exists():
         return find_weights(lora)

@@ -36,7 +36,7 @@ class Kronecker(Delta):
         if any(name in tensors and f"{name}_a" in tensors for name in names):
             raise ValueError("a factor twice, whole and as a product")
         shapes = [tuple(one.shape) for factor in factors for one in factor]
-        inner = [factor[0].shape[-1] == factor[1].shape[0] for factor in factors if len(factor) == 2]
+        inner = [factor[0].shape[-1] == factor[-1].shape[0] for factor in factors if len(factor) == 2]
         if not all(len(shape) == 2 and min(shape) > 0 for shape in shapes) or not all(inner):
             raise ValueError(f"matrices of {' and '.join(map(str, shapes))}")
         return cls(factors[0], factors[1])
@@ -157,19 +157,13 @@ class Hadamard(Delta):
     def scaled(self, factor: float) -> Self:
         return type(self)((self.ups[0] * factor, self.ups[1]), self.downs)
 
-    def low_rank(self) -> LowRank:
-        """Return the delta as a sum of r s components, one for each pair of components."""
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiply by a sum of r s components if that is smaller than the matrix, which each step would store."""
+        if len(self.downs[0]) * len(self.downs[1]) >= min(self.shape):
+            return F.linear(x, self.matrix())
         up = (self.ups[0].unsqueeze(2) * self.ups[1].unsqueeze(1)).flatten(1)
         down = (self.downs[0].unsqueeze(1) * self.downs[1].unsqueeze(0)).flatten(0, 1)
-        return LowRank(down, up)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Multiply by `low_rank` if that is smaller than the matrix, which would be stored in each step."""
-        components = len(self.downs[0]) * len(self.downs[1])
-        if components >= min(self.shape):
-            return F.linear(x, self.matrix())
-        delta = self.low_rank()
-        return F.linear(F.linear(x, delta.down), delta.up)
+        return F.linear(F.linear(x, down), up)
 
     def matrix(self) -> Tensor:
         one, other = (up @ down for up, down in zip(self.ups, self.downs, strict=True))
@@ -286,11 +280,7 @@ def matching_kinds(parts: Collection[str]) -> list[type[Delta]]:
 
 
 def make_delta(tensors: Mapping[str, Tensor]) -> Delta:
-    """Build the delta of a layer's tensors.
-
-    Raises:
-        ValueError: they are incomplete, do not fit together, or are of a form that Retouch does not read.
-    """
+    """Build the delta of a layer's tensors; raises ValueError for a form that Retouch does not read."""
     kind, *others = matching_kinds(tensors)
     if others:
         raise ValueError(f"{' and '.join(sorted(tensors))}, of two kinds of adapters")
@@ -302,4 +292,4 @@ def make_delta(tensors: Mapping[str, Tensor]) -> Delta:
 
 def common_kind(deltas: Iterable[Delta]) -> str:
     """Return the kind of adapter that these deltas form together."""
-    return next((delta.kind for delta in deltas if not isinstance(delta, LowRank)), "LoRA")
+    return next((delta.kind for delta in deltas if delta.kind != "LoRA"), "LoRA")

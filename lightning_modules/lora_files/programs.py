@@ -20,7 +20,7 @@ from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import DORA_SCALE, FORMATS
 
 # Kinds of deltas that diffusers reads.
-IN_DIFFUSERS = ("LoRA", "LoKr")
+IN_DIFFUSERS = ("LoRA", "DoRA", "LoKr")
 # Pipelines whose load_lora_weights reads LoKr; the load_lora_adapter of every transformer does.
 LOKR_LOADERS = ("Flux2", "ZImage")
 # By format, the models (`NativeNames.readers`; "": those without native names) whose load_lora_weights reads it.
@@ -67,22 +67,19 @@ def readers(
     layers: Iterable[str],
     pipeline_name: str,
     kind: str = "LoRA",
-    dora: bool = False,
     masked: bool = False,
 ) -> list[Reader]:
     """Return each program's verdict on a file.
 
     Args:
         format: a key of `FORMATS`.
-        names: of the model's layers.
         layers: the adapted ones, by diffusers' names.
         pipeline_name: of diffusers.
         kind: kind of its deltas.
-        dora: whether it is a DoRA.
         masked: whether it is a T-LoRA with its rank schedule in the header, and with all its components.
     """
     layers = list(layers)
-    found = [_comfyui(format, names, layers, kind, dora), _diffusers(format, names, layers, pipeline_name, kind, dora)]
+    found = [_comfyui(format, names, layers, kind), _diffusers(format, names, layers, pipeline_name, kind)]
     if format == "peft":
         found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
     if masked:
@@ -90,21 +87,21 @@ def readers(
     return [*found, Reader("Retouch", True, "lora=, adapter.init_from=")]
 
 
-def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str, dora: bool) -> Reader:
+def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Reader:
     if kind == "OFT":
         return Reader("ComfyUI", False, f"its OFT rotates outputs, and this one inputs; {FUSE}")
     if format == "peft" or (format == "kohya" and names.readers == "z_image"):
         return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
-    if dora and FORMATS[format].magnitude != DORA_SCALE:
+    if kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, "ignores lora_magnitude_vector, half of the DoRA; use format=comfyui")
     ignored = [layer for layer in layers if not layer.startswith(COMFYUI_LAYERS)]
     if ignored and names.readers in ("flux", "flux2", "longcat") and not FORMATS[format].native:
         which = f"{len(ignored)} of {len(layers)} layers under these names ({listing(ignored)})"
         return Reader("ComfyUI", False, f"ignores {which}; use format=comfyui")
-    return Reader("ComfyUI", True, COMFYUI_DORA if dora else "")
+    return Reader("ComfyUI", True, COMFYUI_DORA if kind == "DoRA" else "")
 
 
-def _diffusers(format: str, names: LayerNames, layers: list[str], pipeline_name: str, kind: str, dora: bool) -> Reader:
+def _diffusers(format: str, names: LayerNames, layers: list[str], pipeline_name: str, kind: str) -> Reader:
     if kind not in IN_DIFFUSERS:
         return Reader("diffusers", False, f"it has no {kind}; {FUSE}")
     with_pipeline = format != "peft" and loader_of(pipeline_name, kind) is not None
@@ -116,7 +113,9 @@ def _diffusers(format: str, names: LayerNames, layers: list[str], pipeline_name:
         prefix = FORMATS[format].prefix.removesuffix(".")
         call = f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)"
         return Reader("diffusers", True, call)
-    if dora and FORMATS[format].magnitude == DORA_SCALE:  # it converts names, and of a DoRA only the projections
+    if (
+        kind == "DoRA" and FORMATS[format].magnitude == DORA_SCALE
+    ):  # it converts names, and of a DoRA only the projections
         return Reader("diffusers", False, "ignores dora_scale, half of the DoRA; use format=diffusers")
     if ignored := [layer for layer in layers if not _converts(format, names, layer)]:
         return Reader("diffusers", False, f"does not read {ignored[0]} under these names; use format=diffusers")
@@ -137,43 +136,31 @@ def _converts(format: str, names: LayerNames, layer: str) -> bool:
 
 
 def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
-    """Return the mixin by which a pipeline of diffusers loads LoRAs, found by its name; None if it has none.
+    """Return the mixin by which a pipeline of diffusers loads deltas of a kind, found by its name; None without one.
 
     The pipeline's own module would import its encoders' classes, which training on cached latents never imports.
-
-    Args:
-        kind: kind of deltas; few loaders read other kinds than LoRA.
     """
     from diffusers.loaders import lora_pipeline
 
     end = "LoraLoaderMixin"
     starts = [name.removesuffix(end) for name in vars(lora_pipeline) if name.endswith(end)]
     longest = max((start for start in starts if start and pipeline_name.startswith(start)), key=len, default=None)
-    if longest is None or (kind != "LoRA" and longest not in LOKR_LOADERS):
+    if longest is None or (kind == "LoKr" and longest not in LOKR_LOADERS):
         return None
     return getattr(lora_pipeline, longest + end)
 
 
 def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: Any) -> str:
-    """Check a file in diffusers' format; return the programs' verdicts in words.
-
-    Args:
-        names: of the transformer's layers.
-        pipeline_name, transformer: as for `check_with_diffusers`.
-
-    Raises:
-        UserError: diffusers would not load it as it is.
-    """
+    """Check a file in diffusers' format as `check_with_diffusers`; return the programs' verdicts in words."""
     file = LoRAFile(path)
     deltas = file.read(names, pipeline_name)
     kind = common_kind(deltas.values())
-    dora = any("magnitude" in delta.tensors() for delta in deltas.values())
-    found = readers("diffusers", names, deltas, pipeline_name, kind, dora, "rank_schedule" in file.adapter)
+    found = readers("diffusers", names, deltas, pipeline_name, kind, "rank_schedule" in file.adapter)
     if kind in IN_DIFFUSERS:
         try:
             check_with_diffusers(path, deltas, pipeline_name, transformer)
         except UserError as error:
-            if kind == "LoRA":
+            if kind != "LoKr":
                 raise
             # It refuses a LoKr whose layers share no factor; ComfyUI needs none.
             found = [Reader("diffusers", False, str(error)) if one.program == "diffusers" else one for one in found]
@@ -181,15 +168,10 @@ def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: An
 
 
 def check_with_diffusers(path: Path, deltas: Mapping[str, Delta], pipeline_name: str, transformer: Any) -> None:
-    """Load a file into a copy of a transformer, by the loader of diffusers' own pipeline.
+    """Raise a UserError unless the loader of diffusers' pipeline reads these deltas from a file.
 
     Args:
-        deltas: the expected ones.
-        pipeline_name: of diffusers.
         transformer: without an adapter, on the meta device; it stays unchanged.
-
-    Raises:
-        UserError: diffusers refuses the file, ignores layers, or loads something else.
     """
     copy, loader = _without_memory(transformer), loader_of(pipeline_name, common_kind(deltas.values()))
     try:
@@ -226,11 +208,7 @@ def _without_memory(transformer: Any) -> Any:
 
 @torch.no_grad()
 def require_loaded(transformer: nn.Module, adapter_name: str, deltas: Mapping[str, Delta], path: Path) -> None:
-    """Raise a UserError unless a loader has put exactly these deltas into a transformer.
-
-    Args:
-        path: of their file, for the message.
-    """
+    """Raise a UserError unless a loader has put exactly these deltas of a file into a transformer."""
     loaded = peft_deltas(transformer, adapter_name)
     wrong = sorted(loaded.keys() ^ deltas.keys())
     wrong += [name for name in loaded.keys() & deltas.keys() if not _is_same(loaded[name], deltas[name])]

@@ -59,13 +59,9 @@ class LoRAFile:
     """A LoRA's safetensors file; opening reads only the header.
 
     Attributes:
-        path: of the file.
         metadata: the header's entries other than tensors.
         shapes: of its tensors.
         dtypes: of its tensors, by safetensors' names.
-
-    Raises:
-        UserError: it is a file of another kind.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,11 +88,7 @@ class LoRAFile:
 
     @cached_property
     def header(self) -> dict[str, Any] | None:
-        """The facts about the run that Retouch wrote into the file; None for other programs' files.
-
-        Raises:
-            UserError: they are invalid.
-        """
+        """The facts about the run that Retouch wrote into the file; None for other programs' files."""
         if HEADER_KEY not in self.metadata:
             return None
         with reading(self.path, REMEDY):
@@ -115,23 +107,18 @@ class LoRAFile:
     @cached_property
     def ignored(self) -> dict[str, list[str]]:
         """Names of the tensors that Retouch ignores, by what they belong to."""
-        found: dict[str, list[str]] = {}
-        for key in self.shapes:
-            if owner := ignored(key):
-                found.setdefault(owner, []).append(key)
-        return found
+        owners = {key: ignored(key) for key in self.shapes}
+        return {owner: [key for key in owners if owners[key] == owner] for owner in owners.values() if owner}
 
     @cached_property
     def parts(self) -> dict[str, dict[str, str]]:
-        """Names of each layer's tensors (alpha and those of the delta), by the file's name of the layer.
-
-        Raises:
-            UserError: it contains something else.
-        """
+        """Names of each layer's tensors (alpha and those of the delta), by the file's name of the layer."""
         layers: dict[str, dict[str, str]] = {}
         others = []
-        for key in self.shapes.keys() - {key for keys in self.ignored.values() for key in keys}:
+        for key in self.shapes:
             name, part = split_key(key)
+            if ignored(key):
+                continue
             if part is None:
                 others.append(key)
             elif part in layers.setdefault(name, {}):
@@ -152,11 +139,7 @@ class LoRAFile:
 
     @cached_property
     def empty(self) -> dict[str, Delta]:
-        """Each layer's delta on the meta device, by the file's name of the layer.
-
-        Raises:
-            UserError: its tensors do not fit together, or peft's settings give them another meaning.
-        """
+        """Each layer's delta on the meta device, by the file's name of the layer."""
         with reading(self.path, REMEDY):
             settings = self._peft_settings
         for name, value in settings.items():
@@ -177,14 +160,7 @@ class LoRAFile:
         return found
 
     def match(self, names: LayerNames, base: str) -> dict[str, Meaning]:
-        """Return the layers of a model that the file's names stand for.
-
-        Args:
-            base: the model's name.
-
-        Raises:
-            UserError: it was trained for another model.
-        """
+        """Return the layers that the file's names stand for; raises UserError if the model `base` lacks some."""
         found: dict[str, Meaning] = {}
         unknown, wide = [], []
         for name, delta in self.empty.items():
@@ -201,17 +177,11 @@ class LoRAFile:
         if wrong := unknown + wide:
             trained_on = (self.header or {}).get("base")
             hint = f"; it was trained on {printable(str(trained_on)[:150])}" if trained_on else ""
-            if not found:
-                hint += "; looked for diffusers' layer names" + (" and for native ones" if names.native else "")
             raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
         return found
 
     def read(self, names: LayerNames, base: str) -> dict[str, Delta]:
-        """Read the deltas of a model's layers, by diffusers' names, in float32.
-
-        Raises:
-            UserError: it was trained for another model, or contains values that are not finite.
-        """
+        """Read the deltas of a model's layers, by diffusers' names, in float32; raises UserError as `match`."""
         deltas: dict[str, Delta] = {}
         meanings = self.match(names, base)
         for owner, keys in self.ignored.items():
@@ -285,11 +255,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _peft_scale(settings: Mapping[str, Any], layer: str, delta: Delta) -> float:
-    """Return alpha / rank of a layer, alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732), or 1 without settings.
-
-    Raises:
-        ValueError, TypeError: the settings are invalid.
-    """
+    """Return alpha / rank of a layer, alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732), or 1 without settings."""
     if settings.get("peft_type") in ("LOKR", "LOHA"):  # the settings' rank counts even if the factors are whole
         rank = _layer_setting(settings, "r", layer)
         if rank <= 0:

@@ -51,7 +51,7 @@ class FileFormat(NamedTuple):
     alpha: bool = False
     fallback: str | None = None
     file: str | None = None
-    kinds: tuple[str, ...] = ("LoRA",)
+    kinds: tuple[str, ...] = ("LoRA", "DoRA")
 
     def key(self, part: str) -> str:
         """Return the name of a tensor of `Delta.tensors`."""
@@ -61,9 +61,13 @@ class FileFormat(NamedTuple):
 
 
 FORMATS = {
-    "diffusers": FileFormat("transformer.", file=WEIGHTS_NAME, kinds=("LoRA", "LoKr", "LoHa", "OFT")),
+    "diffusers": FileFormat("transformer.", file=WEIGHTS_NAME, kinds=("LoRA", "DoRA", "LoKr", "LoHa", "OFT")),
     "comfyui": FileFormat(
-        "diffusion_model.", native=True, magnitude=DORA_SCALE, fallback="transformer.", kinds=("LoRA", "LoKr", "LoHa")
+        "diffusion_model.",
+        native=True,
+        magnitude=DORA_SCALE,
+        fallback="transformer.",
+        kinds=("LoRA", "DoRA", "LoKr", "LoHa"),
     ),
     "kohya": FileFormat("lora_unet_", native=True, flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
     "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME),
@@ -73,7 +77,7 @@ FORMATS = {
         halves=DOWN_UP,
         magnitude=DORA_SCALE,
         alpha=True,
-        kinds=("LoRA", "LoKr", "LoHa", "OFT"),
+        kinds=("LoRA", "DoRA", "LoKr", "LoHa", "OFT"),
     ),
 }
 
@@ -101,13 +105,9 @@ def write(
     Args:
         path: of the file; peft's gets its adapter_config.json next to it.
         deltas: by diffusers' names of the layers.
-        header: facts about their origin.
         dtype: of the weights, unless some are beyond its range.
         format: a key of `FORMATS`.
         names: the model's layers, for a format with native names.
-
-    Raises:
-        UserError: a weight is not finite, the format cannot hold the deltas, or the file cannot be written.
     """
     tensors = encode(deltas, format, names)
     require_finite(tensors, "or resume from an earlier checkpoint by adapter.init_from=RUN/lora/step-N")
@@ -136,11 +136,7 @@ def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def require_finite(tensors: Mapping[str, Tensor], remedy: str) -> None:
-    """Raise a UserError for diverged weights: they must not replace earlier ones.
-
-    Args:
-        remedy: an alternative to a lower learning rate.
-    """
+    """Raise a UserError for diverged weights, which must not replace earlier ones; `remedy`: another fix."""
     if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise UserError(
             f"the weights are not finite ({listing(bad)}) and are not saved; earlier files are unchanged. Lower "
@@ -149,11 +145,7 @@ def require_finite(tensors: Mapping[str, Tensor], remedy: str) -> None:
 
 
 def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a file, by their names in a format.
-
-    Raises:
-        UserError: the format cannot hold the deltas.
-    """
+    """Return the tensors of a file, by their names in a format; raises UserError if it cannot hold the deltas."""
     how = FORMATS[format]
     if format == "onetrainer" and names is not None and names.readers in ("", "z_image"):
         how = how._replace(prefix="transformer.", flat=False)  # its names are flat only for FLUX
@@ -178,11 +170,7 @@ def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = 
 
 
 def _as_native(deltas: Mapping[str, Delta], names: LayerNames) -> tuple[dict[str, Delta], dict[str, str]]:
-    """Name deltas as the model's own code does; layers without a native name keep theirs.
-
-    Returns:
-        The deltas, and by diffusers' names the reason why a layer cannot be part of its native layer.
-    """
+    """Name deltas as in the model's own code, if it has a name; also return why layers cannot join a native layer."""
     found: dict[str, Delta] = {}
     joined: set[str] = set()
     apart: dict[str, str] = {}
@@ -240,5 +228,4 @@ def _peft_settings(loras: Mapping[str, LowRank]) -> dict[str, Any]:
         target_modules=f"({'|'.join(map(re.escape, loras))})",
         use_dora=any(lora.magnitude is not None for lora in loras.values()),
     ).to_dict()
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    return {key: getattr(value, "value", value) for key, value in plain.items()}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

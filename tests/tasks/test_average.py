@@ -143,14 +143,14 @@ def test_what_is_no_run_of_savings_is_one_line(run, learned, whole, tmp_path):
         "null": "give a run with several LoRA files",
         str(step): "give a run with several LoRA files",
         f"[{step},{step}]": "are both of step 4",
-        f"[{step},{whole / 'lora' / 'step-000006'}]": "only one of them has an EMA's weights",
+        f"[{step},{whole / 'lora' / 'step-000006'}]": "an EMA of the weights is False and True",
         f"[{step},{learned('lora')}]": "are not of one run: ",
         f"[{step},{made['elsewhere']}]": "was not saved by a training run",
         f"[{step},{made['exported']}]": "was not saved by a training run",
         f"[{step},{made['average']}]": "was not saved by a training run",
-        f"[{step},{made['rank']}]": "their rank is 4 and 8",
-        f"[{step},{made['base']}]": "their base is",
-        f"[{step},{made['layers']}]": "they differ in transformer.",
+        f"[{step},{made['rank']}]": "rank is 4 and 8",
+        f"[{step},{made['base']}]": "base is",
+        f"[{step},{made['layers']}]": "are not of one run: transformer.",
     }
     for given, words in said.items():
         line = run("predict", "task=average", f"lora={given}", f"output_dir={tmp_path / 'out'}", ok=False).error

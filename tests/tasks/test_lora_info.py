@@ -120,7 +120,7 @@ def test_x_flux_dora_and_text_encoders_are_named(info, flux, updates, tmp_path):
     write(path, with_dora, {})
     save_file(load_file(path) | {"lora_te1_x.lora_down.weight": torch.ones(2, 2)}, path)
     rows, _ = info(path)
-    assert rows["DoRA"] == ["in 1 of 7 layers"]
+    assert rows["kind"] == ["LoRA (6), DoRA (1)"]
     assert rows["text encoders"] == ["1 tensors, ignored"]
 
 

@@ -149,13 +149,13 @@ def test_attaching_names_what_is_wrong(tiny, tmp_path):
     stock = FluxKontextPipeline.from_pretrained(tiny)
     with pytest.raises(UserError, match="no rank schedule: it is not a T-LoRA"):
         attach_rank_schedule(stock, tmp_path / "plain")
-    with pytest.raises(UserError, match=r"adapter_name: name one of the adapters that are loaded \(none\)"):
+    with pytest.raises(UserError, match="name one of the adapters that are loaded, none"):
         attach_rank_schedule(stock, tmp_path / "masked")
     stock.load_lora_weights(tmp_path / "masked", adapter_name="a")
     stock.load_lora_weights(tmp_path / "plain", adapter_name="b")
-    with pytest.raises(UserError, match=r"that are loaded \(a, b\)"):
+    with pytest.raises(UserError, match="that are loaded, a, b"):
         attach_rank_schedule(stock, tmp_path / "masked")
-    with pytest.raises(UserError, match="adapter_name=c: loaded are a, b"):
+    with pytest.raises(UserError, match="adapter_name=c: name one of the adapters that are loaded, a, b"):
         attach_rank_schedule(stock, tmp_path / "masked", "c")
     attach_rank_schedule(stock, tmp_path / "masked", "a")
 

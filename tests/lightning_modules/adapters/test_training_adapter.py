@@ -109,7 +109,7 @@ def test_left_out_it_has_never_been_there_and_comes_back_bitwise(tiny, file, mor
 def test_a_dora_is_refused(tiny, tmp_path):
     names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
     write(tmp_path / WEIGHTS, random_updates(names, "to_q", dora=True), {})
-    with pytest.raises(UserError, match="is a DoRA: a LoRA, LoKr or LoHa is needed"):
+    with pytest.raises(UserError, match="a LoRA, LoKr or LoHa is needed, not DoRA"):
         build_to_check(tiny, f"model.training_adapter={tmp_path}").check()
 
 

@@ -60,7 +60,7 @@ def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, format, dora):
         updates = random_updates(pipeline.names, targets, dora=dora)
         groups = pipeline.names.native.values() if dora and FORMATS[format].native else ()
         in_parts = any(0 < len(updates.keys() & set(layers)) < len(layers) for layers in groups)
-        says = row("diffusers", format, pipeline.names, updates, class_name(pipeline), dora=dora)
+        says = row("diffusers", format, pipeline.names, updates, class_name(pipeline), kind="DoRA" if dora else "LoRA")
         if updates and not in_parts and "load_lora_adapter" not in says.note and "widths" not in says.note:
             assert says.reads is loads(pipeline, format, updates, dora, tmp_path), targets
 
@@ -75,7 +75,7 @@ def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(
     pipeline.unload_lora_weights = pipeline.transformer.unload_lora
     pipeline.names = layer_names("longcat_image_edit", pipeline.transformer)
     updates = random_updates(pipeline.names, "all-linear", dora=dora)
-    says = row("diffusers", format, pipeline.names, updates, class_name(pipeline), dora=dora)
+    says = row("diffusers", format, pipeline.names, updates, class_name(pipeline), kind="DoRA" if dora else "LoRA")
     assert says.reads is loads(pipeline, format, updates, dora, tmp_path)
     assert says.reads is (f"prefix={prefix!r}" in says.note)
 
@@ -85,7 +85,10 @@ def test_peft_folder_is_read_by_peft_and_by_diffusers(pipeline, tmp_path, dora):
     updates = random_updates(pipeline.names, "all-linear", dora=dora)
     path = tmp_path / "adapter_model.safetensors"
     write(path, updates, {}, format="peft")
-    says = {one.program: one.reads for one in readers("peft", pipeline.names, updates, class_name(pipeline), dora=dora)}
+    says = {
+        one.program: one.reads
+        for one in readers("peft", pipeline.names, updates, class_name(pipeline), kind="DoRA" if dora else "LoRA")
+    }
     assert says["peft"] and says["diffusers"] and says["ComfyUI"] is False  # noqa: PT018
     by_peft = PeftModel.from_pretrained(copy.deepcopy(pipeline.transformer), tmp_path)
     by_diffusers = copy.deepcopy(pipeline.transformer)
@@ -136,8 +139,8 @@ def test_other_verdicts(pipeline):
     rows = readers("diffusers", names, random_updates(names), name, masked=True)
     assert [one.program for one in rows if one.reads] == ["Retouch"]
     assert all("full rank at every timestep" in one.note for one in rows[:2])
-    assert "lora_magnitude_vector" in row("ComfyUI", "diffusers", names, names.shapes, name, dora=True).note
-    assert row("ComfyUI", "comfyui", names, names.shapes, name, dora=True).reads is True
+    assert "lora_magnitude_vector" in row("ComfyUI", "diffusers", names, names.shapes, name, kind="DoRA").note
+    assert row("ComfyUI", "comfyui", names, names.shapes, name, kind="DoRA").reads is True
     for kind in ("LoKr", "LoHa", "OFT"):
         found = {one.program: one.reads for one in readers("diffusers", names, ["proj_out"], name, kind=kind)}
         assert found == {"ComfyUI": kind != "OFT", "diffusers": kind == "LoKr", "Retouch": True}

@@ -123,7 +123,7 @@ FILES = {
     ),
     "another model's": (
         stored({f"lora_unet_input_blocks_4_1.lora_{half}.weight": torch.ones(4, 4) for half in ("down", "up")}),
-        "lora_unet_input_blocks_4_1 is not in the model; looked for diffusers' layer names and for native ones",
+        "lora_unet_input_blocks_4_1 is not in the model",
     ),
     "DoRA by columns": (
         stored(GOOD | {DOWN: torch.ones(2, 32), f"{LAYER}.dora_scale": torch.ones(1, 32)}),
