@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
@@ -37,8 +36,6 @@ from tasks.placement import compute_device, frozen_model
 from tasks.settings import check_ranges
 from tasks.terminal import log, silence_libraries
 
-# By safetensors' names.
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5
 
@@ -251,7 +248,7 @@ def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str)
     table.add_row("model", f"{model.base}{', or another one of these layers' if model.guessed else ''}")
     table.add_row("layers", f"{len(written.parts)}, {lora.kind}")
     table.add_row("rank", ", ".join(dict.fromkeys(delta.size for delta in written.empty.values())))
-    table.add_row("dtype", str(DTYPES[stored])[6:] + ("" if error < FLOAT32_ERROR else f", {_percent(error)} off"))
+    table.add_row("dtype", stored + ("" if error < FLOAT32_ERROR else f", {_percent(error)} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
     family: type[Any] = get_class(model.settings._target_)

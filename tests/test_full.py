@@ -137,7 +137,7 @@ def test_base_that_trains_is_planned_without_its_frozen_weights(run, tiny, pairs
     ("model", "more", "words"),
     [
         ("flux_kontext", ["model/quantization=fp8"], "must not be quantized"),
-        ("flux_kontext", ["model.devices.text_encoder=cpu"], "does not go with model.devices.text_encoder"),
+        ("flux_kontext", ["model.devices.text_encoder=cpu"], "Leave out model.devices.text_encoder"),
         (
             "flux_kontext",
             ["model.offload.blocks=2", "model.gradient_checkpointing=true"],

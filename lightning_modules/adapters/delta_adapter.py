@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, require_own_rates
-from lightning_modules.adapters.peft_layers import adapter_tensors, layer_of
+from lightning_modules.adapters.peft_layers import ADAPTER, layer_of
 from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets
 from lightning_modules.family import ALIKE, Layers
 from lightning_modules.lora_files import writing
@@ -115,7 +115,7 @@ class DeltaAdapter(Adapter):
         return deltas
 
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
-        return adapter_tensors(part)
+        return {name: tensor for name, tensor in part.state_dict().items() if f".{ADAPTER}." in name}
 
     @property
     def has_own_rates(self) -> bool:

@@ -88,7 +88,7 @@ class WithMagnitude:
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """x (..., in) and y = W x + b (..., out) -> f (W x + s B A x) + b, with the rows' factors f (out,).
+        """x (..., in) and y = W x + b (..., out) -> f (W x + s B A x) + b, f = m / ||W + s B A|| (out,).
 
         Exactly y if f is 1 and B is 0.
         """
@@ -96,15 +96,10 @@ class WithMagnitude:
         update = up(down(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
         bias = module.get_base_layer().bias
         base = result if bias is None else result - bias.to(result.dtype)
+        norms = row_norms(module, active_adapter)
+        factors = module.lora_magnitude_vector[active_adapter].weight.float() / norms.where(norms > 0, 1.0)
         # The difference from 1: rounded to 16 bits, the factor itself would lose most of the learned change.
-        change = (row_factors(module, active_adapter) - 1).to(result.dtype)
-        return result + update + change * (base + update)
-
-
-def row_factors(layer: Any, adapter_name: str) -> Tensor:
-    """Return m / ||W + s B A|| of each row (out,), in float32; rows of zeros are unchanged."""
-    norms = row_norms(layer, adapter_name)
-    return layer.lora_magnitude_vector[adapter_name].weight.float() / norms.where(norms > 0, 1.0)
+        return result + update + (factors - 1).to(result.dtype) * (base + update)
 
 
 @torch.no_grad()

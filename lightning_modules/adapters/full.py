@@ -33,25 +33,28 @@ class FullFineTuning(Adapter):
         self.trains_text_encoders = text_encoders
 
     def check(self, base: FrozenBase, training: Training) -> None:
-        if base.source.quantization is not None or base.source.stored_format is not None:
-            raise UserError(
-                "adapter=full trains the base's weights, which must not be quantized. Choose a bf16 model=."
-            )
-        if training.sharded:
-            raise UserError("trainer=fsdp trains adapters: adapter=full needs the whole model in each process")
-        if self.trains_text_encoders and base.components.quantized:
-            raise UserError("adapter.text_encoders=true: text encoders that train must not be quantized")
-        if self.trains_text_encoders and base.components.place("text_encoder") is not None:
-            raise UserError(
-                "adapter.text_encoders=true does not go with model.devices.text_encoder: text encoders that train stay "
-                "beside the transformer"
-            )
-        if base.source.streamed:
-            raise UserError("adapter=full does not go with model.offload.blocks: offloaded blocks are frozen")
-        if self.trains_text_encoders and training.text_sees_images:
-            raise UserError("adapter.text_encoders=true: text encoders that see the condition images stay frozen")
-        if self.trains_text_encoders and base.family_class.encode_prompts is Family.encode_prompts:
-            raise UserError(f"adapter.text_encoders=true: those of {base.family_class.__name__} stay frozen")
+        problems = {
+            "adapter=full: weights that train must not be quantized. Choose a bf16 model=.": (
+                base.source.quantization is not None or base.source.stored_format is not None
+            ),
+            "trainer=fsdp trains adapters: adapter=full needs the whole model in each process": training.sharded,
+            "adapter=full does not go with model.offload.blocks: offloaded blocks are frozen": base.source.streamed,
+        }
+        if self.trains_text_encoders:
+            encoders = "adapter.text_encoders=true: text encoders that"
+            problems |= {
+                f"{encoders} train must not be quantized": bool(base.components.quantized),
+                f"{encoders} train stay next to the transformer. Leave out model.devices.text_encoder": (
+                    base.components.place("text_encoder") is not None
+                ),
+                f"{encoders} see the condition images stay frozen": training.text_sees_images,
+                f"{encoders} {base.family_class.__name__} uses stay frozen": (
+                    base.family_class.encode_prompts is Family.encode_prompts
+                ),
+            }
+        for problem, exists in problems.items():
+            if exists:
+                raise UserError(problem)
 
     def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
         transformer.requires_grad_(True).train()

@@ -12,9 +12,9 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import (
     ADAPTER,
-    adapter_state,
     add_adapter,
     cast_inputs,
+    full_tensor,
     get_weight,
     lora_layers,
     set_weight,
@@ -134,14 +134,13 @@ class LoRA(DeltaAdapter):
                     use_weight(layer.lora_A[ADAPTER], None)
                     use_weight(layer.lora_B[ADAPTER], None)
 
+    @torch.no_grad()
     def deltas(self, transformer: nn.Module) -> dict[str, LowRank]:
-        weights = {name: tensor.cpu().clone() for name, tensor in adapter_state(transformer).items()}
-        return {
-            name: LowRank(weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]).scaled(
-                layer.scaling[ADAPTER]
-            )
-            for name, layer in lora_layers(transformer, ADAPTER).items()
-        }
+        found = {}
+        for name, layer in lora_layers(transformer, ADAPTER).items():
+            halves = (full_tensor(get_weight(half[ADAPTER])) for half in (layer.lora_A, layer.lora_B))
+            found[name] = LowRank(*(half.cpu().clone() for half in halves)).scaled(layer.scaling[ADAPTER])
+        return found
 
     @property
     def has_own_rates(self) -> bool:

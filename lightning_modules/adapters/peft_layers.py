@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -96,21 +95,6 @@ def cast_inputs(transformer: nn.Module, on: bool) -> None:
     """Set whether peft casts a layer's input to the dtype of the adapter's weights."""
     for layer in lora_layers(transformer, ADAPTER).values():
         layer.cast_input_dtype_enabled = on
-
-
-@torch.no_grad()
-def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """Return the adapter as a plain LoRA: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
-    return {
-        f"{name}.{half}.weight": full_tensor(get_weight(getattr(layer, half)[ADAPTER]))
-        for name, layer in lora_layers(transformer, ADAPTER).items()
-        for half in ("lora_A", "lora_B")
-    }
-
-
-def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of the adapter, by their names in the transformer, for a checkpoint."""
-    return {name: tensor for name, tensor in transformer.state_dict().items() if f".{ADAPTER}." in name}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ log = logging.getLogger("retouch")
 
 # Dtypes of the weights in a file, by the values of export.dtype.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DOWN_UP, DORA_SCALE = ("lora_down", "lora_up"), ("dora_scale", True)
+KINDS = ("LoRA", "DoRA", "LoKr", "LoHa", "OFT")
+DORA_SCALE = ("dora_scale", True)
 # Endings of tensors that are not rounded.
 EXACT = (".alpha", ".lora_magnitude_vector", ".dora_scale")
 
@@ -35,9 +36,9 @@ class FileFormat(NamedTuple):
         prefix: precedes each layer's name.
         native: whether layers have the names of the model's own code, where these differ.
         flat: whether layer names have `_` in place of `.`.
-        halves: names of the down and the up projection.
         magnitude: name of DoRA's magnitude, and whether it is a column.
-        alpha: whether each layer has an alpha, equal to its rank: the scale is in the weights.
+        alpha: whether projections are named lora_down and lora_up, with an alpha equal to the rank: the scale is in the
+            weights.
         fallback: prefix of diffusers' names for layers that cannot be joined to a native one; None: refused.
         file: the name that its programs look for; None if each LoRA has its own name.
         kinds: kinds of deltas that its programs read under these names.
@@ -46,39 +47,27 @@ class FileFormat(NamedTuple):
     prefix: str
     native: bool = False
     flat: bool = False
-    halves: tuple[str, str] = ("lora_A", "lora_B")
     magnitude: tuple[str, bool] = ("lora_magnitude_vector", False)
     alpha: bool = False
     fallback: str | None = None
     file: str | None = None
-    kinds: tuple[str, ...] = ("LoRA", "DoRA")
+    kinds: tuple[str, ...] = KINDS
 
     def key(self, part: str) -> str:
         """Return the name of a tensor of `Delta.tensors`."""
-        down, up = self.halves
+        down, up = ("lora_down", "lora_up") if self.alpha else ("lora_A", "lora_B")
         own = {"down": f"{down}.weight", "up": f"{up}.weight", "magnitude": self.magnitude[0], "oft_R": "oft_R.weight"}
         return own.get(part, part)
 
 
 FORMATS = {
-    "diffusers": FileFormat("transformer.", file=WEIGHTS_NAME, kinds=("LoRA", "DoRA", "LoKr", "LoHa", "OFT")),
+    "diffusers": FileFormat("transformer.", file=WEIGHTS_NAME),
     "comfyui": FileFormat(
-        "diffusion_model.",
-        native=True,
-        magnitude=DORA_SCALE,
-        fallback="transformer.",
-        kinds=("LoRA", "DoRA", "LoKr", "LoHa"),
+        "diffusion_model.", native=True, magnitude=DORA_SCALE, fallback="transformer.", kinds=KINDS[:4]
     ),
-    "kohya": FileFormat("lora_unet_", native=True, flat=True, halves=DOWN_UP, magnitude=DORA_SCALE, alpha=True),
-    "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME),
-    "onetrainer": FileFormat(
-        "lora_transformer_",
-        flat=True,
-        halves=DOWN_UP,
-        magnitude=DORA_SCALE,
-        alpha=True,
-        kinds=("LoRA", "DoRA", "LoKr", "LoHa", "OFT"),
-    ),
+    "kohya": FileFormat("lora_unet_", native=True, flat=True, alpha=True, magnitude=DORA_SCALE, kinds=KINDS[:2]),
+    "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME, kinds=KINDS[:2]),
+    "onetrainer": FileFormat("lora_transformer_", flat=True, alpha=True, magnitude=DORA_SCALE),
 }
 
 

@@ -7,7 +7,16 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from peft import LoraConfig
 
-from lightning_modules.adapters.peft_layers import adapter_state
+from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers
+
+
+def adapter_state(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the adapter as a plain LoRA: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`."""
+    return {
+        f"{name}.{half}.weight": get_weight(getattr(layer, half)[ADAPTER])
+        for name, layer in lora_layers(transformer, ADAPTER).items()
+        for half in ("lora_A", "lora_B")
+    }
 
 
 def randomize(transformer: torch.nn.Module) -> None:

@@ -92,7 +92,7 @@ def test_every_format_is_read_back_as_what_was_exported(
         path, text = export(f"lora={lora}", *base, f"format={format}")
         assert path.name == (how.file or f"snow_{format}.safetensors")
         same(updates, read(path, names[model]))
-        for part in ("layers", "rank", "size", "float32", "ComfyUI", "diffusers", "Retouch"):
+        for part in ("layers", "rank", "size", "F32", "ComfyUI", "diffusers", "Retouch"):
             assert part in text
         assert ("DoRA" in text) == dora
         assert str(tmp_path) not in json.dumps(header_of(path))
@@ -139,7 +139,7 @@ def test_merge_of_a_lower_rank_in_half_precision_is_the_closest(export, made, na
     assert relative(whole, written) == pytest.approx(error, rel=1e-3)
     assert f"the update changes by {100 * error:.3g} %" in text
     reduced, _ = export(*settings)
-    assert f"bfloat16, {100 * relative(read(reduced, names['flux_kontext']), written):.3g} % off" in text
+    assert f"BF16, {100 * relative(read(reduced, names['flux_kontext']), written):.3g} % off" in text
     assert set(LoRAFile(path).dtypes.values()) == {"BF16", "F32"}, "alphas are exact"
     assert {update.rank for update in written.values()} == {8}
 

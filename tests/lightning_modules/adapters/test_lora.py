@@ -7,12 +7,12 @@ import torch
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.lora import LoRA
-from lightning_modules.adapters.peft_layers import adapter_state, lora_layers
+from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.lora_files.find import find_weights
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
-from tests.support.same_adapters import randomize
+from tests.support.same_adapters import adapter_state, randomize
 from tests.support.tiny_pipelines import build_pipeline
 
 DEFAULTS = dict.fromkeys(("rank_pattern", "alpha_pattern", "lr_pattern", "lora_plus_ratio")) | {

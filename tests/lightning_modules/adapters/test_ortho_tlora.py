@@ -6,10 +6,11 @@ import torch
 from datamodules.errors import UserError
 from lightning_modules.adapters import ortho_tlora
 from lightning_modules.adapters.ortho_tlora import random_singular_values
-from lightning_modules.adapters.peft_layers import ADAPTER, adapter_state, adapter_tensors, lora_layers
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
+from tests.support.same_adapters import adapter_state
 from tests.support.tiny_adapters import LAYER, RANK, build, export, learn, velocity
 
 
@@ -112,5 +113,5 @@ def test_init_from_a_file_in_bf16_keeps_a_small_change(tiny, tmp_path, large_val
 def test_checkpoint_of_an_orthogonal_adapter_holds_what_is_frozen_too(tiny):
     """On another machine the drawn vectors may differ in their last bits."""
     module = build(tiny, "ortho_tlora")
-    names = {name.rpartition(".")[2] for name in adapter_tensors(module.transformer)}
+    names = {name.rpartition(".")[2] for name in module.adapter.tensors(module.transformer)}
     assert names == {"weight", "singular_values", "initial"}

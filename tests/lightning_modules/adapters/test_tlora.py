@@ -7,7 +7,7 @@ from diffusers import FluxKontextPipeline
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from lightning_modules.adapters.peft_layers import ADAPTER, adapter_tensors, lora_layers
+from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule
 from lightning_modules.execution.blocks import trim_last_block
@@ -160,7 +160,7 @@ def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
     stock.load_lora_weights(tmp_path)
     attach_rank_schedule(stock, tmp_path)
     x_t, [control], prompt = batch()
-    before = safetensors.torch.save(adapter_tensors(module.transformer))
+    before = safetensors.torch.save(module.adapter.tensors(module.transformer))
     with torch.no_grad(), module.adapter.in_dtype(module.transformer, torch.bfloat16):
         arguments = (x_t.bfloat16(), torch.tensor([0.2, 0.7]), [control.bfloat16()])
         prompt = {name: tensor.bfloat16() for name, tensor in prompt.items()}
@@ -172,7 +172,7 @@ def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
     learn(module, spread=1e-2)
     with module.adapter.in_dtype(module.transformer, torch.bfloat16):
         pass
-    assert safetensors.torch.save(adapter_tensors(module.transformer)) == before
+    assert safetensors.torch.save(module.adapter.tensors(module.transformer)) == before
 
 
 def test_dropout_is_a_function_of_the_batch_s_draws_and_leaves_the_global_generator(tiny):
