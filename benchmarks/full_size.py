@@ -20,7 +20,6 @@ import diffusers
 import torch
 from hydra.utils import instantiate
 from torch import Tensor
-from torch.profiler import profile
 
 from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
@@ -80,13 +79,12 @@ def build(
     return module
 
 
-def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: float, show: bool = False) -> Row:
+def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: float) -> Row:
     """Measure one row of results.
 
     Args:
         rounds: steps to average.
         peak: FLOP/s of the device.
-        show: print where a step's time goes, by kernel.
     """
     device, samples = module.device, len(batch.keys)
     flops = module.step_flops(batch)
@@ -103,10 +101,6 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
         torch.cuda.reset_peak_memory_stats(device)
     taken = mean_seconds(step, rounds)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    if show:
-        with profile() as profiler:
-            step()
-        print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
     return {
         "tokens": module.geometry.token_count(batch),
         "checkpointing": policy,
@@ -131,7 +125,6 @@ def main() -> None:
     parser.add_argument("--checkpointing", nargs="+", default=["full", "none"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--attention_backend", default="null")
-    parser.add_argument("--profile", action="store_true", help="print where each step's time goes, by kernel")
     parser.add_argument("--matrix", type=int, default=8192, help="side of the product that the peak is measured by")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
@@ -159,7 +152,7 @@ def main() -> None:
                 for policy in options.checkpointing:
                     row: Row = {"precision": precision, "weights_mb": weights, "side": side}
                     try:
-                        row |= measure(module, batch, policy, options.rounds, peak, options.profile)
+                        row |= measure(module, batch, policy, options.rounds, peak)
                     except torch.OutOfMemoryError:
                         row |= {"checkpointing": policy, "out_of_memory": True}
                     rows.append(row)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 
@@ -56,7 +55,7 @@ def bases(bench: Bench, facts: Facts) -> list[str]:
 
 
 def attention(bench: Bench, facts: Facts) -> list[str]:
-    """Measure the layout of queries, keys and values in attention, its kernels, and the speed of each backend."""
+    """Check the dtypes of queries, keys and values in attention, and note its kernels."""
     module = bench.module("bf16", "model.gradient_checkpointing=none", depth=1)
     batch = bench.batch(module, 1024)
     with _Attended() as attended:
@@ -66,20 +65,6 @@ def attention(bench: Bench, facts: Facts) -> list[str]:
         gradients(module, batch)
     found = {event.key: event.count for event in profiler.key_averages() if ATTENTION.search(event.key)}
     facts["runs"] = {name[:80]: count for name, count in found.items()}
-    shape = (1, bench.size(24, 2), bench.size(8704, 64), bench.size(128, 16))
-    q, k, v = (torch.randn(shape, device=bench.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    flops = 12 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
-
-    def both() -> None:
-        F.scaled_dot_product_attention(q, k, v).sum().backward()
-
-    facts["default, tflops"] = round(flops / bench.seconds(both) / 1e12, 1)
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-        try:
-            with sdpa_kernel(backend):
-                facts[f"{backend.name}, tflops"] = round(flops / bench.seconds(both) / 1e12, 1)
-        except RuntimeError as error:
-            facts[f"{backend.name}, tflops"] = f"does not run: {str(error).splitlines()[0]}"
     if attended.dtypes != {"bfloat16 bfloat16 bfloat16"}:
         return [f"attention gets {', '.join(sorted(attended.dtypes))}"]
     return []

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -124,14 +124,5 @@ def return_freed_memory() -> None:
     glibc keeps freed pieces below a threshold that rises to 32 MB. While a large model is quantized layer by layer they
     would add up to its unquantized size.
     """
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's malloc_trim; None for other C libraries, which return memory by themselves."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, TypeError, AttributeError):
-        return None
+    with suppress(OSError, TypeError, AttributeError):  # other C libraries return memory by themselves
+        ctypes.CDLL(None).malloc_trim(0)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from datamodules.errors import UserError, listing
-from datamodules.files import reading
 from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
@@ -20,7 +18,7 @@ from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.checks import check_component
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.weights import GET_AGAIN
+from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import LOADING, StageTimer
 
@@ -184,8 +182,7 @@ class FrozenBase:
         path = repository.repository_file(self.components.repository, filename, self.revision)
         if path is None:
             raise UserError(f"{self.name} has no {filename}: {GET_AGAIN}")
-        with reading(path, GET_AGAIN), safe_open(path, "pt") as file:
-            return file.get_tensor(name)
+        return SafetensorsWeights([path]).map(name)
 
     def latent_size(self, width: int, height: int) -> torch.Size:
         """Return (height, width) of an image's latent."""

@@ -48,7 +48,7 @@ ON_HOST = {
 ONCE = {
     ("rank_schedule.py", "_thresholds"),
     ("module.py", "_statistic"),
-    ("frozen_base.py", "vae_tensor"),
+    ("weights.py", "map"),  # of the autoencoder's statistics
     ("module.py", "_mean_and_std"),
     ("transformer_z_image.py", "precompute_freqs_cis"),
     ("transformer_z_image.py", "__call__"),  # of its positions
