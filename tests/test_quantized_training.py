@@ -47,7 +47,7 @@ def test_run_resumes_bitwise_and_predicts(run, tiny, pairs, request_of, tmp_path
     seen, converts = set(), Quantization.converts
 
     def noted(self, *args):
-        seen.add(self.modules_to_not_convert)
+        seen.add(tuple(self.modules_to_not_convert))
         return converts(self, *args)
 
     with mock.patch.object(Quantization, "converts", noted):

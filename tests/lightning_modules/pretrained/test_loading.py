@@ -140,6 +140,7 @@ class _Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_gated_and_missing_repositories_are_told_apart_and_the_token_never_shown(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
