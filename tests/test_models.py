@@ -41,23 +41,6 @@ def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arg
     assert not torch.equal(before.prompt["prompt_embeds"], after.prompt["prompt_embeds"])
 
 
-@pytest.mark.slow
-def test_own_size_of_condition_images_goes_with_the_weights(run, arguments, datasets, tmp_path):
-    """vae_image_size=null in training holds in prediction; other settings are noted."""
-    model = "qwen_image_edit"
-    overrides = [a for a in arguments(model, tmp_path / "run", 1) if not a.startswith("model.vae_image_size")]
-    run("train", *overrides, "model.vae_image_size=null")
-    image = f"image={datasets[model] / 'control_images' / '0.png'}"
-    request = [f"lora={tmp_path / 'run'}", "prompt=x", "num_inference_steps=2", image]
-    assert "trained on" not in run("predict", *request, f"output_dir={tmp_path / 'a'}").text
-    repository = [a for a in overrides if a.startswith("model.")]
-    other = [f"model={model}", *repository, "model.vae_image_size=4096", "model.dtype=float32"]
-    text = run("predict", *request, *other, f"output_dir={tmp_path / 'b'}").text
-    assert "was trained on vae_image_size None, this is 4096" in text
-    [first], [second] = ((tmp_path / folder).glob("*.png") for folder in "ab")
-    assert first.read_bytes() != second.read_bytes()
-
-
 def test_picture_that_is_not_finite_is_said(run, repositories, datasets, tmp_path):
     """Qwen's schedule divides by zero where there is one step."""
     model = "qwen_image_edit"
@@ -98,9 +81,7 @@ def test_no_scale_is_no_guidance_where_the_pipeline_guides_by_it(run, repositori
 def test_prediction_samples_as_the_run_was_told_to(run, arguments, tmp_path):
     more = ["model.sampling.num_inference_steps=3", "model.sampling.guidance_scale=0"]
     run("train", *arguments("z_image", tmp_path / "run", 1, *more))
-    request = ["prompt=x", "width=64", "height=32", f"output_dir={tmp_path / 'out'}"]
-    run("predict", f"lora={tmp_path / 'run'}", *request)
-    run("predict", f"lora={tmp_path / 'run'}", *request[:-1], "num_inference_steps=2", f"output_dir={tmp_path / 'two'}")
-    [own], [told] = ([path.name for path in (tmp_path / name).glob("*.png")] for name in ("out", "two"))
-    assert "_steps3_g0_" in own
-    assert "_steps2_g0_" in told
+    request = [f"lora={tmp_path / 'run'}", "prompt=x", "width=64", "height=32", f"output_dir={tmp_path / 'out'}"]
+    run("predict", *request)
+    [image] = (tmp_path / "out").glob("*.png")
+    assert "_steps3_g0_" in image.name

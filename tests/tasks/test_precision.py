@@ -23,7 +23,9 @@ def test_precisions_are_compared(run, tiny, pairs, tmp_path, caplog):
     fp8, fp4, nf4, int8 = (float(part) for part in mean.replace("│", " ").replace("%", " ").split()[1:])
     assert 0 < int8 < fp8 < nf4 < fp4 < 30
     assert sum(" to " in line and "%" in line for line in outcome.text.splitlines()) == 10
-    run("predict", "task=quantize", *MODEL, model, f"output_dir={tmp_path / 'fp8'}")
+    text = run("predict", "task=quantize", *MODEL, model, f"output_dir={tmp_path / 'fp8'}").text
+    assert "holds fp8" in text
+    assert f"model.transformer_name_or_path={tmp_path / 'fp8'}" in text
     again = [*compare, f"model.transformer_name_or_path={tmp_path / 'fp8'}", f"output_dir={tmp_path / 'no'}"]
     assert "needs unquantized weights" in run("predict", *again, ok=False).error
 

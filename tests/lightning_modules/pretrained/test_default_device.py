@@ -20,8 +20,6 @@ FOREIGN = torch.device("meta")
 RANK = "adapter.rank=4"
 ORTHO = ["adapter=ortho_tlora", RANK]
 VARIANTS = {
-    "gaussian": ["adapter=lora", RANK, "adapter.init_lora_weights=gaussian", "adapter.target_modules=all-linear"],
-    "offloaded": ["adapter=lora", RANK, "model.offload.blocks=3", "model.offload.activations=true"],
     "offloaded_nf4": [*ORTHO, "model.offload.blocks=4", "model/quantization=fp4", "model.quantization.format=nf4"],
     "compiled": ["adapter=tlora", RANK, "model.compile=true", "model.gradient_checkpointing=selective"],
     "text_encoders": ["adapter=full", "adapter.text_encoders=true"],

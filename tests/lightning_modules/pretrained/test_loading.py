@@ -6,7 +6,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 
@@ -68,8 +67,8 @@ def test_folder_without_an_index_or_weights_is_named(tiny, tmp_path):
         load_component(str(copy), "vae")
 
 
-def cached_like(folder: Path, cache: Path, repository: str, listed: bool) -> None:
-    """Build the hub's cache after downloading a folder; newer clients also keep a listing."""
+def cached_like(folder: Path, cache: Path, repository: str) -> None:
+    """Build the hub's cache after downloading a folder."""
     place = cache / f"models--{repository.replace('/', '--')}"
     snapshot = place / "snapshots" / COMMIT
     (place / "blobs").mkdir(parents=True)
@@ -81,17 +80,13 @@ def cached_like(folder: Path, cache: Path, repository: str, listed: bool) -> Non
         link = snapshot / file.relative_to(folder)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(blob)
-    if listed:
-        listing = pytest.importorskip("huggingface_hub._tree_cache")
-        entry = listing.TreeCacheEntry(size=1, blob_id="a" * 40)
-        listing.write_tree_cache(str(place), COMMIT, dict.fromkeys(("config.json", "transformer/config.json"), entry))
 
 
 @pytest.mark.slow
 def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pairs, tmp_path):
     """A transformer loads, and a whole pipeline is planned; HF_HUB_OFFLINE=1 avoids a minute of retries."""
-    cached_like(tiny, tmp_path, "owner/pipeline", listed=False)
-    cached_like(tiny / "transformer", tmp_path, "owner/transformer", listed=False)
+    cached_like(tiny, tmp_path, "owner/pipeline")
+    cached_like(tiny / "transformer", tmp_path, "owner/transformer")
     code = (
         "import sys, torch, train\n"
         "from lightning_modules.pretrained.transformer import TransformerSource\n"
@@ -106,17 +101,6 @@ def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pai
     result = run_code(code, *arguments, cwd=tmp_path, **environment)
     assert "FluxTransformer2DModel" in result.stdout
     assert "fp8" in result.stdout + result.stderr
-
-
-def test_file_that_is_known_to_lack_in_the_cache_is_not_taken_for_absent(tiny, tmp_path, monkeypatch):
-    """The listing contains it, so it must be downloaded; another revision was not downloaded at all."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    cached_like(tiny / "vae", tmp_path, "owner/partial", listed=True)
-    assert repository_file("owner/partial", "config.json").is_file()
-    assert repository_file("owner/partial", "diffusion_pytorch_model.safetensors.index.json") is None
-    for filename, revision in (("transformer/config.json", None), ("model_index.json", "v2")):
-        with pytest.raises(UserError, match="cannot be reached"):
-            repository_file("owner/partial", filename, revision)
 
 
 @pytest.mark.parametrize("name", ["cuda:93", "tpu9000"])

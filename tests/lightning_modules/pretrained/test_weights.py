@@ -14,11 +14,12 @@ from datamodules.errors import UserError
 from lightning_modules.pretrained.checks import check_weight_files
 from lightning_modules.pretrained.repository import resolve_repository
 from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
+from lightning_modules.pretrained.weights import save_quantized
 from lightning_modules.quantization.eight_bit import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
 from tests.lightning_modules.quantization.test_quantization import FP8
 from tests.support.foreign_files import flux, qwen, velocity, z_image
-from tests.support.quantized import CPU, load, quantization
+from tests.support.quantized import CPU, NAMES, load, quantization
 
 NAME = "diffusion_pytorch_model.safetensors"
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -127,16 +128,12 @@ def test_settings_do_not_quantize_what_is_quantized(checkpoint, caplog):
     assert f"is {format} on disk: model.quantization.format={other} is ignored" in caplog.text
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp4", "nf4", "int8"])
-def test_what_task_quantize_writes_loads_bitwise(run, repositories, tmp_path, format):
-    tiny = repositories["flux_kontext"]
-    made = ["model=flux_kontext_fp8", f"model.quantization.format={format}", f"output_dir={tmp_path}"]
-    outcome = run("predict", "task=quantize", *made, f"model.pretrained_model_name_or_path={tiny}")
-    assert f"holds {format}" in outcome.text
-    assert f"model.transformer_name_or_path={tmp_path}" in outcome.text
-    again = load(tmp_path)
-    direct = load(tiny, quantization=instantiate(FP8, format=format))
-    ours, theirs = again.state_dict(), direct.state_dict()
+@pytest.mark.parametrize("format", NAMES)
+def test_a_quantized_transformer_is_saved_and_loaded_bitwise(repositories, tmp_path, format):
+    how = instantiate(FP8, format=format)
+    model = load(repositories["flux_kontext"], quantization=how)
+    save_quantized(model, how, tmp_path)
+    ours, theirs = load(tmp_path).state_dict(), model.state_dict()
     assert ours.keys() == theirs.keys()
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config.get("load_in_4bit", False) == (format in ("fp4", "nf4"))
