@@ -47,7 +47,7 @@ ON_HOST = {
 # Constants, which are made in the first step and kept.
 ONCE = {
     ("rank_schedule.py", "_thresholds"),
-    ("module.py", "_statistic"),
+    ("module.py", "_channels"),
     ("weights.py", "map"),  # of the autoencoder's statistics
     ("module.py", "_mean_and_std"),
     ("transformer_z_image.py", "precompute_freqs_cis"),
