@@ -15,10 +15,9 @@ from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import StageTimer
 from tasks.footprint import offloaded_bytes
 from tests.support.combinations import first
-from tests.support.commands import compose, lora_bytes, short
+from tests.support.commands import compose
 from tests.support.steps import assert_same, made, step
 from tests.support.tiny_adapters import velocity
-from tests.support.tiny_pipelines import FLUX
 
 FULL = "model.gradient_checkpointing=full"
 
@@ -100,28 +99,6 @@ def test_what_cannot_be_streamed_is_named(tiny, settings, message):
     path = f"model.pretrained_model_name_or_path={tiny}"
     with pytest.raises(UserError, match=message):
         instantiate(compose("train", "model=flux_kontext", path, *settings).model, _convert_="all").check()
-
-
-@pytest.mark.slow
-def test_run_and_prediction_with_offloading_are_the_same(run, tiny, pairs, tmp_path):
-    """Sample pictures included: blocks stream where no gradient is wanted, too."""
-    offloaded = ["model.offload.blocks=3", "model.offload.encoders=true"]
-    pictures = []
-    for name, more in (("whole", []), ("offloaded", offloaded)):
-        common = short(tiny, pairs, tmp_path / name, 3, "pairs", shown=True)
-        steps = "model.sampling.num_inference_steps=2"
-        run("train", "model=flux_kontext_fp8", *FLUX["settings"], *common, steps, *more)
-        asked = [f"lora={tmp_path / name}", f"image={pairs / 'control_images/00.png'}", "prompt=x"]
-        where = [f"model.pretrained_model_name_or_path={tiny}", f"output_dir={tmp_path / name / 'pictures'}"]
-        same = ["model=flux_kontext_fp8", *FLUX["settings"], *where, *more]
-        run("predict", *asked, *same, "num_inference_steps=2")
-        found = [
-            path for path in sorted((tmp_path / name).rglob("*.png")) if "lora" not in path.relative_to(tmp_path).parts
-        ]
-        pictures.append([path.read_bytes() for path in found])
-    assert len(pictures[0]) == 11  # four before, four after, the grid, a prediction, and the image that it edits
-    assert pictures[0] == pictures[1]
-    assert lora_bytes(tmp_path / "whole") == lora_bytes(tmp_path / "offloaded")
 
 
 def test_components_rest_beside_the_transformer_only(tiny):
