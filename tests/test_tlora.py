@@ -4,14 +4,12 @@ import csv
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
 from datamodules.pairs import collate_pixels
-from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.losses import losses
@@ -85,15 +83,6 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
     assert np.array_equal(strip[:, 32:64], level(picture))
 
 
-def test_full_mask_trains_the_weights_of_plain_lora(run, tiny, pairs, tmp_path):
-    run("train", *short(tiny, pairs, tmp_path / "lora", 4))
-    full = ["adapter=tlora", "adapter.rank_schedule=constant", "adapter.init_lora_weights=true"]
-    run("train", *short(tiny, pairs, tmp_path / "tlora", 4), *full)
-    one, other = (safetensors.torch.load(lora_bytes(tmp_path / name)) for name in ("lora", "tlora"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_ranks_are_logged_and_drawn(run, tiny, pairs, tmp_path):
     arguments = ["adapter=tlora", "adapter.rank=16", "model.timesteps.law=uniform", "trainer.accumulate_grad_batches=2"]
     overrides = [a for a in short(tiny, pairs, tmp_path / "run", 8) if not a.startswith("adapter.rank=")]
@@ -108,13 +97,6 @@ def test_ranks_are_logged_and_drawn(run, tiny, pairs, tmp_path):
         assert picture.size == (800, 400)
 
 
-def test_plain_lora_has_nothing_of_it(run, tiny, pairs, tmp_path):
-    text = run("train", *short(tiny, pairs, tmp_path / "run", 1)).text
-    assert "active" not in text + (tmp_path / "run" / "metrics.csv").read_text()
-    assert not (tmp_path / "run" / "active_ranks.png").exists()
-    assert "rank_schedule" not in LoRAFile(tmp_path / "run/lora/last/pytorch_lora_weights.safetensors").adapter
-
-
 def test_masks_are_there_whatever_callbacks_a_run_has(run, tiny, pairs, tmp_path):
     """No YAML can omit them: without any other callback the weights are the same."""
     others = ("metrics", "progress", "rank_histogram", "validation", "report")
@@ -122,13 +104,6 @@ def test_masks_are_there_whatever_callbacks_a_run_has(run, tiny, pairs, tmp_path
         common = [one for one in short(tiny, pairs, tmp_path / name, 2) if one != "callbacks.report=null"]
         run("train", *common, "adapter=tlora", *more)
     assert lora_bytes(tmp_path / "bare") == lora_bytes(tmp_path / "usual")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", first(1, ["ortho_tlora", "tlora"]))
-def test_dry_run_plans_it(run, tiny, pairs, tmp_path, adapter):
-    text = run("train", *short(tiny, pairs, tmp_path / "run", 1), "task=dry_run", f"adapter={adapter}").text
-    assert ("orthogonal T-LoRA" if adapter == "ortho_tlora" else "T-LoRA") + " rank 1 to 4 (timestep)" in text
 
 
 @pytest.mark.parametrize(

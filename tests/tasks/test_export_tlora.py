@@ -5,11 +5,10 @@ import torch
 from hydra.utils import instantiate
 
 from lightning_modules.adapters.peft_layers import lora_layers
-from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.combinations import first
 from tests.support.commands import compose
-from tests.support.lora_files import dense, relative
+from tests.support.lora_files import relative
 from tests.support.tiny_adapters import ADAPTERS, LAYER, RANK, build, learn
 
 
@@ -46,33 +45,15 @@ def test_first_components_are_what_the_mask_leaves(tiny, adapter):
             assert not torch.allclose(own, delta.first((rank + 1) * gate.width).apply(x), atol=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_the_first_components_are_written_and_the_schedule_is_not(run, learned, names, tmp_path, adapter):
-    """A component of an orthogonal T-LoRA has two rows: its rank 2 is rank 4 to other programs."""
-    lora = learned(adapter)
-    text = run("predict", "task=export", f"lora={lora}", "rank=2", "format=kohya", f"output_dir={tmp_path}").text
-    [path] = tmp_path.glob("*.safetensors")
-    assert path.name == "run_rank2_kohya.safetensors"
-    width = {"tlora": 1, "ortho_tlora": 2}[adapter]
-    before, after = read(weights_of(lora), names), read(path, names)
-    for name, one in after.items():
-        first = before[name].up[:, : 2 * width].double() @ before[name].down[: 2 * width].double()
-        torch.testing.assert_close(dense(one), first, rtol=1e-5, atol=1e-6)
-        assert one.rank == 2 * width
-    facts = LoRAFile(path).adapter
-    assert "rank_schedule" not in facts
-    assert facts["rank"] == 2 * width
-    assert Ranks.of_file(LoRAFile(path)).scale == Ranks.of_file(LoRAFile(weights_of(lora))).scale == 2.0
-    assert "the rank is 2 at every timestep; the T-LoRA's is 1 to 4" in text
-
-
 @pytest.mark.parametrize("adapter", first(1, ADAPTERS))
 def test_training_starts_from_the_constant_rank_as_a_lora(run, learned, arguments, names, tmp_path, adapter):
     lora = learned(adapter)
     run("predict", "task=export", f"lora={lora}", "rank=2", f"output_dir={tmp_path / 'file'}")
     [path] = (tmp_path / "file").glob("*.safetensors")
-    rank = {"tlora": 2, "ortho_tlora": 4}[adapter]
+    rank = {"tlora": 2, "ortho_tlora": 4}[adapter]  # a component of an orthogonal T-LoRA has two rows
+    facts = LoRAFile(path).adapter
+    assert "rank_schedule" not in facts
+    assert facts["rank"] == rank
     settings = [one for one in arguments("flux_kontext", tmp_path / "run", 1) if one != "adapter.rank=4"]
     run("train", *settings, f"adapter.rank={rank}", f"adapter.init_from={path}", "optimizer.lr=0")
     assert relative(read(path, names), read(weights_of(tmp_path / "run"), names)) < 1e-6

@@ -1,7 +1,5 @@
 """task=export with whole transformers: a LoRA in the weights, and a LoRA of what was fine-tuned."""
 
-import json
-
 import numpy as np
 import pytest
 import safetensors.torch
@@ -36,20 +34,6 @@ def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, 
     with_lora, with_fused, alone = (pixels(next((tmp_path / name).glob("*.png"))) for name in ("lora", "out", "base"))
     assert np.abs(with_lora - with_fused).max() <= 1
     assert np.abs(with_lora - alone).max() > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["fp8", "nf4"])
-def test_on_a_quantized_base_what_is_lost_is_said(run, tiny, trained, tmp_path, format):
-    quantized = [f"model/quantization={'fp8' if format == 'fp8' else 'fp4'}", f"model.quantization.format={format}"]
-    run("predict", "task=quantize", *kontext(tiny, *quantized), f"output_dir={tmp_path / 'base'}")
-    base = f"model.transformer_name_or_path={tmp_path / 'base'}"
-    outcome = run("predict", "task=export", f"lora={trained}", "fuse=true", base, f"output_dir={tmp_path / 'fused'}")
-    assert f"rounding to {format} changes the update by " in outcome.text
-    config = json.loads((tmp_path / "fused" / "config.json").read_text())
-    assert config["quantization_config"]
-    run("predict", "task=export", f"lora={trained}", "fuse=true", *quantized, f"output_dir={tmp_path / 'first'}")
-    assert json.loads((tmp_path / "first" / "config.json").read_text())["quantization_config"]
 
 
 def test_a_merge_and_a_constant_rank_are_fused(run, learned, tiny, tmp_path):

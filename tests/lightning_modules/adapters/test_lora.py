@@ -9,11 +9,9 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.lora_files.find import find_weights
-from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from tests.support.same_adapters import adapter_state, randomize
-from tests.support.tiny_pipelines import build_pipeline
 
 DEFAULTS = dict.fromkeys(("rank_pattern", "alpha_pattern", "lr_pattern", "lora_plus_ratio")) | {
     "use_rslora": False,
@@ -127,23 +125,6 @@ def test_weights_are_found_in_a_run_a_folder_and_a_file(tmp_path):
     assert find_weights(other) == other / "my_lora.safetensors"
     with pytest.raises(UserError, match=r"contains neither pytorch_lora_weights\.safetensors nor lora/last"):
         find_weights(tmp_path)
-
-
-def test_file_that_is_no_safetensors(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match=r"x\.safetensors is damaged \(.*; name a LoRA's"):
-        LoRAFile(tmp_path / "x.safetensors")
-
-
-def test_weights_of_another_model_are_told_by_names_and_shapes(stock, tmp_path):
-    from diffusers import FluxKontextPipeline
-
-    build_pipeline(tmp_path / "wide", seed=1, heads=6)
-    wide = FluxKontextPipeline.from_pretrained(tmp_path / "wide")
-    lora = inject(wide)
-    write(tmp_path / "x.safetensors", lora.deltas(wide.transformer), {"base": "wide-model"})
-    with pytest.raises(UserError, match=r"to_q is 96x96, in the model 64x64.* it was trained on wide-model"):
-        LoRAFile(tmp_path / "x.safetensors").match(LayerNames(stock.transformer), "tiny-model")
 
 
 def test_starting_weights_of_another_rank_are_refused(stock, tiny, tmp_path):

@@ -47,13 +47,6 @@ def test_random_singular_values_are_those_of_independent_normal_entries(sides):
     assert values[-1] == pytest.approx(rows - columns, rel=0.1, abs=1)
 
 
-def test_layers_of_one_shape_start_from_other_vectors(tiny):
-    module = build(tiny, "ortho_tlora")
-    one, other = (module.transformer.get_submodule(LAYER.replace("0", number, 1)) for number in "01")
-    assert one is not other
-    assert not torch.equal(one.lora_A[ADAPTER].weight, other.lora_A[ADAPTER].weight)
-
-
 @pytest.fixture
 def large_values(monkeypatch):
     """Start from singular values next to which what is learned is small."""

@@ -188,32 +188,3 @@ def test_gradient_checkpointing_has_the_mask_of_its_forward_whatever_ran_in_betw
         loss.backward()
     one, other = gradients(plain), gradients(checkpointed)
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize(
-    ("adapter", "checkpointing", "whole", "backend"),
-    [
-        ("tlora", False, True, "eager"),
-        ("tlora", True, False, "aot_eager"),
-        ("ortho_tlora", False, False, "aot_eager"),
-        ("ortho_tlora", True, True, "eager"),
-    ],
-)
-@pytest.mark.slow
-def test_compiled_once_for_every_timestep(tiny, adapter, checkpointing, whole, backend):
-    module = build(tiny, adapter, f"model.gradient_checkpointing={checkpointing}")
-    learn(module)
-    times = [[0.05, 0.9], [0.2, 0.1], [0.4, 0.4], [0.6, 0.05], [0.8, 0.3], [0.99, 0.5]]
-    expected = [velocity(module, t).detach() for t in times]
-    torch._dynamo.reset()
-    if whole:
-        module.transformer.compile(backend=backend, fullgraph=True)
-    else:
-        module.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
-    first = velocity(module, times[0])
-    first.square().mean().backward()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for t, eager in zip(times, expected, strict=True):
-            compiled = velocity(module, t)
-            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
-            compiled.square().mean().backward()

@@ -15,16 +15,7 @@ from tests.support.commands import run_code
 EVERY_TIMESTEP = range(1001)
 # Float32 arithmetic is wrong for the second to fourth: at t = 160, 410 and 100.
 SETTINGS = [(16, 8, 1), (76, 1, 1), (101, 1, 1), (101, 1, 2), (32, 1, 1), (64, 1, 2), (128, 0, 3), (40, 4, 0.5)]
-SETTINGS += [
-    (64, 1, 1.5),
-    (33, 7, 0.7),
-    (64, 1, 0.01),
-    (64, 1, 9.99),
-    (32, 2, 0.3333),
-    (8, 8, 1),
-    (1, 1, 1),
-    (255, 3, 2.25),
-]
+SETTINGS += [(64, 1, 1.5), (33, 7, 0.7), (64, 1, 0.01), (64, 1, 9.99), (32, 2, 0.3333), (8, 8, 1), (1, 1, 1)]
 
 
 def exact_rank(t: int, rank: int, min_rank: int, alpha: float, t_min: int = 0) -> int:
@@ -76,15 +67,6 @@ def flux_timesteps(steps: int) -> torch.Tensor:
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist(), mu=1.15)
     return scheduler.timesteps
-
-
-def test_ranks_of_the_sampling_schedule():
-    schedule = RankSchedule("timestep", 32, 1, 1)
-    timesteps = flux_timesteps(28)
-    expected = [1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5, 6, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17, 19, 21, 23, 25, 28]
-    assert schedule.active_ranks(timesteps, timesteps).tolist() == expected
-    trained = schedule.active_ranks(torch.arange(1, 1001)).float().mean()
-    assert round(float(trained), 1) == 16.0
 
 
 def test_mask_lets_the_first_components_through_and_each_sample_has_its_own():

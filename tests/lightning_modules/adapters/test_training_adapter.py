@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from functools import partial
 
@@ -160,16 +159,6 @@ def test_pictures_and_validation_are_without_it_and_training_is_with_it(run, sho
     assert states[0].keys() == states[1].keys()
 
 
-@pytest.mark.slow
-def test_sampling_between_does_not_change_training(run, shown, file, tmp_path):
-    adapted = f"model.training_adapter={file}"
-    for dtype in ("bfloat16", "float32"):
-        run("train", *shown(f"often-{dtype}", adapted, f"model.dtype={dtype}", "sample_every=1", steps=3))
-        quiet = ["callbacks.sample_images=null", "callbacks.validation=null"]
-        run("train", *shown(f"never-{dtype}", adapted, f"model.dtype={dtype}", *quiet, steps=3))
-        assert lora_bytes(tmp_path / f"often-{dtype}") == lora_bytes(tmp_path / f"never-{dtype}")
-
-
 def test_a_prediction_is_without_it_as_in_stock_diffusers(run, shown, file, stock, photo, tmp_path):
     run("train", *shown("run", f"model.training_adapter={file}", "model.dtype=float32", steps=4))
     with safe_open(tmp_path / f"run/lora/last/{WEIGHTS}", "pt") as opened:
@@ -253,15 +242,6 @@ def test_what_it_does_not_go_with_is_one_line(fails, learned, tiny, file, tmp_pa
     assert "no such file or folder" in refused(tmp_path / "nowhere")
     assert "name one LoRA" in refused("[a,b]")
     assert "owner/other is not a folder here and huggingface.co cannot be reached" in refused("owner/other")
-
-
-@pytest.mark.slow
-def test_a_plan_counts_it(run, shown, file, pairs):
-    sizes = []
-    for more in ([], [f"model.training_adapter={file}"]):
-        text = run("train", *shown("plan", "task=dry_run", *more)).text
-        sizes.append(re.search(r"GPU, training.*weights ([\d.]+ \w+)", text)[1])
-    assert sizes[0] != sizes[1]
 
 
 @pytest.mark.slow

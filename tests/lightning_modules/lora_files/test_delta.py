@@ -54,11 +54,6 @@ def test_what_is_computed_without_the_matrix_is_that_of_the_matrix(name):
     assert squared_difference(delta, lora) == pytest.approx(expected, rel=1e-4)
 
 
-def test_kronecker_is_torch_s_product():
-    left, right = numbers(6, 4), numbers(10, 12, seed=1)
-    assert torch.equal(Kronecker([left], [right]).matrix(), torch.kron(left, right))
-
-
 def test_rotation_is_cayley_s_to_the_series_error_and_turns_back():
     """The first omitted term is of the fourth power."""
     skew = 0.02 * numbers(6, 28)
@@ -141,9 +136,3 @@ def test_change_counts_what_is_missing_on_either_side():
     whole = (norms[0] ** 2 + norms[1] ** 2) ** 0.5
     assert relative_change({"x": a, "y": b}, {"x": a}) == pytest.approx(norms[1] / whole)
     assert relative_change({"x": a}, {"x": a, "y": b}) == pytest.approx(norms[1] / norms[0])
-
-
-def test_first_components_are_those_that_come_first():
-    one = low_rank()
-    torch.testing.assert_close(dense(one.first(2)), one.up[:, :2].double() @ one.down[:2].double())
-    assert squared_difference(one, one.first(6)) == pytest.approx(0, abs=1e-9)

@@ -154,17 +154,9 @@ TRANSFORMERS = {
     "Flux2Pipeline": lambda: diffusers.Flux2Transformer2DModel(
         in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
     ),
-    "Flux3Pipeline": lambda: diffusers.Flux3Transformer2DModel(
-        in_channels=16, cond_in_channels=16, **LAYERS, **HEADS, axes_dims_rope=(4, 4, 4, 4)
-    ),
     "ZImagePipeline": lambda: diffusers.ZImageTransformer2DModel(
         in_channels=4, dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32,
         axes_dims=[4, 6, 6], axes_lens=[16, 16, 16],
-    ),
-    "Krea2Pipeline": lambda: diffusers.Krea2Transformer2DModel(
-        in_channels=16, num_layers=1, **HEADS, num_key_value_heads=1, intermediate_size=32, timestep_embed_dim=32,
-        text_hidden_dim=32, num_text_layers=2, text_num_attention_heads=2, text_num_key_value_heads=2,
-        text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
     ),
 }  # fmt: skip
 

@@ -9,7 +9,6 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import short
@@ -40,9 +39,7 @@ FILES = {
     "empty": (b"", "is an empty file"),
     "no safetensors": (b"\x80\x04pickle" * 10, "is a pickle of PyTorch"),
     "a GGUF file": (b"GGUF\x03" + bytes(60), "is a GGUF file; name a LoRA's safetensors file"),
-    "truncated": (stored(GOOD)[:-40], "is damaged"),
     "an offset outside": (raw(OUTSIDE, b"\0" * 64), "is damaged"),
-    "a header longer than the file": (struct.pack("<Q", 2**62) + b"{}", "is damaged"),
     "a header of 100 MB": (raw(b'{"__metadata__":{"a":"' + b"x" * 10**8 + b'"}}'), "its header has 100,000,025 bytes"),
     "not a number": (stored(GOOD | {UP: torch.full((64, 2), torch.nan)}), "lora_B.weight): training diverged"),
     "an alpha that is no number": (
@@ -51,24 +48,13 @@ FILES = {
     ),
     "two alphas": (stored(GOOD | {f"{LAYER}.alpha": torch.ones(2)}), "is damaged"),
     "NaN in diffusers' header": (with_header('{"transformer.lora_alpha": NaN}'), "is not finite"),
-    "text in diffusers' header": (with_header('{"transformer.lora_alpha": "x"}'), "is damaged"),
-    "a list as diffusers' header": (with_header("[]"), "is damaged"),
     "a pattern that is none": (
         with_header('{"transformer.lora_alpha": 1, "transformer.alpha_pattern": {"(": 1}}'),
         "alpha_pattern: ",
     ),
     "a header nested too deeply": (with_header("[" * 100_000), "is damaged"),
-    "our header nested too deeply": (stored(GOOD, {"retouch": "[" * 100_000}), "is damaged"),
     "a precision that is no settings": (
         stored(GOOD, {"retouch": '{"model": {"name": "flux_kontext", "quantization": "fp8"}}'}),
-        "header retouch is not one of ours",
-    ),
-    "an export that is no facts": (
-        stored(GOOD, {"retouch": '{"export": "x"}'}),
-        "header retouch is not one of ours",
-    ),
-    "a schedule that is none": (
-        stored(GOOD, {"retouch": '{"adapter": {"rank_schedule": "x"}}'}),
         "header retouch is not one of ours",
     ),
     "rank 0": (stored({DOWN: torch.ones(0, 64), UP: torch.ones(64, 0)}), "has matrices of (0, 64) and (64, 0)"),
@@ -88,18 +74,9 @@ FILES = {
         stored({"lycoris_x.lokr_w1": torch.ones(2, 2), "lycoris_x.alpha": torch.ones(1)}),
         "only alpha and lokr_w1, half",
     ),
-    "LoHa": (stored({"lora_unet_x.hada_w1_a": torch.ones(2, 2)}), "only hada_w1_a, half"),
     "biases": (
         stored(GOOD | {f"{LAYER}.lora_B.bias": torch.ones(64)}),
         UNREAD + "transformer.",
-    ),
-    "differences": (
-        stored(GOOD | {"diffusion_model.x.diff": torch.ones(4)}),
-        UNREAD + "diffusion_model.x.diff",
-    ),
-    "something beside": (
-        stored(GOOD | {"something": torch.ones(4)}),
-        UNREAD + "something)",
     ),
     "two adapters": (
         stored({key.replace(".weight", f".{name}.weight"): one for key, one in GOOD.items() for name in "ab"}),
@@ -116,10 +93,6 @@ FILES = {
     "many names": (
         stored({f"{'y' * 400}{number}.lora_{half}.weight": torch.ones(4, 4) for half in "AB" for number in range(99)}),
         "is not in the model and 96 more",
-    ),
-    "names that would write on the terminal": (
-        stored({"a\x1b[2Jb": torch.ones(4, 4)}),
-        "it has names that no layer has",
     ),
     "another model's": (
         stored({f"lora_unet_input_blocks_4_1.lora_{half}.weight": torch.ones(4, 4) for half in ("down", "up")}),
@@ -143,7 +116,6 @@ FILES = {
         with_header('{"transformer.init_lora_weights": "pissa_niter_4"}'),
         "saved by peft with init_lora_weights=pissa",
     ),
-    "QALoRA": (with_header('{"transformer.use_qalora": true}'), "saved by peft with use_qalora=True"),
     "a setting of tomorrow": (with_header('{"transformer.use_next": true}'), "saved by peft with use_next=True"),
 }
 
@@ -169,9 +141,8 @@ def test_one_short_line_says_what_is_wrong(names, tmp_path, name):
     assert str(raised.value).isprintable()
 
 
-@pytest.mark.parametrize("name", ["not a number", "another model's"])
-def test_both_commands_say_so_before_they_start(refuses, tiny, photo, tmp_path, name):
-    content, message = FILES[name]
+def test_both_commands_say_so_before_they_start(refuses, tiny, photo, tmp_path):
+    content, message = FILES["another model's"]
     (tmp_path / "x.safetensors").write_bytes(content)
     refuses(f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.rank=2", "adapter.target_modules=[attn.to_q]",
             words=message)  # fmt: skip
@@ -185,24 +156,6 @@ def test_both_commands_say_so_before_they_start(refuses, tiny, photo, tmp_path, 
     refuses(*request, words=message, script="predict")
 
 
-def test_training_starts_from_files_of_others(run, runs, tiny, pairs, tmp_path):
-    """Only names differ, not layers; alpha is applied."""
-    settings = ["adapter.alpha=8", "optimizer.weight_decay=0"]
-    file = runs(1, *settings, "optimizer.lr=1e-2").folder / "lora/last/pytorch_lora_weights.safetensors"
-    state = {}
-    for key, one in safetensors.torch.load_file(file).items():
-        layer, _, half = key.removeprefix("transformer.").removesuffix(".weight").rpartition(".lora_")
-        layer = f"lora_unet_{layer.replace('.', '_')}"
-        state[f"{layer}.lora_{'down' if half == 'A' else 'up'}.weight"] = one / 2 if half == "B" else one
-        state[f"{layer}.alpha"] = torch.tensor(2.0 * one.shape[0 if half == "A" else 1])
-    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
-    more = [*settings, f"adapter.init_from={tmp_path / 'x.safetensors'}", "optimizer.lr=0"]
-    run("train", *short(tiny, pairs, tmp_path / "second", 1), *more)
-    again = safetensors.torch.load_file(tmp_path / "second/lora/last/pytorch_lora_weights.safetensors")
-    for key, one in safetensors.torch.load_file(file).items():
-        torch.testing.assert_close(again[key], one)
-
-
 def test_a_header_is_looked_at_without_reading_weights(names, tmp_path):
     """A truncated file has no end to read."""
     (tmp_path / "x.safetensors").write_bytes(stored(GOOD))
@@ -211,14 +164,6 @@ def test_a_header_is_looked_at_without_reading_weights(names, tmp_path):
     assert list(file.match(names, "tiny")) == [LAYER]
     with pytest.raises(UserError, match=r"is damaged .* or download it again"):
         file.read(names, "tiny")
-
-
-def test_a_name_on_the_hub_is_no_missing_file():
-    with pytest.raises(UserError) as raised:
-        find_or_download("owner/name")
-    assert "no such file" not in str(raised.value)
-    assert "owner/name" in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_half_precision_is_of_the_file_alone(runs):
