@@ -98,7 +98,10 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
     titles = [title(file.path) for file in files] or [Path(str(cfg.extract)).name]
     path = _free_path(cfg, titles, output_dir)
     if cfg.fuse:
-        _check_fuse(output_dir)
+        for key in ("format", "export.dtype"):
+            if any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.task):
+                raise UserError(f"{key} has no effect with fuse=true, which writes a transformer as its base is")
+        require_empty(output_dir)
     if cfg.extract is not None:
         lora, model = _extract(cfg)
     else:
@@ -106,7 +109,12 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
         cfg.model = model.settings
         check_ranges(cfg, "predict")  # again: a file's header may contain any value
-        lora = _read(cfg, files, weights, model)
+        loras = [ExportedLoRA.read(file, model) for file in files]
+        lora = loras[0] if cfg.merge is None else _sum_of(loras, weights, [str(file.path) for file in files])
+        if lora.gate is not None:
+            lora = _first_components(lora, lora.gate, cfg.rank)
+        elif cfg.rank is not None:
+            lora = _with_rank(lora, cfg.rank)
     if cfg.fuse:
         _fuse(cfg, lora, model, output_dir)
     else:
@@ -149,15 +157,6 @@ def _free_path(cfg: DictConfig, titles: list[str], output_dir: Path) -> Path:
     return path
 
 
-def _read(cfg: DictConfig, files: list[LoRAFile], weights: list[float], model: KnownModel) -> ExportedLoRA:
-    """Read one LoRA, or the sum of several, of cfg.rank."""
-    loras = [ExportedLoRA.read(file, model) for file in files]
-    lora = loras[0] if cfg.merge is None else _sum_of(loras, weights, [str(file.path) for file in files])
-    if lora.gate is not None:
-        return _first_components(lora, lora.gate, cfg.rank)
-    return lora if cfg.rank is None else _with_rank(lora, cfg.rank)
-
-
 def _sum_of(loras: Sequence[ExportedLoRA], weights: Sequence[float], titles: Sequence[str]) -> ExportedLoRA:
     """Add LoRAs up, each times its weight; the header keeps the facts that hold for all of them.
 
@@ -196,7 +195,7 @@ def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
         reduced: dict[str, Delta] = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
     except ValueError as error:
         raise UserError(f"rank={rank}: {error}. fuse=true writes a transformer that includes it") from error
-    log.info(f"rank={rank}: the update changes by {_percent(relative_change(lora.deltas, reduced))}")
+    log.info(f"rank={rank}: the update changes by {relative_change(lora.deltas, reduced):.2%}")
     if lora.kind == "LoRA":
         return lora._replace(deltas=reduced)
     adapter = {"target_modules": lora.header.get("adapter", {}).get("target_modules")}
@@ -232,11 +231,6 @@ def title(path: Path) -> str:
     return name if folder.name == "last" else f"{name}_{folder.name}"
 
 
-def _percent(share: float) -> str:
-    """Format a share to three digits."""
-    return f"{100 * share:.3g} %"
-
-
 def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str) -> None:
     """Print the facts of the written file, as read back, and its readers."""
     written = LoRAFile(path)
@@ -248,7 +242,7 @@ def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str)
     table.add_row("model", f"{model.base}{', or another one of these layers' if model.guessed else ''}")
     table.add_row("layers", f"{len(written.parts)}, {lora.kind}")
     table.add_row("rank", ", ".join(dict.fromkeys(delta.size for delta in written.empty.values())))
-    table.add_row("dtype", stored + ("" if error < FLOAT32_ERROR else f", {_percent(error)} off"))
+    table.add_row("dtype", stored + ("" if error < FLOAT32_ERROR else f", {error:.2%} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
     family: type[Any] = get_class(model.settings._target_)
@@ -270,22 +264,13 @@ def _extract(cfg: DictConfig) -> tuple[ExportedLoRA, KnownModel]:
     tuned = str(run if run.is_dir() else cfg.extract)
     log.info(f"comparing {tuned} with {module.base.transformer_name}, layer by layer")
     deltas, error, others = extract(module.base.source, tuned, cfg.rank, device)
-    log.info(f"rank {cfg.rank} lacks {_percent(error)} of the difference")
+    log.info(f"rank {cfg.rank} lacks {error:.2%} of the difference")
     if others:
         log.warning(f"note: a LoRA cannot hold what else differs, biases and norms: {listing(others)}")
     header = {"model": model_header(name, settings), **module.base.provenance()}
     header["adapter"] = {"rank": cfg.rank, "alpha": cfg.rank}
     model = KnownModel(name, module.base.name, module.base.layer_names, cfg.model)
     return ExportedLoRA(dict(deltas), header, 1.0), model
-
-
-def _check_fuse(output_dir: Path) -> None:
-    """Raise a UserError for settings that fuse=true ignores, and for a folder with files."""
-    overrides = HydraConfig.get().overrides.task
-    for key in ("format", "export.dtype"):
-        if any(override.startswith(f"{key}=") for override in overrides):
-            raise UserError(f"{key} has no effect with fuse=true, which writes a transformer as its base is")
-    require_empty(output_dir)
 
 
 def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, output_dir: Path) -> None:
@@ -301,5 +286,5 @@ def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, output_dir: Pa
     size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} contains {model.base}'s transformer with the LoRA, {source.precision}, {decimal(size)}")
     if rounding is not None and rounding.share > 0:
-        log.info(f"rounding to {source.precision} changes the update by {_percent(rounding.share)}")
+        log.info(f"rounding to {source.precision} changes the update by {rounding.share:.2%}")
     log.info(f"use it: model={model.name} model.transformer_name_or_path={output_dir}")

@@ -40,8 +40,7 @@ class Adapter(ABC):
         trains_base: whether the transformer's own weights train, in float32.
         is_linear: whether a layer's update is only a product of two projections, so that negating the first one's
             output negates the update, for single samples of a batch.
-        reads_base: whether every step computes with the base's own weights.
-        turns_inputs: whether it changes the inputs of layers.
+        adds_to_outputs: whether its updates are added to outputs of layers, whatever the base's weights.
     """
 
     folder: str
@@ -50,8 +49,7 @@ class Adapter(ABC):
     trains_text_encoders: bool = False
     trains_base: bool = False
     is_linear: bool = False
-    reads_base: bool = False
-    turns_inputs: bool = False
+    adds_to_outputs: bool = True
 
     @abstractmethod
     def check(self, base: FrozenBase, training: Training) -> None:

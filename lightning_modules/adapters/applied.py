@@ -139,7 +139,7 @@ class TrainingAdapter:
         setting = f"model.training_adapter={self.name}"
         if adapter.trains_base:
             raise UserError(f"{setting}: with adapter=full all weights would learn to replace it. Use adapter=lora.")
-        if adapter.reads_base or adapter.turns_inputs:
+        if not adapter.adds_to_outputs:
             raise UserError(f"{setting}: {adapter} would change its output as well. Use adapter=lora.")
         self.file.match(base.layer_names, base.name)
         if read_rank_gate(self.file.path) is not None:

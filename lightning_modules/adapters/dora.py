@@ -24,7 +24,7 @@ class DoRA(LoRA):
     kind = "DoRA"
     starts_from = ("DoRA", "LoRA")
     is_linear = False
-    reads_base = True
+    adds_to_outputs = False
 
     def initialize(self, transformer: nn.Module) -> None:
         attach_magnitudes(transformer, ADAPTER)

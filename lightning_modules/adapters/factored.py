@@ -185,7 +185,7 @@ class OFT(Factored):
     """
 
     kind = "OFT"
-    turns_inputs = True
+    adds_to_outputs = False
 
     def __init__(self, block_size: int, **settings: Any) -> None:
         super().__init__(**settings)

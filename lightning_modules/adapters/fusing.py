@@ -83,21 +83,24 @@ def write_fused(
     if weights is None:
         raise UserError(f"{source.name}: only safetensors weights can be fused with a LoRA")
     fused = FusedWeights(weights, deltas, source.dtype, device)
+    rounding = None
     with replacing_folder(folder) as unfinished:
-        if weights.format is None and source.quantization is None:
-            _write_plain(source, weights, fused, unfinished)
-            return fused.rounding
-        quantization = source.quantization if weights.format is None else _as_stored(source, weights.format)
-        assert quantization is not None
-        transformer = source.empty()
-        rounding = None
-        if weights.format is None:
-            assemble(transformer, fused, dtype=source.dtype, device=device, quantization=quantization)
-        else:  # plain layers stay as they are on disk
+        if weights.format is not None:  # plain layers stay as they are on disk
+            stored = source.config().get("quantization_config") or {}
+            double_quant = bool(stored.get("bnb_4bit_use_double_quant"))
+            quantization = Quantization(weights.format, (), ("transformer",), double_quant)
+            transformer = source.empty()
             assemble(transformer, weights, dtype=source.dtype, device=device, quantization=None)
             rounding = _requantize(transformer, deltas, quantization)
-        save_quantized(transformer, quantization, unfinished)
-        return rounding
+            save_quantized(transformer, quantization, unfinished)
+        elif source.quantization is not None:
+            transformer = source.empty()
+            assemble(transformer, fused, dtype=source.dtype, device=device, quantization=source.quantization)
+            save_quantized(transformer, source.quantization, unfinished)
+        else:
+            _write_plain(source, weights, fused, unfinished)
+            rounding = fused.rounding
+    return rounding
 
 
 def _write_plain(source: TransformerSource, weights: SafetensorsWeights, fused: FusedWeights, folder: Path) -> None:
@@ -116,12 +119,6 @@ def _write_plain(source: TransformerSource, weights: SafetensorsWeights, fused: 
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / f"{pattern.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _as_stored(source: TransformerSource, format: str) -> Quantization:
-    """Return the quantization of a transformer that is quantized on disk."""
-    settings = source.config().get("quantization_config") or {}
-    return Quantization(format, (), ("transformer",), bool(settings.get("bnb_4bit_use_double_quant")))
 
 
 def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantization: Quantization) -> Rounding:
