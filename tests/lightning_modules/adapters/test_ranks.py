@@ -182,7 +182,7 @@ def test_each_optimizer_learns_by_its_groups_rates(tiny, optimizer):
         optimization.optimizer = made
         adapter = SimpleNamespace(lr_factor=lambda name: factors[int(name)])
         trained = TrainedParts(adapter, torch.nn.ParameterList(parameters), torch.nn.ModuleDict())
-        steps = optimization.configure(trained, fp4=False, sharded=False)
+        steps = optimization.configure(trained, sharded=False)
         steps = steps["optimizer"] if isinstance(steps, dict) else steps
         for grad in grads:
             for parameter in parameters:
