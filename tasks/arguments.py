@@ -1,5 +1,6 @@
 """Arguments of a command, before Hydra reads them: ordered, quoted, and each mistake answered in one line."""
 
+import itertools
 import os
 import re
 import sys
@@ -103,37 +104,16 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
 
     parser.error = refuse  # type: ignore[method-assign]
     found, unknown = parser.parse_known_intermixed_args(arguments)
-    known, settings, options = declared(script), list(found.overrides), []
-    for flag in unknown:
-        name, _, value = flag.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        following = list(arguments)[list(arguments).index(flag) + 1 :]
-        value = value or next((one for one in following[:1] if one in settings and "=" not in one), "VALUE")
-        near = name if known.knows(name) else known.nearest(name)
-        raise UserError(f"{flag}: write KEY=VALUE, without dashes{f': {near}={value}' if near else ''}.")
+    if unknown:
+        refuse(f"{unknown[0]}: there is no such option")
+    settings = list(found.overrides)
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):
-            _refuse_word(word, settings[:index], settings[index:], known)
-    rest = list(settings)
-    for argument in arguments:
-        if rest and argument == rest[0]:
-            rest.pop(0)
-        else:
-            options.append(argument)
-    return options, settings
-
-
-def _refuse_word(word: str, before: list[str], rest: list[str], known: Declared) -> NoReturn:
-    """Raise a UserError for a word without =: a group's option, a key, or the continuation of a value."""
-    key, _, value = before[-1].partition("=") if before else ("", "", "")
-    groups = [group for group, options in known.groups.items() if word in options]
-    if before and (key in TEXTS | PATHS or not groups):
-        end = next((index for index, one in enumerate(rest) if "=" in one), len(rest))
-        raise UserError(f'{word}: it is not KEY=VALUE. Quote the {key}: {key}="{" ".join([value, *rest[:end]])}".')
-    if groups:
-        raise UserError(f"{word}: it is not KEY=VALUE. Write {groups[0]}={word}.")
-    near = word if known.knows(word) else known.nearest(word)
-    raise UserError(f"{word}: it is not KEY=VALUE. Write {near or 'KEY'}=VALUE.")
+            key, _, value = settings[index - 1].partition("=") if index else ("", "", "")
+            words = " ".join([value, *itertools.takewhile(lambda one: "=" not in one, settings[index:])])
+            hint = f'Quote the {key}: {key}="{words}".' if key in TEXTS | PATHS else "Write GROUP=NAME or KEY=VALUE."
+            raise UserError(f"{word}: it is not KEY=VALUE. {hint}")
+    return [argument for argument in arguments if argument not in settings], settings
 
 
 def _checked(setting: str, known: Declared) -> str:
@@ -194,8 +174,6 @@ def explained(error: Exception, known: Declared) -> str:
         known.refuse(key)
     if match := re.match(r"Ambiguous value for argument '(.+)'", str(error)):
         return f"{match[1]}: several values are a sweep, which needs -m; text with a comma needs quotes."
-    if match := re.match(r"Could not delete '(.+)'. No match", str(error)):
-        return f"{match[1]}=null: nothing was chosen there. Leave it out."
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: this is not YAML ({error.problem})."

@@ -236,9 +236,8 @@ def chosen_task(task: str, script: str) -> str:
     if task in TASKS[other]:
         raise UserError(f"task={task}: it is a task of {other}.py: python {other}.py task={task} ...")
     near = closest(str(task), tasks, 2)
-    hint = f"Did you mean {near}? " if near else ""
-    *names, last = tasks
-    raise UserError(f"task={task}: there is no such task. {hint}Choose {', '.join(names)} or {last}.")
+    hint = f"Did you mean {near}?" if near else f"Choose {', '.join(tasks)}."
+    raise UserError(f"task={task}: there is no such task. {hint}")
 
 
 def closest(word: str, others: Iterable[str], most: float) -> str | None:
@@ -275,14 +274,6 @@ def _leaves(node: Mapping[Any, Any], path: str) -> Iterator[str]:
 
 
 def _unlikeness(key: str, name: str) -> float:
-    """Return the number of different letters; less if only the words before the last part differ or are missing."""
-    (before, _, own), (parent, _, last) = key.rpartition("."), name.rpartition(".")
-    found = [float(OSA.distance(key, name))]
-    if own == last:
-        found.append(1.1 + 0.05 * OSA.distance(before, parent))
-    if not before:
-        found += [OSA.distance(own, last) + 0.5, OSA.distance(own, name.replace(".", "_")) + 0.5]
-        shares_word = len(min(own, last, key=len)) > 2 and (own in last.split("_") or last in own.split("_"))
-        if shares_word or last == "".join(word[:1] for word in own.split("_")):
-            found.append(1.5)
-    return min(found)
+    """Return the number of different letters, or that in the last parts and a little more."""
+    before, _, own = key.rpartition(".")
+    return min(OSA.distance(key, name), OSA.distance(own, name.rpartition(".")[2]) + (1.1 if before else 0.5))

@@ -99,7 +99,8 @@ _SETTINGS: dict[Number, str] = {
     COUNT: """
         trainer.num_nodes trainer.max_steps trainer.accumulate_grad_batches trainer.log_every_n_steps
         model.optimization.max_nonfinite_steps model.sampling.num_inference_steps
-        data.batch_size data.preview_count data.source.count keep_checkpoints callbacks.validation.patience
+        data.batch_size data.preview_count data.crop_count data.source.count keep_checkpoints
+        callbacks.validation.patience
         callbacks.lora_checkpoint.keep_checkpoints callbacks.report.preview_count
         adapter.rank objective.preserve.every scheduler.num_training_steps
         num_images_per_prompt num_inference_steps batch_size captioner.max_new_tokens captioner.batch_size
@@ -113,7 +114,7 @@ _SETTINGS: dict[Number, str] = {
     replace(COUNT, null=True): "data.max_tokens_per_batch rank",
     FROM_ZERO: """
         model.training_guidance_scale objective.preserve.outside objective.preserve.weight
-        optimizer.lr optimizer.weight_decay model.recipe.lr
+        optimizer.lr optimizer.weight_decay model.recipe.lr model.timesteps.logit_std
     """,
     replace(FROM_ZERO, null=True): """
         model.sampling.guidance_scale model.sampling.true_cfg_scale guidance_scale true_cfg_scale
@@ -121,36 +122,33 @@ _SETTINGS: dict[Number, str] = {
     """,
     POSITIVE: """
         data.source.change_weight objective.loss.delta objective.beta optimizer.eps optimizer.fallback_lr_scale
+        adapter.alpha_rank_scale
     """,
-    replace(POSITIVE, null=True): "watchdog_minutes adapter.alpha adapter.lora_plus_ratio model.recipe.alpha",
+    replace(POSITIVE, null=True): """
+        watchdog_minutes adapter.alpha adapter.lora_plus_ratio model.recipe.alpha ema.half_life
+        model.sampling.shift shift
+    """,
     SHARE: """
         data.caption_dropout_rate objective.mask.outside objective.edit_weight.floor
         model.recipe.caption_dropout_rate
     """,
-    Number(0, 1000, above=True, null=True): "model.sampling.shift shift",
     Number(0, 0.999, above=True, null=True): "model.sampling.shift_terminal shift_terminal",
-    Number(0, 1000, above=True, null=True, words=("dynamic",)): "model.timesteps.shift",
-    Number(-10, 10): "model.timesteps.logit_mean",
-    Number(0, 10): "model.timesteps.logit_std",
+    replace(POSITIVE, null=True, words=("dynamic",)): "model.timesteps.shift",
+    Number(): "model.timesteps.logit_mean",
+    Number(1): "objective.contrastive_guidance",
     RESOLUTION: "model.resolution",
     replace(RESOLUTION, null=True, several=True): "data.resolution",
     Number(16, whole=True, multiple=16, null=True): "height width",
-    Number(256, whole=True): "max_area callbacks.sample_images.max_area",
-    Number(1024, whole=True): "captioner.max_area",
-    Number(1024, whole=True, null=True): "model.vae_image_size model.condition_image_size",
+    Number(256, whole=True): "max_area callbacks.sample_images.max_area captioner.max_area",
+    Number(256, whole=True, null=True): "model.vae_image_size model.condition_image_size",
     Number(1, 512, whole=True): "model.max_sequence_length",
-    Number(1, 100, whole=True): "data.crop_count",
     Number(-1, whole=True, words=("auto",), several=True): "trainer.devices",
     Number(-1, whole=True, null=True): "trainer.max_epochs",
-    Number(1, null=True): "ema.half_life",
-    Number(1): "objective.contrastive_guidance",
     Number(-1, whole=True): "adapter.decompose_factor",
     Number(2, whole=True): "adapter.block_size",
-    Number(0, 0.999): "adapter.dropout",
-    Number(0.01, 10): "adapter.alpha_rank_scale",
     ByPattern(1, whole=True): "adapter.rank_pattern",
     ByPattern(0, above=True): "adapter.alpha_pattern adapter.lr_pattern",
-    Number(0, 0.99999): "optimizer.momentum",
+    Number(0, 0.99999): "optimizer.momentum adapter.dropout",
     Number(0, 0.99999, several=True): "optimizer.betas",
     Number(null=True, several=True): "lora_weights merge_weights",
     Number(null=True, several=True, by_pattern=True): "lora_scale",

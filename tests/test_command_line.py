@@ -31,23 +31,19 @@ def test_help_explains_itself_quickly(run):
     ("arguments", "data", "held_out"),
     [
         ([], "drawn shapes", 16),
-        (["model=embedded"], "drawn shapes", 16),
         (["data.root=mine"], "mine", 0),
         (["data.root=mine", "data=cached"], "mine", 0),
         (["data.shards=s3://bucket/folder"], None, 0),
+        (["data.root=mine", "model=flux_kontext"], "mine", 0),
+        (["data.root=mine", "model.pretrained_model_name_or_path=other"], "mine", 0),
     ],
 )
-def test_embedded_model_learns_from_drawn_shapes_unless_data_are_named(arguments, data, held_out):
+def test_embedded_model_learns_from_drawn_shapes_unless_data_or_a_model_are_named(arguments, data, held_out):
     cfg = compose("train", *arguments)
-    assert (cfg.data.root, cfg.data.val_count, cfg.data.batch_size) == (data, held_out, 8)
-    assert (cfg.optimizer.lr, cfg.scheduler.name, cfg.adapter.target_modules) == (3e-3, "cosine", "all-linear")
-
-
-@pytest.mark.parametrize("base", ["model=flux_kontext", "model.pretrained_model_name_or_path=other"])
-def test_other_bases_have_the_usual_settings(base):
-    cfg = compose("train", base, "data.root=mine")
-    assert (cfg.data.root, cfg.data.val_count, cfg.data.batch_size) == ("mine", 0, 1)
-    assert (cfg.optimizer.lr, cfg.scheduler.name, cfg.adapter.target_modules) == (1e-4, "constant_with_warmup", None)
+    usual, embedded = (1, 1e-4, "constant_with_warmup", None), (8, 3e-3, "cosine", "all-linear")
+    assert (cfg.data.root, cfg.data.val_count) == (data, held_out)
+    recipe = (cfg.data.batch_size, cfg.optimizer.lr, cfg.scheduler.name, cfg.adapter.target_modules)
+    assert recipe == (usual if any(one.startswith("model") for one in arguments) else embedded)
 
 
 def test_model_without_data_is_one_line(refuses):

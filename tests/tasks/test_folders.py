@@ -56,20 +56,18 @@ def test_file_systems_without_locks_are_told_of_and_used(tmp_path, monkeypatch, 
     assert "no locks in" in caplog.text
 
 
-@pytest.mark.parametrize("command", [["train"], ["train", "-m"], ["predict"]], ids=" ".join)
 @pytest.mark.parametrize(
     ("output_dir", "words"),
     [
         ("/etc/passwd", "output_dir=/etc/passwd cannot be made (it is a file): choose another folder"),
-        ("/etc/passwd/x", "output_dir=/etc/passwd/x cannot be made (Not a directory)"),
         ("null", "output_dir=None: name a folder, or leave it out"),
         (None, "output_dir=outputs/"),  # the working directory is read-only
     ],
 )
-def test_folder_that_cannot_be_made_is_one_line(run, monkeypatch, command, output_dir, words):
+def test_folder_that_cannot_be_made_is_one_line(run, monkeypatch, output_dir, words):
     monkeypatch.chdir("/proc/self")
     where = [] if output_dir is None else [f"output_dir={output_dir}"]
-    assert words in run(*command, *where, "model=flux_kontext", ok=False).error
+    assert words in run("train", *where, "model=flux_kontext", ok=False).error
 
 
 def test_processes_that_are_started_from_elsewhere_must_be_told_where(run, monkeypatch, tmp_path):

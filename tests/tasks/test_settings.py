@@ -1,61 +1,15 @@
-"""Every number and switch in conf/ has a kind and a range, checked before anything is created."""
+"""Kinds and ranges of numbers and switches, checked before anything is created."""
 
 import math
 from copy import deepcopy
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from datamodules.errors import UserError
 from tasks.settings import RULES, Switch, check_ranges
-from tests.support.commands import ROOT, compose, run_code
-
-GROUPS = ("model", "data", "adapter", "optimizer", "scheduler", "trainer", "experiment")
-FILES = {group: sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml")) for group in GROUPS}
-FILES["trainer"].remove("predict")
-# Each file of a group in at least one of them; an experiment chooses options of other groups.
-COMPOSITIONS = [
-    *([f"experiment={name}"] for name in FILES.pop("experiment")),
-    *zip(
-        *(
-            [f"{group}={names[index % len(names)]}" for index in range(max(map(len, FILES.values())))]
-            for group, names in FILES.items()
-        ),
-        strict=True,
-    ),
-]
-PREDICTIONS = [[], ["captioner=qwen3_vl", "captioner/quantization=nf4"]]
-# torchmetrics checks its own arguments; the other is a choice of words, among them true.
-ELSEWHERE = ("callbacks.validation.metrics.", "adapter.init_lora_weights", "model.recipe.init_lora_weights")
-
-
-def leaves(node, path=""):
-    """Yield the settings with a value of their own, not by interpolation of another, by name."""
-    for name in node:
-        key = f"{path}{name}"
-        if str(name).startswith("_") or (
-            path and OmegaConf.is_interpolation(node, name) and not isinstance(node[name], int | float)
-        ):
-            continue
-        if isinstance(node[name], DictConfig):
-            yield from leaves(node[name], f"{key}.")
-        else:
-            yield key, node[name]
-
-
-@pytest.mark.parametrize(
-    ("script", "overrides"),
-    [*(("predict", one) for one in PREDICTIONS), *(("train", one) for one in COMPOSITIONS)],
-    ids=str,
-)
-def test_every_number_and_switch_has_a_rule_that_its_default_keeps(script, overrides):
-    cfg = compose(script, *overrides, *(["model/quantization=fp8"] if len(overrides) > 1 else []))
-    for key, value in leaves(cfg):
-        numbers = list(value) if isinstance(value, ListConfig) else [value]
-        if any(isinstance(one, int | float) for one in numbers) and not key.startswith(ELSEWHERE):
-            assert key in RULES[script], f"{key}={value} has no rule in tasks/settings.py"
-    check_ranges(cfg, script)
+from tests.support.commands import compose, run_code
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +41,7 @@ SCALE = "must be a number or null or a list of them or a mapping {PATTERN:NUMBER
             "train",
             "model.timesteps.shift",
             ["-1", "0", "static"],
-            "must be a number above 0 to 1000 or dynamic or null",
+            "must be a number above 0 or dynamic or null",
         ),
         ("train", "data.caption_dropout_rate", ["2", "abc"], "must be a number from 0 to 1"),
         ("train", "trainer.gradient_clip_val", ["-1"], "must be a number from 0 on or null"),
@@ -111,13 +65,6 @@ def test_a_value_out_of_its_range_is_named(composed, script, key, values, rule):
         assert str(raised.value).startswith(f"{key}=")
         assert str(raised.value).endswith(rule)
         assert "\n" not in str(raised.value)
-
-
-def test_the_commands_say_so_before_anything_is_created(run, tmp_path):
-    for script, override in (("train", "adapter.alpha=nan"), ("predict", "seed=[]")):
-        outcome = run(script, override, f"output_dir={tmp_path / 'out'}", ok=False)
-        assert f"error: {override.partition('=')[0]}=" in outcome.error
-        assert not (tmp_path / "out").exists()
 
 
 def test_a_short_run_on_fp4_reaches_its_learning_rate():
