@@ -157,19 +157,3 @@ def test_dry_run_counts_batches_and_crops(run, tiny, two_roots, tmp_path):
     flat = re.sub(r"[\s│]+", " ", text)
     assert re.search(r"\d+ batches of \d sizes, which use \d+ % of max_tokens_per_batch=1,500; \d\.\d % of the", flat)
     assert "sizes have fewer pairs than a batch" in flat
-
-
-@pytest.mark.slow
-def test_small_masks_and_a_second_root_change_nothing_of_what_is_cached(run, tiny, two_roots, tmp_path):
-    """A mask may be smaller than any picture; and where a crop lies does not depend on what a sample is called."""
-    root = album(tmp_path / "masked", [(200, 150), (210, 140)])
-    Image.new("L", (10, 8), 255).save(root / "control_images" / "00_mask.png")
-    crops = ["data.buckets=aspect", "data.crop=random_cached", "data.crop_count=3", "model.max_sequence_length=32"]
-    command = short(tiny, root, tmp_path / "run", 1)
-    command = [*command, *crops, f"data.cache_dir={tmp_path / 'cache'}"]
-    first = encoded(run("train", *command))
-    assert first >= 2
-    both = [f"data.root=[{root},{two_roots}/others]", f"output_dir={tmp_path / 'both'}"]
-    more = encoded(run("train", *command, *both))
-    assert encoded(run("train", *command, f"data.root={two_roots}/others", f"output_dir={tmp_path / 'others'}")) == 0
-    assert 3 <= more <= 9

@@ -1,10 +1,11 @@
 """Training from each form in which people have data sets, by the real command line."""
 
 import pytest
+from hydra.utils import instantiate
 
 from tests.support.combinations import first
-from tests.support.commands import short
-from tests.support.stored import FORMS, as_parquet, as_tars, picture, prompt, write_tar
+from tests.support.commands import compose, short
+from tests.support.stored import FORMS, as_parquet, as_tars, picture, write_tar
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +15,7 @@ def _own_data_set_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("form", first(2, ["parquet", "tars", "image folder", "suffixes", "save_to_disk"]))
+@pytest.mark.parametrize("form", first(1, ["parquet", "tars", "image folder", "suffixes", "save_to_disk"]))
 def test_trains_from(form, run, tiny, tmp_path):
     """Equal images are encoded once: from the second form on they are in the cache."""
     root = FORMS[form](tmp_path / "mine")
@@ -36,32 +37,26 @@ def test_trains_from_packed_pictures_without_a_cache(run, tiny, tmp_path):
     assert first.stat().st_size == second.stat().st_size
 
 
-def test_trains_text_to_image_from_tars(run, repositories, tmp_path):
-    members = {f"{number}.png": picture(number) for number in range(2)}
-    members |= {f"{number}.txt": prompt(number).encode() for number in range(2)}
-    tar = write_tar(tmp_path / "x.tar", members)
-    arguments = short(repositories["flux_dev"], tar, tmp_path / "run", 1, "captions")
-    assert "2 images" in run("train", "model=flux_dev", "model.dtype=float32", *arguments).text
+def scanned(*overrides):
+    data = instantiate(compose("train", "data=pairs", *overrides).data, _convert_="all")
+    data.scan()
+    return data
 
 
-def test_settings_of_a_root_name_its_columns_and_its_split(run, tiny, tmp_path):
+def test_settings_of_a_root_name_its_columns_and_its_split(tmp_path):
     root = FORMS["snapshot"](tmp_path / "mine")
     columns = "{control: edited_image, target: source_image}"
-    arguments = [a for a in short(tiny, root, tmp_path / "run", 1) if not a.startswith("data.root=")]
-    roots = f'data.root=[{{path: "{root}#test", columns: {columns}}}]'
-    assert "1 pair of" in run("train", *arguments, roots).text
-    text = run("train", *short(tiny, f"{root}#test", tmp_path / "other", 1)).text
-    assert "1 pair of" in text
+    assert len(scanned(f'data.root=[{{path: "{root}#test", columns: {columns}}}]').samples) == 1
+    assert len(scanned(f"data.root={root}#test").samples) == 1
 
 
-def test_settings_reach_the_source_as_hydra_gives_them(run, tiny, tmp_path):
+def test_settings_reach_the_source_as_hydra_gives_them(tmp_path):
     (tmp_path / "mine").mkdir()
     for name, number in (("a-raw", 0), ("a-graded", 1)):
         (tmp_path / "mine" / f"{name}.png").write_bytes(picture(number))
     (tmp_path / "mine" / "a.txt").write_text("one\ntwo")
-    arguments = short(tiny, tmp_path / "mine", tmp_path / "run", 1)
-    assert "1 pair of" in run("train", *arguments, "data.pair_suffixes=[-raw,-graded]").text
+    assert len(scanned(f"data.root={tmp_path}/mine", "data.pair_suffixes=[-raw,-graded]").samples) == 1
     members = {"0.a.png": picture(0), "0.b.png": picture(1), "0.c.png": picture(2), "0.txt": b"x"}
     tar = write_tar(tmp_path / "x.tar", members)
-    arguments = short(tiny, tar, tmp_path / "other", 1)
-    assert "1 pair of" in run("train", *arguments, "data.columns={control: [a, b], target: c}").text
+    [sample] = scanned(f"data.root={tar}", "data.columns={control: [a, b], target: c}").samples
+    assert len(sample.controls) == 2

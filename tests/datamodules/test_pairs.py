@@ -95,11 +95,6 @@ def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path)
         data_module(str(root), alpha_mask=True)
 
 
-def test_sides_are_rounded_down(tmp_path):
-    data = data_module(str(make_pairs(tmp_path, [(40, 32), (32, 32), (33, 37)])))
-    assert data.size_counts() == {(32, 32): 3}
-
-
 def test_batch_of_two_keeps_each_samples_own_control(pairs):
     """An earlier system gave all samples the first one's condition image."""
     one, two = data_module(str(pairs)).pixels(2)

@@ -233,17 +233,12 @@ def test_bad_pictures_are_named_and_skipped_or_an_error(run, arguments, bare):
     line = run("predict", *arguments(bare), ok=False).error
     assert "2 unusable: cannot read the image" in line
     assert list(captions(bare)) == ["01"]
-    outcome = run("predict", *arguments(bare, "data.on_bad_image=skip"))
-    assert "note: skipped 2 unusable" in outcome.text
-    assert set(captions(bare)) == {"01", "03", "04", "05", "06"}
-
-
-def test_what_lacks_more_than_a_caption_is_incomplete_as_in_training(run, arguments, bare):
-    (bare / "control_images" / "00.png").unlink()
+    (bare / "control_images" / "06.png").unlink()
     assert "1 incomplete: " in run("predict", *arguments(bare), ok=False).error
-    outcome = run("predict", *arguments(bare, "data.on_missing=skip"))
+    outcome = run("predict", *arguments(bare, "data.on_bad_image=skip", "data.on_missing=skip"))
     assert "note: skipped 1 incomplete" in outcome.text
-    assert set(captions(bare)) == {"01", "02", "03", "04", "05", "06"}
+    assert "note: skipped 2 unusable" in outcome.text
+    assert set(captions(bare)) == {"01", "03", "04", "05"}
 
 
 def test_the_page_shows_pictures_and_text_as_text(run, arguments, bare, tmp_path):
@@ -288,8 +283,6 @@ def test_it_captions_with_quantized_layers(run, arguments, bare, format, name):
         (["captioner.single.user=Describe {picture}"], "must be a text with {target} once"),
         (["captioner.pair=null"], "captioner.pair.user=None: must be a text with {controls} and {target} once"),
         (["captioner.dtype=half"], "captioner.dtype=half: choose"),
-        (["captioner.device=cuda"], "captioner.device=cuda: this machine has cpu"),
-        (["captioner.batch_size=0"], "captioner.batch_size=0: must be"),
         (["data.cache_dir=null"], "task=caption works on data.root"),
     ],
 )
@@ -316,9 +309,7 @@ def test_an_incomplete_model_is_one_line(run, arguments, bare, captioners, tmp_p
         ("Make it snow.", "Make it snow."),
         (" Make it\nsnow.\r\n\n And\u2028rain. ", "Make it snow. And rain."),
         ('"Make it snow."', "Make it snow."),
-        ("Instruction: Make it snow.", "Make it snow."),
         ("**Instruction:** Make it snow.", "Make it snow."),
-        ("**Make it snow.**", "Make it snow."),
         ('The editing instruction: "Make it snow."', "Make it snow."),
         ("“Caption: Make it snow.”", "Make it snow."),
         ("<think>\nIt was dry.\n</think>\n\nMake it snow.", "Make it snow."),
@@ -327,8 +318,6 @@ def test_an_incomplete_model_is_one_line(run, arguments, bare, captioners, tmp_p
         ("'Tis snow, said the cats'", "'Tis snow, said the cats'"),
         ("Write the caption: SALE", "Write the caption: SALE"),
         ('""', ""),
-        ('"', '"'),
-        ("  \n", ""),
         ("Instruction:", ""),
     ],
 )

@@ -49,19 +49,6 @@ def test_paths_are_files_beside_the_table(tmp_path):
     assert found.incomplete == [f"data.root={root} row 1: {tmp_path}/9.png: No such file or directory"]
 
 
-def test_pictures_that_stand_outside_of_their_cells(tmp_path):
-    (tmp_path / "0.png").write_bytes(picture(0))
-    cells = [{"bytes": None, "path": "0.png"}]
-    root = parquet(
-        tmp_path,
-        source=pa.array(cells, pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-        target=[stored(1)],
-        text=["x"],
-    )
-    [sample] = find_samples([Root(root)]).samples
-    assert sample.controls == (tmp_path / "0.png",)
-
-
 def test_lists_are_several_references_and_several_captions(tmp_path):
     features = Features({"refs": List(Image()), "image": Image(), "captions": List(Value("string"))})
     rows = {
@@ -190,14 +177,6 @@ def test_table_without_pictures_names_its_columns(tmp_path):
         find_samples([Root(root)])
     with pytest.raises(UserError, match="no column of targets; its columns are url, caption"):
         find_captioned([Root(root)], None)
-
-
-def test_wrong_column_is_answered_with_those_that_there_are(tmp_path):
-    root = as_parquet(tmp_path / "mine")
-    with pytest.raises(UserError, match=r"no column src, .* its columns are source_image, edited_image, edit_prompt"):
-        find_samples([Root(root, columns={"control": "src"})])
-    columns = {"control": "edited_image", "target": "source_image", "prompt": "edit_prompt"}
-    assert find_samples([Root(root, columns=columns)]).samples[0].target.read() == picture(0)
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -118,8 +118,6 @@ def test_views_are_all_combinations_and_the_first_is_the_largest_plain_one():
         frame, (4000, 2900), (2000, 1450), root=Root("", resolution=(512, 1024), weight=0.5), held_out=True
     )
     assert (held_out.windows, held_out.weight, held_out.repeats) == (found[0].windows, 1, 1)
-    again = views(frame, (4000, 2900), (2000, 1450), root=Root("", resolution=(512, 1024), weight=0.5, repeats=2))
-    assert again == found, "crops do not depend on the run"
 
 
 @pytest.mark.parametrize(
@@ -170,9 +168,7 @@ EDITING = ("flux_kontext", "flux2_klein_4b", "qwen_image_edit", "qwen_image_edit
 
 
 @pytest.mark.parametrize("model", EDITING)
-@pytest.mark.parametrize(
-    "own", [(4000, 3000), (3000, 2000), (1920, 1080), (800, 600), (600, 800), (1231, 917), (333, 500)]
-)
+@pytest.mark.parametrize("own", [(3000, 2000), (600, 800), (1231, 917)])
 def test_no_family_learns_or_sees_a_zoom(model, own, tmp_path):
     """The target and the control show the same view, on the same grid of latent pixels, in training and prediction."""
     with without_network(compose("train", f"model={model}").model) as module:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import ROOT
 from tests.support.hub_server import REVISION, hub
-from tests.support.stored import FORMS, as_snapshot, picture
+from tests.support.stored import as_snapshot, picture
 
 
 @pytest.fixture
@@ -44,14 +44,6 @@ def test_splits_revisions_and_configurations(folder, ask):
         lines = ask(address, *(f"hf://owner/name{root}" for root in roots), "hf://datasets/owner/name")
     found = f"make it number 0 {len(picture(10))}"
     assert lines == [f"{count} {found}" for count in (4, 1, 4, 1, 4)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["image folder", "tars"])
-def test_files_of_pictures_on_the_hub(form, tmp_path, ask):
-    FORMS[form](tmp_path / "served")
-    with hub(tmp_path / "served") as address:
-        assert ask(address, "hf://owner/name") == [f"4 make it number 0 {len(picture(10))}"]
 
 
 def test_downloaded_once_it_is_read_without_a_network(folder, ask):

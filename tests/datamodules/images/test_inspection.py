@@ -53,22 +53,6 @@ def test_a_shift_is_found_whatever_else_an_edit_does(photo, edit, x, y):
     assert found.scale == pytest.approx(1, abs=0.003)
 
 
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(
-    st.sampled_from(("astronaut", "chelsea", "coffee", "camera", "moon")),
-    st.floats(-6, 6),
-    st.floats(-6, 6),
-    st.floats(0.975, 1.025),
-)
-def test_a_fraction_of_a_pixel_and_a_scale_are_found(photo, x, y, scale):
-    found = align(*map(gray, moved(picture(photo), x, y, scale)))
-    assert found is not None
-    # It is measured from the middle of what is left of the picture, as it is moved.
-    assert (found.x, found.y) == (pytest.approx(x, abs=0.4), pytest.approx(y, abs=0.4))
-    assert found.scale == pytest.approx(scale, abs=0.003)
-
-
 @pytest.mark.parametrize("photo", first(1, ["astronaut", "page", "chelsea", "brick", "retina"]))
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_is_no_fault(photo, edit, tmp_path):
@@ -78,7 +62,7 @@ def test_an_edit_is_no_fault(photo, edit, tmp_path):
     assert inspect_sample(sample, (512,)).findings == []
 
 
-@pytest.mark.parametrize("photo", ["astronaut", "chelsea", "coffee", "camera", "moon", "page", "retina", "rocket"])
+@pytest.mark.parametrize("photo", ["astronaut", "page", "retina"])
 def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
     image = picture(photo)
     assert nearly_equal(image, image)
@@ -150,7 +134,7 @@ def test_a_mask_may_be_of_any_size(tmp_path, size):
     assert kinds == ([Kind.MASK] if size == (1, 1) else [])
 
 
-@pytest.mark.parametrize("quality", [15, 30, 49, 50, 75, 90, 98])
+@pytest.mark.parametrize("quality", [15, 50, 98])
 def test_the_quality_of_a_jpeg_is_read_from_its_tables(quality):
     file = io.BytesIO()
     picture("coffee").save(file, "JPEG", quality=quality)
@@ -170,17 +154,6 @@ def test_copies_are_near_and_other_pictures_are_not():
     )
     assert max((one.hash ^ other.hash).bit_count() for one, other in zip(orange, blue, strict=True)) <= 4
     assert list(matches(orange, blue)) == []
-
-
-def test_near_prints_are_found_among_very_many():
-    random = np.random.default_rng(0)
-    hashes = random.integers(0, 2**64, 3000, dtype=np.uint64)
-    for one in range(0, 3000, 100):
-        hashes[one + 7] = hashes[one] ^ np.uint64(0b1011 << 20)
-    flat = np.full((8, 8, 3), 128, np.int16)
-    prints = [None, *(Print(int(one), flat) for one in hashes)]
-    expected = {(one + 8, one + 1) for one in range(0, 3000, 100)}
-    assert {(one, other) for one, other, _ in matches(prints, prints)} == expected
 
 
 def test_a_held_out_control_that_is_learned_is_a_leak(tmp_path):

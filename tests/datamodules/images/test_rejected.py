@@ -44,15 +44,10 @@ def as_table(root, columns):
     return table
 
 
-COLUMNS = {
-    "ours": ["control_file_name", "file_name", "rejected_file_name", "prompt"],
-    "preferences": ["source_image", "chosen_image", "rejected_image", "instruction"],
-}
-
-
-@pytest.mark.parametrize("form", ["folders", *COLUMNS, "tar"])
+@pytest.mark.parametrize("form", ["folders", "table", "tar"])
 def test_every_form_has_them(root, form):
-    place = as_table(root, COLUMNS[form]) if form in COLUMNS else root
+    columns = ["source_image", "chosen_image", "rejected_image", "instruction"]
+    place = as_table(root, columns) if form == "table" else root
     if form == "tar":
         members = {
             f"{path.stem}.{name}{path.suffix}": path.read_bytes()
@@ -80,14 +75,6 @@ def test_a_rejected_picture_alone_is_incomplete(root):
     (root / "training_images" / "01.png").unlink()
     incomplete = find_samples([Root(root)]).incomplete
     assert f"{root}/rejected_images/01.png has no target image {root}/training_images/01.*" in incomplete
-
-
-def test_a_missing_file_of_a_table_is_incomplete(root):
-    table = as_table(root, ["control_file_name", "file_name", "rejected", "prompt"])
-    (root / "rejected_images" / "00.png").unlink()
-    found = find_samples([Root(table)])
-    assert len(found.samples) == 2
-    assert "rejected_images/00.png: No such file" in found.incomplete[0]
 
 
 def data_of(root, *more):

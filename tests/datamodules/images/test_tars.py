@@ -39,14 +39,6 @@ def test_masks_references_and_captions(tmp_path):
     assert (len(two.controls), two.mask) == (1, None)
 
 
-def test_columns_are_named_by_what_stands_before_the_suffix(tmp_path):
-    tar = write_tar(tmp_path / "x.tar", tar_members([0], "a", "b"))
-    with pytest.raises(UserError, match="no column of condition images, column of targets; its columns are a, b, txt"):
-        find_samples([Root(tar)])
-    [sample] = find_samples([Root(tar, columns={"control": "b", "target": "a"})]).samples
-    assert sample.target.read() == picture(0)
-
-
 def test_pictures_with_captions(tmp_path):
     members = {"a/1.jpg": picture(0, "JPEG"), "a/1.txt": b"a cup", "b/1.JPG": picture(1, "JPEG")}
     members |= {"b/1.json": b'{"caption": "a cat", "image": "x.jpg"}', "c.png": picture(2)}
@@ -87,19 +79,6 @@ def test_tar_of_the_braces_that_is_missing_is_named(tmp_path):
         find_samples([Root(f"{tmp_path}/{{000..002}}.tar")])
     with pytest.raises(UserError, match="a brace is left open"):
         find_samples([Root(f"{tmp_path}/{{000..002.tar")])
-
-
-@pytest.mark.parametrize("cut", [-10240 - 700, -10240 - 1536 - 100, -10240])
-def test_samples_up_to_a_cut_are_used_and_the_cut_is_said(tmp_path, cut):
-    tar = write_tar(tmp_path / "x.tar", tar_members(range(4)))
-    with tarfile.open(tar) as whole:
-        end = whole.getmembers()[-1].offset_data + 512
-    tar.write_bytes(tar.read_bytes()[: end + (cut + 10240)])
-    found = find_samples([Root(tar)])
-    assert len(found.samples) == (4 if cut == -10240 else 3)
-    assert f"{tar} ends early, or is damaged after 0003." in found.incomplete[0]
-    if cut != -10240:
-        assert "sample 0003: " in found.incomplete[1]
 
 
 def test_tar_that_is_cut_anywhere_gives_what_is_before_and_a_line(tmp_path):

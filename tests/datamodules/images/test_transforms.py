@@ -12,7 +12,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from datamodules.errors import UserError
-from datamodules.images.decoding import fit_area, floor_size, image_size, open_image, verify_image
+from datamodules.images.decoding import floor_size, image_size, open_image, verify_image
 from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
 from tests.support.pictures import photograph
 
@@ -65,12 +65,6 @@ def test_rotation_that_a_png_tells_behind_its_pixels_counts_too(image, tmp_path)
     assert image_size(tmp_path / "x.png") == open_image(tmp_path / "x.png").size == (32, 48)
 
 
-def test_size_of_a_png_is_known_without_its_pixels(tmp_path):
-    photograph("coffee", 256, 256).save(tmp_path / "x.png")
-    (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:2000])
-    assert image_size(tmp_path / "x.png") == (256, 256)
-
-
 def test_alpha_is_laid_on_white(image, tmp_path):
     alpha = Image.new("L", SIZE, 255)
     alpha.paste(0, (0, 0, 24, 32))
@@ -117,15 +111,6 @@ def test_mask_is_brightness_at_the_targets_size(tmp_path):
     assert loaded[..., 28:].max() == 0
 
 
-def test_sizes():
-    assert floor_size(47, 33) == (32, 32)
-    assert fit_area(640, 480, 10**6) == (640, 480)
-    width, height = fit_area(4000, 3000, 2**20)
-    assert (width, height) == (1168, 880)
-    assert width * height <= 2**20
-    assert fit_area(10_000_000, 16, 2**18) == (2**14, 16)
-
-
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
 def test_truncated_file_is_found_without_a_full_decode(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
@@ -149,7 +134,11 @@ def unreadable(path, kind):
     elif kind == "floats":
         Image.fromarray(np.random.default_rng(0).random((32, 32), np.float32)).save(path, format="TIFF")
     elif kind == "giant":
-        Image.new("1", (15_000, 14_000)).save(path)
+        head = b"IHDR" + struct.pack(">IIBBBBB", 15_000, 14_000, 8, 2, 0, 0, 0)
+        parts = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, b"IDATx")]
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    elif kind == "telephone":
+        path.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
     else:
         path.write_bytes(b"")
 
@@ -164,6 +153,7 @@ def unreadable(path, kind):
         ("floats", "its pixels are floating-point numbers"),
         ("giant", "15000x14000 are more than 179 megapixels, shrink it$"),
         ("empty", "it is empty or no image"),
+        ("telephone", "it is empty or no image"),
     ],
 )
 @pytest.mark.parametrize("read", [image_size, verify_image, open_image])
@@ -173,10 +163,10 @@ def test_what_is_no_picture_is_said_at_once(tmp_path, kind, reason, read):
         read(tmp_path / "x.png")
 
 
-@pytest.mark.parametrize(("suffix", "mode"), [(".png", "RGB"), (".png", "RGBA"), (".png", "P"), (".jpg", "CMYK")])
+@pytest.mark.parametrize(("suffix", "mode"), [(".png", "RGBA"), (".png", "P"), (".jpg", "CMYK")])
 def test_picture_that_is_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, mode):
     small = photograph("coffee", 64, 48)
-    small.resize((2048, 1536), Image.Resampling.BICUBIC).convert(mode).save(tmp_path / f"x{suffix}")
+    small.resize((1024, 768), Image.Resampling.BICUBIC).convert(mode).save(tmp_path / f"x{suffix}")
     [pixels], _ = ConditionImages().load([tmp_path / f"x{suffix}"], [Window.whole((64, 48))])
     expected = torch.from_numpy(np.array(small)).permute(2, 0, 1)
     assert pixels.shape == (1, 3, 48, 64)
@@ -203,24 +193,3 @@ def test_of_an_animation_the_first_frame_is_read(image, tmp_path, kind):
     image.save(tmp_path / "x.png", kind, save_all=True, append_images=[Image.new("RGB", SIZE, "blue")], lossless=True)
     own = np.asarray(open_image(tmp_path / "x.png")).astype(float)
     assert np.abs(own - np.asarray(image)).mean() < (12 if kind == "GIF" else 1)
-
-
-def test_picture_of_a_telephone_is_a_line(tmp_path):
-    (tmp_path / "x.jpg").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
-    with pytest.raises(UserError, match=r"x\.jpg: it is empty or no image"):
-        image_size(tmp_path / "x.jpg")
-
-
-def test_giant_picture_of_few_bytes_is_a_line(tmp_path):
-    head = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    chunks = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, b"IDATx")]
-    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
-    for read in (image_size, verify_image, open_image):
-        with pytest.raises(UserError, match="30000x30000 are more than 179 megapixels"):
-            read(tmp_path / "x.png")
-
-
-def test_strip_is_read_whole(tmp_path):
-    Image.new("RGB", (16, 20_000)).save(tmp_path / "x.png")
-    assert image_size(tmp_path / "x.png") == (16, 20_000)
-    assert own_size(tmp_path / "x.png").shape == (3, 20_000, 16)
