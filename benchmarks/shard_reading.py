@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import SizeBatchSampler
-from datamodules.shards.cache import Cache
+from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.reader import BatchEntry, LatentReader
 
@@ -104,7 +104,7 @@ def memory(cache: Cache, rows: int) -> str:
     samples = [row for row in known if "key" in row]
     many = ({**samples[number % len(samples)], "id": str(number)} for number in range(rows))
     index = ShardIndex(itertools.chain((row for row in known if "key" not in row), many))
-    read = LatentReader(cache.folder, index, range(rows), index.keys, empty_prompt=False)
+    read = LatentReader(Folder(cache.folder), index, range(rows), index.keys, empty_prompt=False)
     sampler = SizeBatchSampler(index.sizes, 1, seed=0)
     held = {}
     for number, _ in enumerate(in_threads(read, sampler), 1):
@@ -124,7 +124,7 @@ def main() -> None:
     try:
         cache = write(folder, count := arguments.samples)
         index = ShardIndex(cache.rows())
-        shards = LatentReader(cache.folder, index, range(count), index.keys, empty_prompt=False)
+        shards = LatentReader(Folder(cache.folder), index, range(count), index.keys, empty_prompt=False)
         files = Files(folder / "files")
         print(
             f"{count} samples of {cache.manifest()['bytes'] / count / 1e6:.2f} MB; medians of {arguments.rounds} rounds"

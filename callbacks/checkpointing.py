@@ -7,7 +7,6 @@ import lightning.pytorch as L
 import torch
 from rich.filesize import decimal
 
-from datamodules.base import TrainingData
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.memory import USABLE, Calibration, DeviceMemory, calibrate
@@ -30,11 +29,8 @@ class RaiseCheckpointing(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        data, execution = TrainingData.of(trainer), pl_module.execution
+        data, execution = PairsDataModule.of(trainer), pl_module.execution
         if not execution.searches_checkpointing:
-            return
-        if not isinstance(data, PairsDataModule):
-            log.info("model.gradient_checkpointing=auto is full: the sizes of streamed samples are unknown")
             return
         self._first_step = trainer.global_step
         self._memory = DeviceMemory(pl_module.device)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,20 @@ from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.prefetch import Jobs, ThreadedLoader
 from datamodules.sampler import samples_per_batch
-from datamodules.shards.cache import Cache, open_cache
-from datamodules.shards.fingerprint import check_preserved, fingerprint, fingerprint_parts, memo
-from datamodules.shards.index import ShardIndex, hold_out, open_copied
+from datamodules.shards.cache import Cache, Folder, open_cache
+from datamodules.shards.fingerprint import FINGERPRINT, check_preserved, fingerprint, fingerprint_parts, memo
+from datamodules.shards.index import ShardIndex, hold_out, open_shards
 from datamodules.shards.reader import LatentReader
-
-if TYPE_CHECKING:
-    from datamodules.streamed import StreamedDataModule
+from datamodules.shards.transfer import Bucket
 
 
-def cached(shards: str | None, **settings: Any) -> "PairsDataModule | StreamedDataModule":
+def cached(shards: str | None, **settings: Any) -> PairsDataModule:
     """Return the data module for `data=cached` and `data=captions`.
 
     Without a cache_dir samples are encoded in every step, as with `data=pairs`.
 
     Args:
-        shards: None for the samples of data.root; else the folder of a cache, or its URL, which is streamed.
+        shards: None for the samples of data.root; else the folder or URL of a cache.
         settings: of `CachedDataModule`.
     """
     if shards is not None:
@@ -46,29 +44,16 @@ def cached(shards: str | None, **settings: Any) -> "PairsDataModule | StreamedDa
         for name in ("cache_dir", "max_tokens_per_batch"):
             del settings[name]
         return PairsDataModule(**settings)
-    if shards is None or Path(shards).expanduser().is_dir():
-        return CachedDataModule(shards=shards, **settings)
-    if settings["val_root"] is not None or settings["val_count"]:
-        raise UserError(
-            f"{where} is streamed, and no samples of a stream can be held out. Leave data.val_root and data.val_count "
-            "out."
-        )
-    from datamodules.streamed import StreamedDataModule
-
-    shared = ("batch_size", "max_tokens_per_batch", "num_workers", "caption_dropout_rate", "seed")
-    return StreamedDataModule(
-        shards=shards,
-        memo=memo(settings["cache_dir"]),
-        **{name: settings[name] for name in shared},
-    )
+    return CachedDataModule(shards=shards, **settings)
 
 
 class CachedDataModule(PairsDataModule):
-    """Encoded samples in shards on this machine: those of data.root, or all of a folder.
+    """Encoded samples in shards: those of data.root, or all of a cache.
 
     Args:
         cache_dir: contains a folder for each fingerprint. A cache in a bucket is filled, but never read from here.
-        shards: the folder of a cache, instead of data.root.
+        shards: the folder or URL of a cache, instead of data.root. FINGERPRINT in it is replaced by the run's own
+            fingerprint. Only the index is read in advance.
         max_tokens_per_batch: instead of batch_size, the most tokens of a batch: large images come in small batches,
             small ones in large.
         settings: of `PairsDataModule`.
@@ -84,7 +69,7 @@ class CachedDataModule(PairsDataModule):
         self.numbers: Sequence[int] = []
         self._number_of: dict[tuple[str, tuple[Window, ...]], int] = {}
         self._preserved: dict[int, tuple[int, ...]] = {}
-        self.folder = Path()
+        self.source: Folder | Bucket = Folder(Path())
 
     def cache(self, model: Model) -> Cache:
         """Return the cache for this model's encodings."""
@@ -101,11 +86,10 @@ class CachedDataModule(PairsDataModule):
         """Find the samples in the cache, which must contain all of data.root, or in data.shards."""
         self.encodings = cache.folder
         if self.shards is None:
-            self.folder = cache.folder
+            self.source = Folder(cache.folder)
             self._open_root(cache)
         else:
-            self.folder = Path(self.shards).expanduser()
-            self._open_folder(cache)
+            self._open_shards(self.shards.replace(FINGERPRINT, cache.folder.name), cache)
         for number, rows in self._preserved.items():
             lengths = self.index.text_tokens
             own = max(lengths[row] for row in self.index.prompts_of(number))
@@ -130,12 +114,14 @@ class CachedDataModule(PairsDataModule):
             raise UserError(f"{absent} not in the cache {cache}. {hint}")
         self.take(found.usable, hashes.get)
 
-    def _open_folder(self, wanted: Cache) -> None:
+    def _open_shards(self, url: str, wanted: Cache) -> None:
         """Use all samples of a cache."""
         if self.sample_set.val_roots:
             raise UserError("data.val_root needs data.root. To hold out samples of data.shards, set data.val_count.")
-        self.index = open_copied(self.folder, wanted.parts)
-        check_preserved(self.preserve_prompts, f"data.shards={self.folder}")
+        path = Path(url).expanduser()
+        self.source = Folder(path) if path.is_dir() else Bucket(url, "data.shards", writes=False)
+        check_preserved(self.preserve_prompts, f"data.shards={self.source}")
+        self.index = open_shards(self.source, wanted.parts)
         held, numbers = hold_out(self.index, self.val_count)
         if self.preserve_prompts:
             self._preserved = {number: (self.index.empty_prompt_of(number),) for number in self.index.numbers}
@@ -191,7 +177,7 @@ class CachedDataModule(PairsDataModule):
         weights = [view.weight for view in self.views]
         if all(weight == 1 for weight in weights):
             weights = []
-        where = self.folder, self.index, self.numbers, self.keys
+        where = self.source, self.index, self.numbers, self.keys
         return LatentReader(*where, empty_prompt, captions, weights, seed, self._preserved)
 
     def train_batches(self) -> ThreadedLoader:
@@ -216,7 +202,7 @@ class CachedDataModule(PairsDataModule):
 
     def describe(self) -> str:
         if self.shards is None:
-            return super().describe() + (f", encoded in {self.folder}" if self.numbers else "")
+            return super().describe() + (f", encoded in {self.source}" if self.numbers else "")
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
         views = "" if len(self.numbers) == self.sample_count else f" in {count_of(len(self.numbers), 'views')}"
-        return f"{count_of(self.sample_count, 'samples')}{views} of {self.folder}{held_out}"
+        return f"{count_of(self.sample_count, 'samples')}{views} of {self.source}{held_out}"

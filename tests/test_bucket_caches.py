@@ -12,7 +12,7 @@ import pytest
 
 from datamodules.shards import transfer
 from datamodules.shards.cache import open_cache
-from datamodules.shards.stream import find_shards, read_rows
+from datamodules.shards.index import open_shards
 from datamodules.shards.transfer import Bucket
 from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
 from tests.support.caches import cache_overrides, encoded, only
@@ -89,7 +89,7 @@ def test_a_cache_that_is_built_in_a_bucket_is_the_local_one_and_is_trained_on_th
     assert re.search(rf"train on it: python train.py 'model\.\S+' data.shards={URL}/{name}\n", outcome.text)
     settings = short(tiny, "null", tmp_path / "run", 2)
     text = run("train", *settings, f"data.shards={URL}/FINGERPRINT").text
-    assert f"streamed from {URL}/{name}" in text
+    assert f"8 samples of {URL}/{name}" in text
 
 
 def test_only_task_cache_accepts_a_cache_in_a_bucket(bucket, run, tiny, pairs, tmp_path):
@@ -114,8 +114,8 @@ def test_a_build_that_is_killed_continues_on_a_machine_that_has_nothing_of_it(
     shutil.rmtree(lost)
     kept = len(open_cache(URL, only(tmp_path / "whole").folder.name, {}).sample_ids())
     assert 0 < kept < 11
-    with pytest.raises(Exception, match=r"manifest.json is not there"):
-        find_shards(f"{URL}/{only(tmp_path / 'whole').folder.name}")
+    with pytest.raises(Exception, match=r"it contains no manifest.json"):
+        open_shards(Bucket(f"{URL}/{only(tmp_path / 'whole').folder.name}", "data.shards"), {})
     elsewhere(tmp_path, monkeypatch, "another")
     assert encoded(run("predict", *command)) == 20 - kept
     assert content(downloaded(bucket, tmp_path / "copy")) == content(only(tmp_path / "whole"))
@@ -159,8 +159,8 @@ def build(cache, count, first=0):
 
 def streamed():
     """The ids that a reader of the bucket finds."""
-    shards, _ = find_shards(f"{URL}/{NAME}")
-    return {row["id"] for shard in shards for row, _ in read_rows(shard) if "key" in row}
+    index = open_shards(Bucket(f"{URL}/{NAME}", "data.shards"), {"dtype": "bfloat16"})
+    return {key.replace("sample ", "id") for key in index.keys}
 
 
 def ids(*numbers):
@@ -211,7 +211,7 @@ def test_a_damaged_part_is_one_line(bucket):
     cache = build(new_cache(), 4)
     (name,) = [name for name in names(bucket) if name.startswith("latents") and name.endswith(".jsonl")]
     bucket.put_object(Bucket="caches", Key=f"of/all/{NAME}/{name}", Body=b"garbage")
-    with pytest.raises(Exception, match=rf"{URL}/{NAME}/{name} is damaged .*; delete it and start again: its samples"):
+    with pytest.raises(Exception, match=rf"{URL}/{NAME}/{name} cannot be read: it is damaged"):
         cache.sample_ids()
     bucket.delete_object(Bucket="caches", Key=f"of/all/{NAME}/{name}")
     build(cache, 4)

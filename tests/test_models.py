@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from datamodules.shards.cache import Cache
+from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.reader import LatentReader
 from tests.support.pictures import photograph
@@ -36,7 +36,9 @@ def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arg
     index = ShardIndex(Cache(folder, {}).rows())
     keys = [key for key in index.keys if key == "0"]
     assert len(keys) == 2
-    read = LatentReader(folder, index, [i for i, key in enumerate(index.keys) if key == "0"], keys, empty_prompt=False)
+    read = LatentReader(
+        Folder(folder), index, [i for i, key in enumerate(index.keys) if key == "0"], keys, empty_prompt=False
+    )
     before, after = read([(0, 0)]), read([(1, 0)])
     assert not torch.equal(before.prompt["prompt_embeds"], after.prompt["prompt_embeds"])
 

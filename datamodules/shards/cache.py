@@ -8,12 +8,15 @@ into manifest.json. The next build reads the samples of a killed one from its ta
 import errno
 import json
 import logging
+import os
 import secrets
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from datamodules.files import DAMAGED, reading, remove_temporary, replacing, sha256
 from datamodules.hashes import FileHashes, Hashed
@@ -22,6 +25,8 @@ from datamodules.shards.tar import OpenShard, Part, Row, parse_part, part_path, 
 from datamodules.shards.transfer import Bucket
 
 log = logging.getLogger("retouch")
+
+Parsed = TypeVar("Parsed")
 
 MANIFEST = "manifest.json"
 # The modification time of this file is the last use of the cache.
@@ -48,6 +53,33 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     if not isinstance(manifest["parts"], dict) or not manifest.keys() >= {"sizes", "samples", "tokens"}:
         raise TypeError("it lacks an entry")
     return manifest
+
+
+class Folder:
+    """A folder of this machine whose files are read, as those of a `Bucket`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read(self, name: str, parse: Callable[[bytes], Parsed]) -> Parsed | None:
+        """Return the parsed bytes of a file, None if there is none; raises a UserError if it is damaged."""
+        path = self.path / name
+        with reading(path, REMEDY):
+            return parse(path.read_bytes()) if path.exists() else None
+
+    def read_range(self, name: str, start: int, size: int, crc32: int) -> bytes:
+        """Return a part of a file; raises a UserError if it is missing or is not as it was written."""
+        path = self.path / name
+        with reading(path, REMEDY), path.open("rb") as file:
+            data = os.pread(file.fileno(), size, start)
+            if len(data) < size:
+                raise EOFError("it ends too early")
+            if zlib.crc32(data) != crc32:
+                raise ValueError("its bytes are not as they were written")
+        return data
 
 
 class Cache:
@@ -205,9 +237,8 @@ class BucketCache(Cache):
         for name in sorted(sizes):
             tar = str(Path(name).with_suffix(".tar"))
             if name.startswith("latents-") and name.endswith(".jsonl") and tar in sizes:
-                with reading(f"{self.bucket}/{name}", REMEDY):
-                    part = parse_part(self.bucket.read(name) or b"", tar)
-                if sizes[tar] == part.facts["bytes"]:
+                part = self.bucket.read(name, partial(parse_part, tar=tar))
+                if part is not None and sizes[tar] == part.facts["bytes"]:
                     yield part
 
     def new_shard(self, rank: int) -> OpenShard:
@@ -239,7 +270,7 @@ class BucketCache(Cache):
 
     def manifest(self) -> dict[str, Any]:
         with suppress(*DAMAGED):
-            return parse_manifest(self.bucket.read(MANIFEST) or b"")
+            return parse_manifest(self.bucket.read(MANIFEST, bytes) or b"")
         return {"shards": {}}
 
     def merge(self) -> None:

@@ -1,7 +1,10 @@
-"""The index of a local cache, in compact arrays."""
+"""The index of a cache, in compact arrays."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ from datamodules.errors import UserError
 from datamodules.files import reading
 from datamodules.images.framing import Size
 from datamodules.images.sample_set import choose_held_out
-from datamodules.shards.cache import MANIFEST, REMEDY, Cache, parse_manifest
+from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
 from datamodules.shards.fingerprint import check_fit
-from datamodules.shards.tar import Row, part_path, size_of
+from datamodules.shards.tar import Row, parse_part, size_of
+from datamodules.shards.transfer import Bucket
 from datamodules.sizes import Sizes
 
 
@@ -80,8 +84,8 @@ class ShardIndex:
         return self.samples[4 * number + 1]
 
 
-def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:
-    """Return the index of the cache in data.shards=FOLDER, whose files are checked.
+def open_shards(source: Folder | Bucket, wanted: Mapping[str, Any]) -> ShardIndex:
+    """Return the index of the cache in data.shards.
 
     Args:
         wanted: the fingerprint's parts of this run.
@@ -89,18 +93,22 @@ def open_copied(folder: Path, wanted: Mapping[str, Any]) -> ShardIndex:
     Raises:
         UserError: a file is missing or incomplete, or the cache was encoded with other settings.
     """
-    where = f"data.shards={folder}"
-    if not (folder / MANIFEST).exists():
-        raise UserError(f"{where}: it contains no {MANIFEST}. Copy the whole folder of a cache.")
-    with reading(folder / MANIFEST, "copy it again"):
-        manifest = parse_manifest((folder / MANIFEST).read_bytes())
+    where = f"data.shards={source}"
+    manifest = source.read(MANIFEST, parse_manifest)
+    if manifest is None:
+        raise UserError(f"{where}: it contains no {MANIFEST}. Name the whole folder of a cache.")
     check_fit(manifest["parts"], wanted, where)
-    for name, facts in manifest["shards"].items():
-        tar = folder / name
-        if not part_path(tar).is_file() or not tar.is_file() or tar.stat().st_size != facts["bytes"]:
-            raise UserError(f"{where}: {name} is incomplete. Copy it and its .jsonl again.")
-    with reading(folder, REMEDY):
-        index = ShardIndex(Cache(folder, {}).rows())
+
+    def rows(tar: str) -> list[Row]:
+        part = source.read(f"{Path(tar).stem}.jsonl", partial(parse_part, tar=tar))
+        path = source.path / tar if isinstance(source, Folder) else None  # reading finds what is wrong in a bucket
+        is_whole = path is None or (path.is_file() and path.stat().st_size == manifest["shards"][tar]["bytes"])
+        if part is None or not is_whole:
+            raise UserError(f"{where}: {tar} is incomplete. Copy it and its .jsonl again.")
+        return part.rows
+
+    with ThreadPoolExecutor() as pool, reading(str(source), REMEDY):
+        index = ShardIndex(chain.from_iterable(pool.map(rows, manifest["shards"])))
     index.forget_ids()
     if not index.numbers:
         raise UserError(f"{where}: it contains no samples. Choose another cache.")

@@ -1,11 +1,8 @@
-"""Batches of encoded samples, by random access into the tars of a local cache."""
+"""Batches of encoded samples, by random access into the tars of a cache."""
 
-import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -14,8 +11,9 @@ from torch import Tensor
 from datamodules.batch import LatentBatch, stack_padded
 from datamodules.files import reading
 from datamodules.sampler import drawn_caption, drawn_preserved
-from datamodules.shards.cache import REMEDY
+from datamodules.shards.cache import REMEDY, Folder
 from datamodules.shards.index import ShardIndex
+from datamodules.shards.transfer import Bucket
 
 # One batch of a sampler: for each sample its index and the index of the draw.
 BatchEntry = list[tuple[int, int]]
@@ -23,7 +21,7 @@ BatchEntry = list[tuple[int, int]]
 
 @dataclass
 class LatentReader:
-    """Reads batches from the tars of a folder.
+    """Reads batches from the tars of a folder or bucket.
 
     Attributes:
         numbers: the samples' indices in the index.
@@ -35,7 +33,7 @@ class LatentReader:
         preserved: for each sample's index, the rows of the prompts of which a batch contains one.
     """
 
-    folder: Path
+    source: Folder | Bucket
     index: ShardIndex
     numbers: Sequence[int]
     keys: Sequence[str]
@@ -55,12 +53,19 @@ class LatentReader:
         rows = [self.index.prompts_of(number) for number in numbers]
         drawn = [drawn_caption(self.seed, draw, len(own)) for draw, own in zip(draws, rows, strict=True)]
         empty = [self.index.empty_prompt_of(number) for number in numbers] if self.empty_prompt else []
-        batch = latent_batch(
-            [self.keys[index] for index, _ in items],
-            draws,
-            [self._read(self.index.samples[4 * number]) for number in numbers],
-            [self._read(own[caption]) for own, caption in zip(rows, drawn, strict=True)],
-            [self._read_shared(row) for row in (empty[:1] if len(set(empty)) == 1 else empty)],
+        empty = empty[:1] if len(set(empty)) == 1 else empty
+        tensors = stack_padded([self._read(self.index.samples[4 * number]) for number in numbers])
+        batch = LatentBatch(
+            keys=[self.keys[index] for index, _ in items],
+            draws=draws,
+            target_mean=tensors["target_mean"],
+            target_std=tensors.get("target_std"),
+            controls=[tensors[f"control_{place}"] for place in range(len(tensors)) if f"control_{place}" in tensors],
+            prompt=stack_padded([self._read(own[caption]) for own, caption in zip(rows, drawn, strict=True)]),
+            empty_prompt=stack_padded([self._read_shared(row) for row in empty]) if empty else {},
+            mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
+            rejected_mean=tensors.get("rejected_mean"),
+            rejected_std=tensors.get("rejected_std"),
         )
         if self.captions:
             batch.prompts = [self.captions[index][caption] for (index, _), caption in zip(items, drawn, strict=True)]
@@ -75,43 +80,9 @@ class LatentReader:
     def _read(self, row: int) -> dict[str, Tensor]:
         """Return the tensors of a row; raises a UserError if they are not as they were written."""
         shard, offset, size = self.index.spans[3 * row : 3 * row + 3]
-        path = self.folder / self.index.shards[shard]
-        with reading(path, REMEDY), path.open("rb") as file:
-            data = os.pread(file.fileno(), size, offset)
-            if len(data) < size:
-                raise EOFError("it ends too early")
-            if zlib.crc32(data) != self.index.checksums[row]:
-                raise ValueError("its bytes are not as they were written")
-            return without_prefix(safetensors.torch.load(data))
-
-
-def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the empty prompt's tensors, which have names of their own in a tar, to those of a prompt."""
-    return {name.removeprefix("empty_"): tensor for name, tensor in tensors.items()}
-
-
-def latent_batch(
-    keys: list[str],
-    draws: list[int],
-    samples: Sequence[Mapping[str, Tensor]],
-    prompts: Sequence[Mapping[str, Tensor]],
-    empty_prompts: Sequence[Mapping[str, Tensor]],
-) -> LatentBatch:
-    """Return the batch of some samples of one size.
-
-    Args:
-        empty_prompts: of each sample, or the one that all share; empty if batches do not include it.
-    """
-    tensors = stack_padded(samples)
-    return LatentBatch(
-        keys=keys,
-        draws=draws,
-        target_mean=tensors["target_mean"],
-        target_std=tensors.get("target_std"),
-        controls=[tensors[f"control_{number}"] for number in range(len(tensors)) if f"control_{number}" in tensors],
-        prompt=stack_padded(prompts),
-        empty_prompt=stack_padded(empty_prompts) if empty_prompts else {},
-        mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
-        rejected_mean=tensors.get("rejected_mean"),
-        rejected_std=tensors.get("rejected_std"),
-    )
+        name = self.index.shards[shard]
+        data = self.source.read_range(name, offset, size, self.index.checksums[row])
+        with reading(f"{self.source}/{name}", REMEDY):
+            tensors = safetensors.torch.load(data)
+        # The empty prompt's tensors have names of their own in a tar.
+        return {name.removeprefix("empty_"): tensor for name, tensor in tensors.items()}

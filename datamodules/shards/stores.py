@@ -1,14 +1,13 @@
 """Object stores (buckets, containers, servers): opened with the credentials of the environment, and their errors."""
 
 import base64
-import configparser
 import http.client
 import os
 import re
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
@@ -33,8 +32,10 @@ CLIENT: "ClientConfig" = {
     "read_timeout": TIMEOUT,
 }
 RETRIES: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(minutes=1)}  # `transfer` retries, and logs it
+EXPORT_PROFILE = 'eval "$(aws configure export-credentials --format env)"'
 CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_SKIP_SIGNATURE=true for a public bucket)",
+    "s3": f"AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, as {EXPORT_PROFILE} does "
+    "(AWS_SKIP_SIGNATURE=true for a public bucket)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS (GOOGLE_SKIP_SIGNATURE=true for a public bucket)",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (AZURE_SKIP_SIGNATURE=true for a public container)",
 }
@@ -103,8 +104,9 @@ def _bucket(kind: str, url: str) -> "ObjectStore":
 
     if kind == "file":
         return from_url(url)
-    config: Any = aws_settings() if kind == "s3" else None
-    return from_url(url, config=config, client_options=CLIENT, retry_config=RETRIES)
+    if kind == "s3" and "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ:
+        raise UserError(f"AWS_PROFILE: profiles of ~/.aws are not read. Run {EXPORT_PROFILE}, and set AWS_REGION.")
+    return from_url(url, client_options=CLIENT, retry_config=RETRIES)
 
 
 def _server(url: str) -> "ObjectStore":
@@ -118,48 +120,6 @@ def _server(url: str) -> "ObjectStore":
         headers["authorization"] = f"Basic {base64.b64encode(unquote(login).encode()).decode()}"
     url = urlunsplit(parts._replace(netloc=host))
     return HTTPStore.from_url(url, client_options={**CLIENT, "default_headers": headers}, retry_config=RETRIES)
-
-
-def aws_settings() -> dict[str, str]:
-    """Return the settings of AWS's configuration files, which obstore does not read; the environment overrides them.
-
-    Source: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-files.html
-
-    Raises:
-        UserError: a file or profile cannot be used.
-    """
-    chosen = os.environ.get("AWS_PROFILE")
-    name = chosen or "default"
-    profile = {
-        **_section("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
-        **_section("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
-    }
-    if chosen and not profile.get("aws_access_key_id") and not os.environ.get("AWS_ACCESS_KEY_ID"):
-        raise UserError(
-            f"AWS_PROFILE={name}: ~/.aws contains no access key of this profile. If it signs in, run "
-            f'eval "$(aws configure export-credentials --profile {name} --format env)".'
-        )
-    settings = {}
-    if not any(os.environ.get(variable) for variable in ("AWS_REGION", "AWS_DEFAULT_REGION")):
-        settings["region"] = profile.get("region")
-    if not any(os.environ.get(f"AWS_ENDPOINT{end}") for end in ("_URL_S3", "_URL", "")):
-        settings["endpoint"] = profile.get("endpoint_url")
-    keys = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
-    if not any(os.environ.get(variable) for variable in keys):
-        for key in ("access_key_id", "secret_access_key", "session_token"):
-            settings[key] = profile.get(f"aws_{key}")
-    return {key: value for key, value in settings.items() if value}
-
-
-def _section(variable: str, file: str, section: str) -> dict[str, str]:
-    path = Path(os.environ.get(variable) or Path("~/.aws", file)).expanduser()
-    parser = configparser.RawConfigParser(strict=False)
-    try:
-        parser.read(path, encoding="utf-8")
-    except (configparser.Error, UnicodeDecodeError, OSError) as error:
-        # Its message would quote the line, which may be a key.
-        raise UserError(f"{path} cannot be read ({type(error).__name__}). Correct it, or set {variable}.") from None
-    return dict(parser[section]) if parser.has_section(section) else {}
 
 
 def failure(error: Exception, url: str, done: str = "read") -> Failure:

@@ -1,22 +1,22 @@
-"""Reading and writing objects with retries: whole objects, streams, and a folder in a bucket."""
+"""A folder in a bucket or on a server: its objects are read and written with retries."""
 
 import hashlib
 import io
+import itertools
 import logging
-import tarfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import obstore
-from obstore.exceptions import BaseError, NotSupportedError
+from obstore.exceptions import BaseError
 
 from datamodules.errors import UserError, without_credentials
-from datamodules.files import replacing
+from datamodules.files import DAMAGED, reason, replacing
 from datamodules.shards.stores import failure, is_bucket_absent, kind_of, locate
 from datamodules.shards.tar import DamagedError
 
@@ -34,111 +34,21 @@ CHECKSUM = "sha256"
 UPLOADED_PARTS = 2
 
 
-class StoppedError(Exception):
-    """The bytes are no longer needed."""
-
-
-# The errors of a stream or its reader after which another attempt may help.
-BROKEN = (BaseError, OSError, EOFError, tarfile.TarError, DamagedError)
-
-
-@dataclass
-class Attempts:
-    """Counts consecutive failures, and waits between attempts.
-
-    Attributes:
-        url: that is read or written.
-        setting: that specifies the URL, for messages.
-        done: read or written, for messages.
-        stopped: set when the bytes are no longer needed.
-    """
-
-    url: str
-    setting: str = "data.shards"
-    done: str = "read"
-    stopped: threading.Event = field(default_factory=threading.Event)
-    count: int = 0
-
-    def after(self, error: Exception) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            UserError: another attempt would not help, or all were made.
-            StoppedError: the bytes are no longer needed.
-        """
-        self.count += 1
-        problem, lasts = failure(error, self.url, self.done)
-        shown = without_credentials(self.url)
-        # `from None`: the cause may quote the URL with its credentials.
-        if lasts:
-            raise UserError(f"{self.setting}: {shown} {problem}") from None
-        if self.count == ATTEMPTS:
-            raise UserError(f"{self.setting}: {shown} cannot be {self.done}: {problem} ({ATTEMPTS} attempts)") from None
-        pause = PAUSE * 2 ** (self.count - 1)
-        log.warning(f"note: {shown}: {problem}; attempt {self.count + 1} of {ATTEMPTS} in {pause:g} s")
-        if self.stopped.wait(pause):
-            raise StoppedError from None
-
-
-def fetch(url: str) -> bytes:
-    """Return the bytes of a small object; raises a UserError if it cannot be read."""
-    attempts = Attempts(url)
-    while True:
-        try:
-            store, path = locate(url)
-            return bytes(obstore.get(store, path).bytes())
-        except BROKEN as error:
-            attempts.after(error)
-
-
-class ObjectStream:
-    """The bytes of an object as a stream.
-
-    Attributes:
-        tag: identifies the object's content; None if the server specifies none.
-    """
-
-    def __init__(self, chunks: Iterator[bytes], skip: int, size: int, tag: str | None) -> None:
-        self.tag = tag
-        self._chunks = chunks
-        self._skip = skip  # bytes still to skip
-        self._missing = size + skip
-        self._ready = b""
-
-    def read(self, size: int) -> bytes:
-        """Return up to `size` bytes; none at the end."""
-        while not self._ready and self._missing:
-            chunk = bytes(next(self._chunks, b""))
-            if not chunk:
-                raise EOFError(f"broke off {self._missing} bytes before its end")
-            self._missing -= len(chunk)
-            self._ready = chunk[self._skip :]
-            self._skip = max(0, self._skip - len(chunk))
-        result, self._ready = self._ready[:size], self._ready[size:]
-        return result
-
-
-def open_url(url: str, start: int = 0) -> ObjectStream:
-    """Open an object as a stream from the byte `start`."""
-    store, path = locate(url)
-    try:
-        result = obstore.get(store, path, options={"range": {"offset": start}} if start else {})
-    except NotSupportedError:  # a server without ranges
-        result = obstore.get(store, path)
-    first, end = result.range
-    return ObjectStream(iter(result.stream(min_chunk_size=1)), start - first, end - start, result.meta["e_tag"])
+# The errors of a transfer after which another attempt may help.
+BROKEN = (BaseError, OSError, EOFError, DamagedError)
 
 
 class Bucket:
-    """A folder in a bucket: s3://, gs:// or az://.
+    """A folder behind a URL.
 
     Args:
-        url: of the folder.
+        url: of the folder: s3://, gs:// or az://; https:// and file:// can only be read.
         setting: that specifies it, for messages.
+        writes: whether it will be written to.
     """
 
-    def __init__(self, url: str, setting: str) -> None:
-        if kind_of(url) not in ("s3", "gs", "az"):
+    def __init__(self, url: str, setting: str, writes: bool = True) -> None:
+        if writes and kind_of(url) not in ("s3", "gs", "az"):
             raise UserError(f"{setting}={without_credentials(url)}: name a folder, or one in s3://, gs:// or az://")
         self.url = url
         self.setting = setting
@@ -148,24 +58,35 @@ class Bucket:
     def __str__(self) -> str:
         return without_credentials(self.url)
 
-    def attempt(self, work: Callable[[], Result], done: str = "read") -> Result:
+    def attempt(self, work: Callable[[], Result], name: str = "", done: str = "read") -> Result:
         """Return the result of `work`, with several attempts.
 
         Args:
+            name: of the object, for messages; empty for the whole folder.
             done: read or written, for messages.
 
         Raises:
             FileNotFoundError: there is no such object.
             UserError: there is no such bucket, or the attempts have failed.
         """
-        attempts = Attempts(self.url, self.setting, done)
-        while True:
+        folder, mark, query = self.url.partition("?")  # the query may be a token
+        shown = without_credentials(f"{folder.rstrip('/')}/{name}".rstrip("/") + mark + query)
+        for count in itertools.count(1):
             try:
                 return work()
             except BROKEN as error:
                 if isinstance(error, FileNotFoundError) and not is_bucket_absent(error):
                     raise
-                attempts.after(error)
+                problem, lasts = failure(error, self.url, done)
+            # Not within `except`: the error may quote the URL with its credentials.
+            if lasts:
+                raise UserError(f"{self.setting}: {shown} {problem}")
+            if count == ATTEMPTS:
+                raise UserError(f"{self.setting}: {shown} cannot be {done}: {problem} ({ATTEMPTS} attempts)")
+            pause = PAUSE * 2 ** (count - 1)
+            log.warning(f"note: {shown}: {problem}; attempt {count + 1} of {ATTEMPTS} in {pause:g} s")
+            time.sleep(pause)
+        raise AssertionError
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each object by its path in the folder."""
@@ -175,24 +96,45 @@ class Bucket:
         folders.add(self.prefix.rstrip("/"))
         return {one["path"].removeprefix(self.prefix): one["size"] for one in found if one["path"] not in folders}
 
-    def read(self, name: str) -> bytes | None:
-        """Return the bytes of an object; None if there is none."""
+    def read(self, name: str, parse: Callable[[bytes], Result]) -> Result | None:
+        """Return the parsed bytes of an object; None if there is none.
 
-        def get() -> bytes:
+        Args:
+            parse: raises an error of `DAMAGED` for bytes that are not as they were written.
+        """
+
+        def get() -> Result:
             got = obstore.get(self.store, self.prefix + name)
             data = bytes(got.bytes())
             _compare(got, name, hashlib.sha256(data).hexdigest())
+            try:
+                return parse(data)
+            except DAMAGED as error:
+                raise DamagedError(f"it is damaged ({reason(error)})") from error
+
+        try:
+            return self.attempt(get, name)
+        except FileNotFoundError:
+            return None
+
+    def read_range(self, name: str, start: int, size: int, crc32: int) -> bytes:
+        """Return a part of an object; raises a UserError if it is missing or is not as it was written."""
+
+        def get() -> bytes:
+            data = bytes(obstore.get_range(self.store, self.prefix + name, start=start, length=size))
+            if len(data) < size or zlib.crc32(data) != crc32:
+                raise DamagedError("its bytes are not as they were written")
             return data
 
         try:
-            return self.attempt(get)
+            return self.attempt(get, name)
         except FileNotFoundError:
-            return None
+            raise UserError(f"{self.setting}: {self}/{name} is not there") from None
 
     def checksum(self, name: str) -> str | None:
         """Return the sha256 of an object's content, or an empty text if another program wrote it; None if absent."""
         try:
-            got = self.attempt(lambda: obstore.get(self.store, self.prefix + name, options={"head": True}))
+            got = self.attempt(lambda: obstore.get(self.store, self.prefix + name, options={"head": True}), name)
         except FileNotFoundError:
             return None
         return str(got.attributes.get(CHECKSUM, ""))
@@ -211,7 +153,7 @@ class Bucket:
                 if file.tell() != got.meta["size"]:
                     raise DamagedError(f"broke off after {file.tell()} of {got.meta['size']} bytes")
 
-        self.attempt(fetch)
+        self.attempt(fetch, name)
 
     def write(self, name: str, content: Path | bytes) -> None:
         """Create or replace an object by a file or by bytes."""
@@ -221,13 +163,13 @@ class Bucket:
                 checked = {CHECKSUM: _sha256(file)}
                 obstore.put(self.store, self.prefix + name, file, attributes=checked, max_concurrency=UPLOADED_PARTS)
 
-        self.attempt(put, "written")
+        self.attempt(put, name, "written")
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; some may be absent."""
-        for path in [self.prefix + name for name in names]:
+        for name in names:
             with suppress(FileNotFoundError):
-                self.attempt(partial(obstore.delete, self.store, path), "written")
+                self.attempt(partial(obstore.delete, self.store, self.prefix + name), name, "written")
 
 
 def _compare(got: "GetResult", name: str, sha256: str) -> None:

@@ -15,7 +15,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Serves a folder, or what `upstream` does, and has faults.
 
     Attributes:
-        breaks: by name, the bytes of the file after which each next response breaks off.
+        breaks: by name, the bytes after which each next response breaks off.
         replies: by name, the status, headers and body that are sent instead.
         ranges: whether ranges are known.
         served: by name, what ranges were asked for.
@@ -26,7 +26,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     replies: ClassVar[dict[str, tuple]] = {}
     served: ClassVar[dict[str, list[str | None]]] = defaultdict(list)
     headers_seen: ClassVar[list] = []
-    ranges = False
+    ranges = True
     upstream = ""
 
     def __init__(self, *args, directory):
@@ -37,26 +37,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
         name = self.path.partition("?")[0].rpartition("/")[2]
         self.served[name].append(self.headers["Range"])
         self.headers_seen.append(self.headers)
-        status, headers, data, start = 200, {}, b"", 0
+        status, headers, data = 200, {}, b""
         if name in self.replies:
             status, headers, data = self.replies[name]
         elif self.upstream:
-            status, headers, data, start = self.forward()
+            status, headers, data = self.forward()
         elif not (path := Path(self.directory + self.path.partition("?")[0])).is_file():
             status = 404
         else:
             data = path.read_bytes()
             headers["ETag"] = f'"{zlib.crc32(data)}"'
             if self.ranges and self.headers["Range"]:
-                start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
-                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-                status, data = 206, data[start:]
+                start, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+                status, total, data = 206, len(data), data[start : last + 1]
+                headers["Content-Range"] = f"bytes {start}-{start + len(data) - 1}/{total}"
         self.send_response(status)
         for key, value in {**headers, "Content-Length": len(data)}.items():
             self.send_header(key, str(value))
         self.end_headers()
         places = self.breaks.get(name)
-        self.wfile.write(data[: max(0, places[0] - start)] if places else data)
+        self.wfile.write(data[: places[0]] if places else data)
         if places:
             places.pop(0)
             self.wfile.flush()
@@ -71,10 +71,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 kept = {
                     key: reply.headers[key] for key in ("ETag", "Content-Range", "Last-Modified") if reply.headers[key]
                 }
-                start = int(kept.get("Content-Range", "bytes 0-").split()[1].partition("-")[0])
-                return reply.status, kept, reply.read(), start
+                return reply.status, kept, reply.read()
         except urllib.error.HTTPError as error:
-            return error.code, {}, error.read(), 0
+            return error.code, {}, error.read()
 
     def log_message(self, *args):
         pass

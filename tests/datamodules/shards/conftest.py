@@ -15,7 +15,6 @@ def server(cache, monkeypatch):
     monkeypatch.setattr(transfer, "PAUSE", 0.01)
     for facts in (Handler.breaks, Handler.replies, Handler.served, Handler.headers_seen):
         facts.clear()
-    monkeypatch.setattr(Handler, "ranges", False)
     httpd = serve(cache.folder)
     yield f"http://127.0.0.1:{httpd.server_address[1]}"
     httpd.shutdown()
@@ -32,7 +31,7 @@ def moto_server():
 
 
 @pytest.fixture
-def s3(moto_server, tmp_path, monkeypatch):
+def s3(moto_server, monkeypatch):
     """Start an S3 server, and clear all other AWS settings of the environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -42,8 +41,6 @@ def s3(moto_server, tmp_path, monkeypatch):
         "AWS_ENDPOINT_URL": moto_server,
         "AWS_REGION": "us-east-1",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": str(tmp_path / "config"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

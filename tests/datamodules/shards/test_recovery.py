@@ -10,8 +10,8 @@ from datamodules.errors import UserError
 from datamodules.files import sha256
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.shards import cache as cache_module
-from datamodules.shards.cache import Cache
-from datamodules.shards.index import ShardIndex, open_copied
+from datamodules.shards.cache import Cache, Folder
+from datamodules.shards.index import ShardIndex, open_shards
 from datamodules.shards.reader import LatentReader
 from datamodules.shards.tar import parse_part, part_path, salvage, scan
 from tasks.terminal import configure_logging
@@ -74,10 +74,10 @@ def test_lost_index_is_rebuilt_from_the_tars_and_refused_in_a_copy(cache, name, 
     else:
         path.write_bytes(path.read_bytes()[:-300] if damage == "cut" else damage.encode())
     with pytest.raises(UserError, match=r"is damaged \(.*\); .*copy it again|contains no manifest|is incomplete"):
-        open_copied(cache.folder, PARTS)
+        open_shards(Folder(cache.folder), PARTS)
     assert rebuilt(cache) == before
     assert sorted(path.read_text().splitlines()[1:]) == lines
-    open_copied(cache.folder, PARTS)
+    open_shards(Folder(cache.folder), PARTS)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "5", "null", '{"shards": [], "parts": {}}', "no bytes", "no parts"])
@@ -89,10 +89,10 @@ def test_manifest_of_another_kind_is_rebuilt_and_refused_in_a_copy(cache, text):
     if text == "no parts":
         del manifest["parts"]
     path.write_text(json.dumps(manifest) if text.startswith("no ") else text)
-    with pytest.raises(UserError, match=r"manifest.json is damaged \(.*\); copy it again"):
-        open_copied(cache.folder, PARTS)
+    with pytest.raises(UserError, match=r"manifest.json is damaged \(.*\); .*copy it again"):
+        open_shards(Folder(cache.folder), PARTS)
     rebuilt(cache)
-    assert len(open_copied(cache.folder, PARTS).numbers) == 10
+    assert len(open_shards(Folder(cache.folder), PARTS).numbers) == 10
 
 
 @pytest.mark.parametrize("offset", [10**15, 512, 0, 1000])
@@ -102,7 +102,7 @@ def test_wrong_offset_never_yields_other_tensors(cache, offset):
     shard = cache.folder / index.shards[index.spans[3 * row]]
     index.spans[3 * row + 1] = offset
     with pytest.raises(UserError, match=f"{shard} is damaged .*; delete it and start again"):
-        LatentReader(cache.folder, index, range(10), index.keys, False)([(0, 0)])
+        LatentReader(Folder(cache.folder), index, range(10), index.keys, False)([(0, 0)])
 
 
 @pytest.mark.parametrize("part", ["header", "first tensor", "last tensor"])
@@ -117,7 +117,7 @@ def test_a_bit_that_flips_while_size_and_time_stay_is_found_when_it_is_read(cach
     path.write_bytes(data)
     os.utime(path, ns=(time, time))
     with pytest.raises(UserError, match=f"{path} is damaged .*; delete it and start again"):
-        LatentReader(cache.folder, index, range(10), index.keys, False)([(0, 0)])
+        LatentReader(Folder(cache.folder), index, range(10), index.keys, False)([(0, 0)])
 
 
 def test_a_bit_that_flips_in_the_first_line_of_a_part_is_noticed(cache):

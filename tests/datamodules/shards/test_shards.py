@@ -1,7 +1,6 @@
 """The shard format: members, ids, the index, and batches by random access."""
 
 import gc
-import itertools
 import json
 import threading
 import tracemalloc
@@ -17,11 +16,10 @@ from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import drawn_caption
-from datamodules.shards.cache import Cache
+from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.fingerprint import check_fit, fingerprint
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.reader import LatentReader
-from datamodules.shards.stream import ShardStream, find_shards
 from datamodules.shards.tar import prompt_id, sample_id, size_of
 from datamodules.sizes import Sizes
 from tasks.terminal import configure_logging
@@ -32,7 +30,7 @@ CAPTIONS = 3
 
 def reader(cache, empty_prompt=False, **more):
     index = ShardIndex(cache.rows())
-    return LatentReader(cache.folder, index, range(len(index.numbers)), index.keys, empty_prompt, **more)
+    return LatentReader(Folder(cache.folder), index, range(len(index.numbers)), index.keys, empty_prompt, **more)
 
 
 def test_stock_webdataset_finds_the_members(cache):
@@ -186,19 +184,16 @@ def test_sizes_are_kept_as_codes():
 @pytest.fixture
 def captioned(tmp_path):
     """Six samples of one size, each with captions of its own, whose embeddings identify them."""
-    return captions_of(Cache(tmp_path / "captioned", {}), 6)
-
-
-def captions_of(cache, count, **facts):
+    cache = Cache(tmp_path / "captioned", {})
     shard = cache.new_shard(0)
     empty = prompt_id("empty_prompt", "")
     shard.add(empty, {"empty_prompt_embeds": torch.zeros(1, 1)}, {"caption": ""})
-    for number in range(count):
+    for number in range(6):
         ids = [prompt_id("prompt", f"{number} {caption}") for caption in range(CAPTIONS)]
         for caption, id in enumerate(ids):
             embeds = torch.full((1 + caption, 1), 10.0 * number + caption)
             shard.add(id, {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(1 + caption)}, {"caption": "x"})
-        row = {"key": str(number), "prompts": ids, "empty_prompt": empty, "sizes": [[16, 16]], "tokens": 7, **facts}
+        row = {"key": str(number), "prompts": ids, "empty_prompt": empty, "sizes": [[16, 16]], "tokens": 7}
         shard.add(f"id{number}", {"target_mean": torch.full((1, 2, 2), float(number))}, row)
     cache.seal(shard)
     cache.merge()
@@ -221,24 +216,3 @@ def test_reader_draws_captions_by_seed_and_draw_or_takes_the_first(captioned):
     assert len(set(first_tokens(batch))) > 12
     assert batch.prompts == [f"{int(one // 10)} {int(one % 10)}" for one in first_tokens(batch)]
     assert first_tokens(reader(captioned)(items)) == [10.0 * number for number, _ in items]
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_stream_draws_captions_by_the_draws_of_its_batches(captioned, threads):
-    shards, _ = find_shards(captioned.folder.as_uri())
-    stream = ShardStream(shards, lambda tokens: 2, 0, 7, rank=1, world_size=2, start=5, empty_prompt=False, stride=2)
-    loader = ThreadedLoader(partial(stream.jobs, max(1, threads)), threads, ahead=max(1, threads) - 1)
-    for number, batch in enumerate(itertools.islice(loader, 12), 5):
-        first = (2 * number + 1) * 2
-        assert batch.draws == list(range(first, first + len(batch.keys)))
-        assert first_tokens(batch) == expected(batch.draws, map(int, batch.keys))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shards")]
-
-
-def test_views_of_one_sample_may_meet_in_a_batch(tmp_path):
-    """Crops, flips and resolutions of a sample share its key; only a repeated id may not be in a batch twice."""
-    cache = captions_of(Cache(tmp_path / "cache", {}), 2 * CAPTIONS, key="all the same")
-    shards, _ = find_shards(cache.folder.as_uri())
-    stream = ShardStream(shards, lambda tokens: 3, 0, 7, 0, 1, 0, empty_prompt=False, stride=3)
-    read = itertools.islice(stream.batches(0, 1, threading.Event()), 20)
-    assert {len(batch.keys) for batch in read} == {3}
