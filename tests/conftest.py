@@ -259,6 +259,22 @@ def refuses(tiny, pairs, tmp_path):
 
 
 @pytest.fixture
-def fails(refuses):
-    """Return the line in which train.py refuses settings."""
-    return refuses
+def watch(monkeypatch):
+    """Watch each step of the following runs, including all callbacks at its end."""
+    from lightning.pytorch import Trainer
+
+    from lightning_modules.edit_module import EditModule
+    from tests.support.watch import Watch
+
+    watch, init, end = Watch(), Trainer.__init__, EditModule.on_train_batch_end
+
+    def with_watch(self, *args, callbacks=(), **kwargs):
+        init(self, *args, callbacks=[*callbacks, watch], **kwargs)
+
+    def then_end(self, *args):
+        end(self, *args)
+        watch.end()
+
+    monkeypatch.setattr(Trainer, "__init__", with_watch)
+    monkeypatch.setattr(EditModule, "on_train_batch_end", then_end)
+    return watch

@@ -42,20 +42,24 @@ def test_full_size_benchmark_runs(tiny, tmp_path, monkeypatch):
 
 
 def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_path):
-    """All parts, train.py among them."""
+    """All parts, train.py among them; of the rows those that cover each value of each column."""
     output = tmp_path / "results" / "tiny.json"
     named = "torch", "diffusers", "peft", "bitsandbytes", "lightning", "hydra-core", "obstore", "rapidfuzz"
     assert all(name in (ROOT / "benchmarks" / "gpu_check.py").read_text() for name in named)
     few = f"from tests.support.installed import only; only(*{named}); "
     hidden = "from importlib.util import find_spec; assert not find_spec('webdataset'); assert find_spec('torch'); "
     code = few + hidden + GPU_CHECK + "sys.exit(gpu_check.main())"
-    run_code(code, "--tiny", "--minutes", "60", "--output", str(output))
+    needed, seen = set(), set()
+    for name, part in reversed(PARTS.items()):
+        values = set(enumerate(part.row or ()))
+        if part.row is None or values - seen:
+            needed.add(name)
+            seen |= values
+    chosen = [name for name in PARTS if name in needed]
+    run_code(code, "--tiny", "--minutes", "60", "--output", str(output), "--only", *chosen)
     result, table = read(output)
-    assert list(result["results"])[:10] == list(PARTS)[:10]
+    assert list(result["results"]) == chosen
     assert all(record["status"] == "passed" and record["facts"] for record in result["results"].values())
-    rows = [PARTS[name].row for name in result["results"] if PARTS[name].row is not None]
-    for place, values in enumerate(zip(*rows, strict=True)):
-        assert set(values) == {part.row[place] for part in PARTS.values() if part.row is not None}
     assert all(record["facts"]["estimated_gb"] is not None for record in result["results"].values() if "row" in record)
     assert all(f"| {name.removeprefix('speed ')}" in table for name in result["results"])
 
@@ -257,11 +261,11 @@ def test_the_table_of_faults_is_that_of_the_results():
 
 
 def test_rounds_of_faults_end_as_they_should(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--rounds", "8"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--rounds", "4"]
     output = tmp_path / "faults.json"
     more = ["--seed", "2000", "--folder", str(tmp_path / "campaign"), "--write", str(output)]
     done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     results = json.loads(output.read_text())["results"]
-    assert len({one["fault"] for one in results}) > 4
+    assert len({one["fault"] for one in results}) > 2
     assert {one["outcome"] for one in results} <= {faults.SAME, faults.LINE}

@@ -69,7 +69,7 @@ WINDOW = ["data.batch_size=2", "trainer.accumulate_grad_batches=2"]
 
 
 def test_samples_count_in_a_window_as_in_a_batch_and_resuming_is_bitwise(run, tiny, pairs, tmp_path):
-    """With savings in the middle of the window that a run is stopped in, too."""
+    """Also with checkpoints in the middle of the window that a run is stopped in."""
 
     def overrides(name, steps, *more):
         return [*short(tiny, pairs, tmp_path / name, steps), *FOUR_A_STEP, *more]
@@ -86,9 +86,6 @@ def test_samples_count_in_a_window_as_in_a_batch_and_resuming_is_bitwise(run, ti
     for name in ("last", "last-raw"):
         same(tmp_path / "batch", tmp_path / "window", name)
         assert lora_bytes(tmp_path / "parts", name) == lora_bytes(tmp_path / "window", name)
-    assert saved(tmp_path / "parts") == sorted(
-        [*(f"step-00000{step}{end}" for step in (2, 3, 4) for end in ("", "-raw")), "last", "last-raw"]
-    )
 
 
 @pytest.mark.slow
@@ -150,9 +147,6 @@ def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, t
     assert cards.keys() == {"best", "last", "step-000002", "step-000003"}
     assert "half-life of the EMA in samples | 9" in cards["last"]
     assert "half-life" not in (raw / "lora/last/README.md").read_text()
-    text = run("predict", "task=lora_info", f"lora={ema}/lora/last", f"output_dir={tmp_path / 'info'}").text
-    assert "ema.half_life" in text
-    run("predict", "task=lora_info", f"lora={ema}/lora/last-raw", f"output_dir={tmp_path / 'info'}")
 
 
 @pytest.mark.slow
@@ -198,19 +192,10 @@ def test_average_cannot_begin_end_or_change_in_a_run(run, tiny, pairs, tmp_path)
     with_average, without = (short(tiny, pairs, tmp_path / name, 1) for name in ("with", "without"))
     run("train", *with_average, "ema.half_life=5")
     run("train", *without)
-    changed = "cannot resume with a changed setting: ema."
-    for given, more, words in (
-        (with_average, ["ema.half_life=6"], f"{changed}half_life was 5"),
-        (with_average, ["ema.half_life=5", "ema.sample_with=raw"], f"{changed}sample_with was ema"),
-        (with_average, [], f"{changed}half_life was 5"),
-        (without, ["ema.half_life=5"], f"{changed}half_life was None"),
-    ):
-        again = [*given, *more, "trainer.max_steps=2", "ckpt_path=last"]
-        assert words in run("train", *again, ok=False).error
-    run("train", *without, "ema.sample_with=raw", "trainer.max_steps=2", "ckpt_path=last")
+    again = ["trainer.max_steps=2", "ckpt_path=last"]
+    assert "ema.half_life was 5" in run("train", *with_average, "ema.half_life=6", *again, ok=False).error
     for name in ("with", "without"):
         (tmp_path / name / "config.yaml").unlink()
-    again = ["trainer.max_steps=3", "ckpt_path=last"]
     assert "without an average" in run("train", *without, "ema.half_life=5", *again, ok=False).error
     assert "with ema.half_life" in run("train", *with_average, *again, ok=False).error
 

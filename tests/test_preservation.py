@@ -88,27 +88,20 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, 
 
 def test_accumulation_is_the_batch(run, tiny, pairs, tmp_path):
     """Every second optimizer step, not every second batch, uses the prompts."""
-    kinds = {
-        "batch": ["data.batch_size=4"],
-        "accumulated": ["trainer.accumulate_grad_batches=4"],
-        "each": ["data.batch_size=4", "objective.preserve.every=1"],
-    }
+    kinds = {"batch": ["data.batch_size=4"], "accumulated": ["trainer.accumulate_grad_batches=4"]}
     for name, more in kinds.items():
-        run("train", *short(tiny, pairs, tmp_path / name, 4), *ALL, "optimizer.lr=1e-3", SMOOTH_ADAM, *more)
+        run("train", *short(tiny, pairs, tmp_path / name, 3), *ALL, "optimizer.lr=1e-3", SMOOTH_ADAM, *more)
     assert_close(tmp_path / "batch", tmp_path / "accumulated")
-    with pytest.raises(AssertionError, match="not close"):
-        assert_close(tmp_path / "batch", tmp_path / "each")
 
 
 @pytest.mark.parametrize(
     "nothing",
     first(1, [["objective.preserve.weight=0"], ["objective.preserve.prompts=[]"], ["objective.preserve.every=1000"]]),
 )
-def test_preserving_nothing_changes_nothing(run, tiny, pairs, tmp_path, nothing):
+def test_preserving_nothing_changes_nothing(run, runs, tiny, pairs, tmp_path, nothing):
     """In the first step an untrained adapter equals its base."""
-    run("train", *short(tiny, pairs, tmp_path / "plain", 3), "scheduler=constant")
-    run("train", *short(tiny, pairs, tmp_path / "nothing", 3), "scheduler=constant", *PRESERVE, *nothing)
-    assert lora_bytes(tmp_path / "plain") == lora_bytes(tmp_path / "nothing")
+    run("train", *short(tiny, pairs, tmp_path / "nothing", 2), *PRESERVE, *nothing)
+    assert lora_bytes(runs(2).folder) == lora_bytes(tmp_path / "nothing")
 
 
 @pytest.mark.slow

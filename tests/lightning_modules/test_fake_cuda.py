@@ -46,46 +46,23 @@ KERNELS = {
 RESIDENT = {"none": "none", "activations": "selective"}
 STREAMED = {"blocks": "full", "blocks_and_activations": "full"}
 
-
 # The family that stands for the others where these do nothing of their own.
 WHOLE = "qwen_image_edit_plus"
-
-
-def offloads(quantization, adapter):
-    """Return the offload settings that production allows; an orthogonal T-LoRA computes like a T-LoRA."""
-    if adapter == "ortho_tlora":
-        return [{"none": "none"}]
-    return [RESIDENT] if adapter == "full" else [RESIDENT, STREAMED]
-
-
-def slow(model, quantization, adapter, chosen):
-    """Return whether other cases represent it in the quick suite, which covers each family, format and adapter."""
-    if quantization == "bf16":
-        return model != WHOLE and (adapter != "lora" or chosen is STREAMED)
-    of_a_library = "_" in quantization
-    return model != WHOLE or adapter != "lora" or of_a_library or (chosen is STREAMED and quantization != "fp8")
-
-
-def differs(model, quantization, adapter, chosen):
-    """Return whether a build can fail for a reason of its own: one family has all, the others what touches them."""
-    if adapter == "full" and quantization != "bf16":
-        return False
-    return model == WHOLE or (
-        not MODELS[model].variant
-        and (
-            (quantization, adapter) == ("bf16", "lora") or (quantization, adapter, chosen) == ("fp8", "lora", STREAMED)
-        )
-    )
-
-
-BUILDS = [
-    (model, quantization, adapter, chosen)
-    for model in MODELS
-    for quantization in QUANTIZATIONS
-    for adapter in ADAPTERS
-    for chosen in offloads(quantization, adapter)
-    if differs(model, quantization, adapter, chosen)
+FAMILIES = [name for name, model in MODELS.items() if not model.variant]
+QUICK = [
+    *((name, "bf16", "lora", RESIDENT) for name in FAMILIES),
+    (WHOLE, "bf16", "tlora", RESIDENT),
+    (WHOLE, "bf16", "full", RESIDENT),
+    (WHOLE, "fp8", "lora", STREAMED),
+    (WHOLE, "nf4", "lora", RESIDENT),
 ]
+BUILDS = [
+    *((name, "fp8", "lora", STREAMED) for name in FAMILIES),
+    *((WHOLE, name, "lora", chosen) for name in QUANTIZATIONS for chosen in (RESIDENT, STREAMED)),
+    *((WHOLE, name, "tlora", STREAMED) for name in ("bf16", "fp8")),
+    (WHOLE, "bf16", "ortho_tlora", {"none": "none"}),  # computes like a T-LoRA
+]
+BUILDS = [*QUICK, *(build for build in BUILDS if build not in QUICK)]
 
 
 @cache
@@ -139,7 +116,7 @@ def cuda(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "quantization", "adapter", "chosen"),
-    [pytest.param(*build, marks=[pytest.mark.slow] * slow(*build)) for build in BUILDS],
+    first(len(QUICK), BUILDS),
     ids=lambda x: "_".join(x) if isinstance(x, dict) else x,
 )
 def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, adapter, chosen):

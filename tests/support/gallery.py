@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from tests.support.commands import run_here, short
+from tests.support.other_adapters import OTHERS, short_of
 
 
 def shared_folder(tmp_path_factory) -> Path:
@@ -72,7 +73,10 @@ class Runs:
 
         def build(folder: Path) -> None:
             folder.mkdir()
-            outcome = run_here("train", *short(self.tiny, self.pairs, output, steps, data, shown), *overrides)
+            common = short(self.tiny, self.pairs, output, steps, data, shown)
+            if "adapter=oft" in overrides or "adapter.full_matrix=true" in overrides:  # which have no rank
+                common = short_of(common)
+            outcome = run_here("train", *common, *overrides)
             assert outcome.status == 0, outcome.text
             text.write_text(outcome.text)
 
@@ -92,6 +96,8 @@ SHOWN = (
 )
 # An update large enough to change images visibly; alpha differs from rank.
 LEARNED = ("adapter.alpha=8", "optimizer.lr=3e-2", "scheduler=constant")
+# Of the kinds of `other_adapters`; two held-out pairs are sampled.
+OTHERS_LEARNED = ("optimizer.lr=2e-2", "scheduler=constant", "model.dtype=float32", "data.val_count=2")
 
 
 class Gallery:
@@ -106,4 +112,6 @@ class Gallery:
             return self.runs(2)
         if name == "shown":
             return self.runs(4, *SHOWN, shown=True)
+        if name in OTHERS:
+            return self.runs(6, *OTHERS[name], *OTHERS_LEARNED, shown=True)
         return self.runs(8, f"adapter={name}", *LEARNED)

@@ -26,6 +26,6 @@ def build_other(tiny, adapter, *more, dtype="float32", model="flux_kontext"):
     return module
 
 
-def short_of(arguments, adapter):
-    """Return overrides of a short run with an adapter other than LoRA."""
-    return [*(one for one in arguments if not one.startswith("adapter.")), *OTHERS[adapter]]
+def short_of(arguments, adapter=None):
+    """Return overrides of a short run with an adapter other than LoRA, whose settings follow or are given by name."""
+    return [*(one for one in arguments if not one.startswith("adapter.")), *OTHERS.get(adapter, ())]
