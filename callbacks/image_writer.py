@@ -37,7 +37,6 @@ class ImageWriter(BasePredictionWriter):
     """Write each image as soon as it is sampled.
 
     Args:
-        output_dir: the prediction's folder.
         strips: whether the images of several LoRA scales are also written in a row.
     """
 

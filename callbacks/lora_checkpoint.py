@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -53,10 +53,8 @@ class LoRACheckpoint(L.Callback):
     EMA, lora/step-N-raw and lora/last-raw are written as well, or -ema if images are sampled with the raw weights.
 
     Args:
-        output_dir: the run's folder.
         save_every: optimizer steps between two checkpoints; 0 saves at the end only.
         keep_checkpoints: number of checkpoints that are kept.
-        model_name: name of the model's YAML.
         model: its composed settings, for the header of the LoRA files.
         dtype: of the LoRA files, a name of `lora_files.writing.DTYPES`.
     """
@@ -134,15 +132,11 @@ class LoRACheckpoint(L.Callback):
         assert module.transformer is not None
         step = trainer.global_step
         names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
-        # All processes take part; the first one writes. Its temporary file is created before any weights: if it is
-        # found without a checkpoint, the first save of the run was interrupted.
+        # All processes take part; the first one writes. The mark tells an interrupted first save from a run's weights.
         writes = trainer.is_global_zero
-        with (
-            self._noting_failure() if writes else nullcontext(),
-            replacing(self.run.checkpoint) if writes else nullcontext(self.run.checkpoint) as path,
-        ):
+        with replacing(self.run.checkpoint) if writes else nullcontext(self.run.checkpoint) as path:
             if writes:
-                path.touch()
+                self.run.unfinished_checkpoint.touch()
             self.write(trainer, module, *names)
             if (ema := module.optimization.ema) is not None:
                 self.write(trainer, module, *(f"{name}-{ema.other}" for name in names), other=True)
@@ -151,6 +145,8 @@ class LoRACheckpoint(L.Callback):
                 kept = self.run.checkpoint_of(self.saved_step)
                 if self.keep_checkpoints > 1 and self.run.checkpoint.is_file() and not kept.exists():
                     link_or_copy(self.run.checkpoint, kept)
+        if writes:
+            self.run.unfinished_checkpoint.unlink()
         trainer.strategy.barrier()  # no process leaves before the files are in place
         self.saved_step = step
         if trainer.is_global_zero:
@@ -160,17 +156,6 @@ class LoRACheckpoint(L.Callback):
             if words := module.adapter.check_written(weights, module.base):
                 log.info(f"{weights} was read back: {words}")
             self._was_read_back = True
-
-    @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """Temporarily mark a first save that fails like one that is killed: its weights are incomplete."""
-        try:
-            yield
-        except Exception:
-            if not self.run.checkpoint.exists():
-                with contextlib.suppress(OSError):  # an empty file rarely needs space
-                    self.run.unfinished_checkpoint.touch()
-            raise
 
     def _remove_checkpoints(self, step: int) -> None:
         """Remove all but the newest checkpoints, and those of later steps, which were skipped when resuming."""

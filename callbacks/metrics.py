@@ -29,9 +29,6 @@ class _Step(NamedTuple):
 
     number: int
     lr: float
-    samples: int
-    tokens: int
-    flops: int
     seconds: float
     figures: torch.Tensor
 
@@ -61,9 +58,6 @@ class Metrics(L.Callback):
 
     Steps leave their figures on the device, and are read back a logging interval at a time. Rates, which are totals of
     all processes, waiting and work are those of an interval.
-
-    Args:
-        output_dir: the run's folder.
     """
 
     def __init__(self, output_dir: str) -> None:
@@ -131,8 +125,8 @@ class Metrics(L.Callback):
         means = [torch.stack(values).float().mean() for values in (self._losses, self._ranks) if values]
         figures = torch.stack([pl_module.optimization.grad_norm.float(), *means])
         seconds = time.perf_counter() - self._start
-        self._steps.append(_Step(self._step, self._lr, self._samples, self._tokens, self._flops, seconds, figures))
-        self._losses, self._ranks, self._samples, self._tokens, self._flops = [], [], 0, 0, 0
+        self._steps.append(_Step(self._step, self._lr, seconds, figures))
+        self._losses, self._ranks = [], []
         if pl_module.optimization.is_reported(trainer):
             self._read_back(trainer, pl_module)
 
@@ -149,12 +143,12 @@ class Metrics(L.Callback):
         if not steps:
             return
         figures = torch.stack([step.figures for step in steps])
-        counts = torch.tensor([[step.samples, step.tokens, step.flops] for step in steps], dtype=torch.float64)
+        counts = torch.tensor([self._samples, self._tokens, self._flops], dtype=torch.float64)
+        self._samples = self._tokens = self._flops = 0
         if trainer.world_size > 1:
             figures = trainer.strategy.reduce(figures, reduce_op="mean")
             counts = trainer.strategy.reduce(counts.to(module.device), reduce_op="mean").cpu()
-        samples, tokens, flops = counts.sum(dim=0).tolist()
-        figures_of_steps = figures.tolist()
+        samples, tokens, flops = counts.tolist()
         start, self._interval = self._interval, _Clock.now(trainer, module)
         seconds = self._interval.total - start.total - (self._interval.aside - start.aside)
         rates = {
@@ -164,7 +158,7 @@ class Metrics(L.Callback):
             "tflops": flops / seconds / 1e12,
             "peak_memory_gb": self.peak_memory / 1e9,
         }
-        for step, (grad_norm, loss, *rank) in zip(steps, figures_of_steps, strict=True):
+        for step, (grad_norm, loss, *rank) in zip(steps, figures.tolist(), strict=True):
             self._remember(loss)
             self.latest = {
                 "loss": loss,

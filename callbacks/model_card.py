@@ -50,8 +50,6 @@ class ModelCard(L.Callback):
     """Write README.md, with images, to each folder of weights that has none or an older one; at the end to all.
 
     Args:
-        output_dir: the run's folder.
-        model_name: name of the model's YAML.
         repository: destination of the upload, None without one.
     """
 

@@ -19,7 +19,6 @@ from callbacks import find_callback
 from callbacks.metrics import Metrics
 from callbacks.report import Report
 from datamodules.base import TrainingData
-from datamodules.encoding import EncodeRequest
 from datamodules.errors import UserError, listing
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import layer_of
@@ -43,7 +42,7 @@ def panel(title: str, rows: Mapping[str, str], notes: Iterable[str]) -> Panel:
 
 
 def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[int, int]]) -> dict[str, str]:
-    """Return rows about the objective, the optimizer, the adapted layers, the timesteps and the work of a step.
+    """Return rows about the objective, the optimizer, the adapted layers and the timesteps.
 
     Args:
         transformer: with its adapter.
@@ -51,7 +50,7 @@ def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[i
     """
     assert module.objective is not None
     assert module.adapter is not None
-    costs, objective = module.objective.describe(), module.objective.chosen
+    objective = module.objective.chosen
     adapted = dict.fromkeys(layer_of(name) for name in trainable(transformer))
     endings = listing(list(dict.fromkeys(map(ending, adapted))), 14)
     law = module.flow.timesteps
@@ -65,20 +64,15 @@ def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[i
         "learns by": module.optimization.describe(),
         **({} if module.adapter.trains_base else {"layers": f"{len(adapted)}: {endings}"}),
         "timesteps": timesteps,
-        **({"a step has": f"a forward and backward; {costs}"} if costs else {}),
     }
 
 
-class TerminalProgress(ProgressBar):
-    """A bar in a terminal, and a line every few seconds elsewhere.
+class TrainingProgress(ProgressBar):
+    """A summary before step 1, then loss, speed and time left: a bar in a terminal, elsewhere a line now and then."""
 
-    Args:
-        unit: name of the counted items.
-    """
-
-    def __init__(self, unit: str) -> None:
+    def __init__(self, output_dir: str) -> None:
         super().__init__()
-        self.unit = unit
+        self.run = RunFolder(output_dir)
         self.console = Console(stderr=True)
         self.enabled = True
         self._bar: Progress | None = None
@@ -96,7 +90,7 @@ class TerminalProgress(ProgressBar):
         self._warm: tuple[int, float] | None = None  # the first count that was shown, and when
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn(self.unit),
+                TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
                 TextColumn("{task.fields[numbers]}"),
@@ -110,7 +104,7 @@ class TerminalProgress(ProgressBar):
     def advance(self, done: int, numbers: str) -> None:
         """Show the present count.
 
-        The estimate of the time left excludes the first item, which warms up, and includes work between the steps.
+        The estimate of the time left excludes the first step, which warms up, and includes work between the steps.
         """
         now, left = time.monotonic(), ""
         self._done, self._numbers = done, numbers
@@ -133,7 +127,7 @@ class TerminalProgress(ProgressBar):
 
     def _print(self, now: float, *words: str) -> None:
         self._last_line = now
-        log.info("  ".join(part for part in (f"{self.unit} {self._done}/{self._total}", *words) if part))
+        log.info("  ".join(part for part in (f"step {self._done}/{self._total}", *words) if part))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop()
@@ -145,44 +139,6 @@ class TerminalProgress(ProgressBar):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-class EncodingProgress(TerminalProgress):
-    """Images per second and time left while a cache is built; with several processes, the share of the first one."""
-
-    def __init__(self) -> None:
-        super().__init__("sample")
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._images = 0
-        if self.enabled:
-            self.begin(0, int(trainer.num_predict_batches[0]))
-
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: EncodeRequest,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._images += 1 + len(batch.raw.controls)
-        if self.enabled:
-            rate = self._images / (time.monotonic() - self._start)
-            self.advance(batch_idx + 1, f"{rate:.3g} images/s")
-
-
-class TrainingProgress(TerminalProgress):
-    """A summary before step 1, then loss, speed and time left.
-
-    Args:
-        output_dir: the run's folder, named in the summary.
-    """
-
-    def __init__(self, output_dir: str) -> None:
-        super().__init__("step")
-        self.run = RunFolder(output_dir)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -222,9 +178,6 @@ class TrainingProgress(TerminalProgress):
         assistant = module.execution.training_adapter
         if assistant is not None:
             rows["trains"] += f", with model.training_adapter={assistant.name} in training only"
-        sampling = module.sampler.sampling
-        if sampling is not None and sampling.transformer_name_or_path is not None:
-            rows["samples"] = f"by the transformer of {sampling.transformer_name_or_path}, loaded again each time"
         if self._step:
             rows["resumed"] = f"after step {self._step}"
         return rows

@@ -26,13 +26,11 @@ SECONDS_BETWEEN_PAGES = 15
 
 
 class Report(L.Callback):
-    """Write report.html at the start, every few seconds, after each set of sample images, and at the end.
+    """Write report.html at the start, every few seconds, and at the end.
 
     Its content is read from files of the run, so that writing it does not wait for the GPU.
 
     Args:
-        output_dir: the run's folder.
-        model_name: name of the model's YAML, for the commands.
         preview_count: number of samples of the data on the page.
     """
 
@@ -41,11 +39,9 @@ class Report(L.Callback):
         self.model_name = model_name
         self.preview_count = preview_count
         self._data: dict[str, Any] = {}
-        self._config = ""
         self._started = False
         self._sample: Strip | None = None  # the first of the last step
         self._parts: dict[Path, dict[str, Any]] = {}  # of the page, by sample image
-        self._sampled_step = -1
         self._written = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -57,15 +53,10 @@ class Report(L.Callback):
         if trainer.is_global_zero:
             self._renew(trainer, pl_module, now=True)
             pl_module.base.timer.listeners.append(lambda _: self._renew(trainer, pl_module))
-        sampler = find_callback(trainer, SampleImages)
-        self._sampled_step = -1 if sampler is None else sampler.sampled_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        sampler = find_callback(trainer, SampleImages)
-        step = -1 if sampler is None else sampler.sampled_step
-        sampled, self._sampled_step = step not in (self._sampled_step, -1), step
         if trainer.is_global_zero:
-            self._renew(trainer, pl_module, now=sampled)
+            self._renew(trainer, pl_module)
 
     def _renew(self, trainer: L.Trainer, module: L.LightningModule, now: bool = False) -> None:
         """Write the page if it is older than `SECONDS_BETWEEN_PAGES`, or now."""
@@ -119,8 +110,7 @@ class Report(L.Callback):
         if not self._data:
             with best_effort("part of the report on the data"):
                 self._data = describe_data(data, self.preview_count)
-        if not self._config and self.run.config.is_file():
-            self._config = OmegaConf.to_yaml(shareable(OmegaConf.to_container(OmegaConf.load(self.run.config))))
+        settings = OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         names = Names.of_run(module, self.run, self.model_name)
         seed = None if sampler is None else sampler.seed
@@ -139,7 +129,7 @@ class Report(L.Callback):
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
             commands=commands(module, names, seed, self._sample),
-            config=self._config,
+            config=OmegaConf.to_yaml(shareable(OmegaConf.to_container(settings))),
             unfinished=unfinished,
             **self._data,
         )

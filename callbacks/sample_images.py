@@ -46,7 +46,6 @@ class SampleImages(L.Callback):
     random generator of its own. Processes divide the samples; the first one writes.
 
     Args:
-        output_dir: the run's folder.
         sample_every: optimizer steps between two sets; 0: before the first step and at the end only.
         count: number of samples, the first held-out ones, or of the training data without these.
         seed: as in prediction.

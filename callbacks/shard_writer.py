@@ -13,6 +13,7 @@ from datamodules.encoding import EncodeRequest
 from datamodules.shards.cache import Cache
 from datamodules.shards.tar import OpenShard, prompt_id
 from lightning_modules.edit_module import EditModule
+from lightning_modules.timing import ProgressLines
 
 # Bytes at which a new tar begins.
 SHARD_SIZE = 2**29
@@ -35,6 +36,9 @@ class ShardWriter(BasePredictionWriter):
         self.encoded = self.added = 0
         self._shard: OpenShard | None = None
 
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._progress = ProgressLines(int(trainer.num_predict_batches[0]), "samples encoded")
+
     def write_on_batch_end(
         self,
         trainer: L.Trainer,
@@ -54,6 +58,7 @@ class ShardWriter(BasePredictionWriter):
         write_sample(self._shard, pl_module, batch, *prediction)
         self.encoded += batch.is_new
         self.added += 0 if batch.is_new else len(batch.texts)
+        self._progress.done(batch_idx + 1)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._shard is not None:

@@ -24,7 +24,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.image_metrics import EditMetrics
-from report.tables import ENDS, monitored, read_validation
+from report.tables import ENDS, read_validation
 from runs.run_folder import RunFolder
 from runs.shares import of_all, of_first, share
 
@@ -49,7 +49,6 @@ class Validation(L.Callback):
     `SampleImages` samples; losses are of all held-out samples.
 
     Args:
-        output_dir: the run's folder.
         metrics: of torchmetrics or their factories, updated with (result, target), each (1, 3, H, W) in [0, 1].
         monitor: the figure that determines which weights are kept as `best`, next to `last`; None for the default.
         default_monitor: the model's; val_loss replaces it if it is not measured.
@@ -71,7 +70,8 @@ class Validation(L.Callback):
         self.metrics: dict[str, Metric] = {}
         self.is_specified = monitor not in (None, "loss_avg", "val_loss")
         self.directions = _directions(self._makers)
-        self.monitor = monitored(monitor, default_monitor, self.directions)
+        usual = default_monitor if default_monitor in self.directions else "val_loss"
+        self.monitor = usual if monitor is None or monitor == "loss_avg" else monitor
         self.patience = patience if early_stopping else math.inf
         self.stopped_early = False
         self.rows: list[dict[str, float]] = []

@@ -1,6 +1,6 @@
 """Metrics of edited images that are not in torchmetrics."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -69,55 +69,49 @@ LEAST_OUTSIDE = 0.1
 ROUNDS = 3
 
 
-class Outside(NamedTuple):
-    """Comparison of a result with its source outside of the edit, where source and target agree.
+def find_outside(target: Tensor, source: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return where the images (3, H, W) agree, with a margin, and smooth weights (H, W), 0 at the edit.
 
-    All images are (3, H, W) in [0, 1].
-
-    Attributes:
-        where: (H, W) bool; None if the edit changes nearly the whole image.
-        shift: (x, y) in pixels of the result against the source; None if it is unknown.
-        aligned: the result with its shift undone.
-        corrected: aligned, with its colours mapped to those of the source by the affine map that fits best outside.
+    The former (H, W) bool is None if the edit changes nearly the whole image.
     """
-
-    where: Tensor | None
-    shift: tuple[float, float] | None
-    aligned: Tensor
-    corrected: Tensor
-
-
-def compare_outside(result: Tensor, target: Tensor, source: Tensor) -> Outside:
-    """Compare a result with its source outside of the edit."""
     changed = ((target - source).abs().amax(0) > AGREEING).float()
     margin = max(1, min(changed.shape) // 64)
     grown = F.max_pool2d(changed[None], 2 * margin + 1, stride=1, padding=margin)[0]
     where = grown == 0
-    if where.float().mean() < LEAST_OUTSIDE:
-        return Outside(None, None, result, result)
     # Feathered from the edit outwards: a hard border would correlate with itself.
     weight = (1 - F.max_pool2d(grown[None], 2 * margin + 1, stride=1, padding=margin))[None]
-    feathered = F.avg_pool2d(weight, 2 * margin + 1, stride=1, padding=margin)[0, 0].numpy()
+    feathered = F.avg_pool2d(weight, 2 * margin + 1, stride=1, padding=margin)[0, 0]
+    return where if where.float().mean() >= LEAST_OUTSIDE else None, feathered
+
+
+def undo_shift(result: Tensor, source: Tensor, weights: Tensor) -> tuple[tuple[float, float] | None, Tensor]:
+    """Return the shift (x, y) in pixels of a result against its source, None if it is unknown, and the result without.
+
+    Args:
+        weights: (H, W), of the pixels.
+    """
     expected = edges(source.mean(0).numpy())
     x = y = 0.0
-    aligned, believed = result, False
-    for _ in range(ROUNDS if feathered.any() else 0):
-        right, down, correlation = shift(expected, edges(aligned.mean(0).numpy()), feathered)
-        believed = correlation >= BELIEVED
-        if not believed:
-            x, y, aligned = 0.0, 0.0, result
-            break
+    aligned = result
+    for _ in range(ROUNDS):
+        right, down, correlation = shift(expected, edges(aligned.mean(0).numpy()), weights.numpy())
+        if correlation < BELIEVED:
+            return None, result
         x, y = x + right, y + down
         aligned = _moved(result, -x, -y)
+    return (x, y), aligned
+
+
+def match_colours(image: Tensor, source: Tensor, where: Tensor) -> Tensor:
+    """Return an image with its colours mapped to those of the source by the affine map that fits best there."""
     # Ridge regression towards the identity: colours that are missing outside keep their values.
-    seen, wanted = aligned[:, where].T, source[:, where].T
+    seen, wanted = image[:, where].T, source[:, where].T
     inputs = torch.cat([seen, torch.ones(len(seen), 1)], dim=1).double()
     identity = torch.eye(4, 3, dtype=torch.float64)
     normal = inputs.T @ inputs + 1e-4 * len(seen) * torch.eye(4, dtype=torch.float64)
     change = torch.linalg.solve(normal, inputs.T @ (wanted.double() - inputs @ identity))
     mapping = (identity + change).float()
-    corrected = torch.einsum("chw,cd->dhw", aligned, mapping[:3]) + mapping[3][:, None, None]
-    return Outside(where, (x, y) if believed else None, aligned, corrected)
+    return torch.einsum("chw,cd->dhw", image, mapping[:3]) + mapping[3][:, None, None]
 
 
 def _moved(image: Tensor, x: float, y: float) -> Tensor:
@@ -162,16 +156,17 @@ class EditMetrics(Metric):
     def update(self, preds: Tensor, target: Tensor, source: Tensor) -> None:
         """Add an edit; the images are (1, 3, H, W) in [0, 1]."""
         result, target, source = (image[0].float().cpu() for image in (preds, target, source))
-        found = compare_outside(result, target, source)
+        where, weights = find_outside(target, source)
         wanted = target - source
-        if (where := found.where) is not None:
-            wanted = wanted * ~where
-            self.drift.append(_levels((found.corrected - source)[:, where]))
-            self.colour_shift.append(_levels((found.aligned - found.corrected)[:, where]))
-        if found.shift is not None:
-            self.shift.append(torch.tensor(found.shift).norm())
+        if where is not None:
+            moved, aligned = undo_shift(result, source, weights) if weights.any() else (None, result)
+            result, wanted = match_colours(aligned, source, where), wanted * ~where
+            self.drift.append(_levels((result - source)[:, where]))
+            self.colour_shift.append(_levels((aligned - result)[:, where]))
+            if moved is not None:
+                self.shift.append(torch.tensor(moved).norm())
         if size := wanted.square().sum():
-            self.strength.append(((found.corrected - source) * wanted).sum() / size)
+            self.strength.append(((result - source) * wanted).sum() / size)
 
     def compute(self) -> dict[str, Tensor]:
         """Return each figure's mean, NaN where no edit has one."""

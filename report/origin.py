@@ -40,11 +40,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, base: FrozenBase, model_name: str) -> "Origin":
-        """Read the origin from the settings and the README.md of a base.
-
-        Args:
-            model_name: name of the model's YAML.
-        """
+        """Read the origin from the settings and the README.md of a base."""
         names = list(dict.fromkeys((base.name, base.transformer_name)))
         known = {name: hub_id(name, model_name) for name in names}
         here = {name: f"PATH_TO/{Path(name).expanduser().absolute().name}" for name in names} | {EMBEDDED: EMBEDDED}

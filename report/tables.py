@@ -3,7 +3,7 @@
 import csv
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,18 +21,6 @@ class Line(NamedTuple):
     color: str
     faint: bool = False
     dashed: bool = False
-
-
-def monitored(monitor: str | None, usual: str, metrics: Collection[str]) -> str:
-    """Return the figure by which steps and runs with held-out samples are compared.
-
-    Args:
-        monitor: the setting; None or loss_avg for the default.
-        usual: the model's default; val_loss if it is not among `metrics`.
-    """
-    if monitor not in (None, "loss_avg"):
-        return str(monitor)
-    return usual if usual in metrics else "val_loss"
 
 
 def read_validation(path: Path) -> list[dict[str, float]]:

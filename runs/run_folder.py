@@ -57,7 +57,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.grid = self.path / "grid.png"
         self.active_ranks = self.path / "active_ranks.png"
-        # A mark for a first save that has failed; a killed one leaves its temporary file.
+        # A mark that exists during a save, and after one that has failed.
         self.unfinished_checkpoint = self.checkpoint.with_name(f".{self.checkpoint.name}.failed.tmp")
 
     @classmethod

@@ -66,7 +66,6 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
     from hydra.utils import instantiate
 
     from callbacks.lifecycle import GracefulStop, Watchdog
-    from callbacks.progress import EncodingProgress
     from callbacks.shard_writer import ShardWriter
     from datamodules.encoding import EncodingDataModule
 
@@ -86,9 +85,9 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
         trainer = instantiate(
             cfg.trainer,
             strategy=cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp",
-            callbacks=[Watchdog(cfg.get("watchdog_minutes")), writer, EncodingProgress(), GracefulStop()],
+            callbacks=[Watchdog(cfg.get("watchdog_minutes")), writer, GracefulStop()],
             logger=False,
-            enable_progress_bar=True,
+            enable_progress_bar=False,
             profiler=None,  # it profiles training
         )
         trainer.predict(module, missing, return_predictions=False)

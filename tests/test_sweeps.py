@@ -1,44 +1,52 @@
 """Several runs of one command."""
 
 import csv
+import gc
 import re
 
 import pytest
 
+from lightning_modules.families.flux.module import FluxKontext
+from tests.callbacks.test_report import Page
 from tests.support.commands import metrics, short
+from tests.support.gallery import SHOWN
 
 
-def test_sweep_leaves_a_table(run, tiny, pairs, tmp_path):
-    arguments = short(tiny, pairs, tmp_path / "sweep", 3)
-    swept = ["optimizer.lr=1e-4,1e-3", "scheduler=linear"]
-    text = run("train", "-m", *arguments, *swept).text
-    rates = ("0.0001", "0.001")
+def test_sweep_leaves_a_table_and_a_page_with_the_best_first_and_goes_on_after_a_failing_job(
+    run, tiny, pairs, tmp_path
+):
+    """Only one model is in memory at a time."""
+    folder = tmp_path / "sweep"
+    more = [*SHOWN, "monitor=psnr", "scheduler=linear", "save_every=0"]
+    swept = "optimizer.lr=1e-6,1e-1,-1"
+    outcome = run("train", "-m", *short(tiny, pairs, folder, 2, shown=True), *more, swept, ok=False)
+    assert not [one for one in gc.get_objects() if type(one) is FluxKontext]
+    assert outcome.status == 1
+    assert "Traceback" not in outcome.text
+    rates = ["1e-06", "0.1", "-1"]
     for number, rate in enumerate(rates):
-        assert re.search(rf"job {number}: .* optimizer.lr={rate} scheduler=linear\n", text)
-        assert re.search(rf"learns by +AdamW, lr {rate}, schedule linear ", text)
-    with (tmp_path / "sweep" / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["overrides"] for row in rows] == ["optimizer.lr=0.0001", "optimizer.lr=0.001"]
-    for number, row in enumerate(rows):
-        assert (tmp_path / "sweep" / str(number) / "lora" / "last").samefile(row["lora"])
-        assert float(row["final_loss"]) == float(metrics(tmp_path / "sweep" / str(number))[-1]["loss_avg"])
+        assert re.search(rf"job {number}: .* optimizer.lr={rate} scheduler=linear", outcome.text)
+    rows = list(csv.DictReader((folder / "sweep.csv").open()))
+    assert [row["overrides"] for row in rows] == [f"optimizer.lr={rate}" for rate in rates]
+    assert [bool(row["error"]) for row in rows] == [False, False, True]
+    for number, row in enumerate(rows[:2]):
+        assert (folder / str(number) / "lora" / "last").samefile(row["lora"])
+        assert float(row["final_loss"]) == float(metrics(folder / str(number))[-1]["loss_avg"])
         assert float(row["seconds"]) > 0
 
-
-def test_sweep_keeps_one_model_in_memory_and_goes_on_after_a_failing_job(run, tiny, pairs, tmp_path):
-    import gc
-
-    from lightning_modules.families.flux.module import FluxKontext
-
-    arguments = short(tiny, pairs, tmp_path / "sweep", 2)
-    outcome = run("train", "-m", *arguments, "adapter.rank=4,0,2", ok=False)
-    alive = [o for o in gc.get_objects() if type(o) is FluxKontext]
-    assert alive == []
-    assert outcome.status == 1
-    assert "adapter.rank=0: must be a whole number" in outcome.text
-    assert "Traceback" not in outcome.text
-    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
-    assert [bool(row["error"]) for row in rows] == [False, True, False]
+    page = Page(folder / "report.html")
+    *measured, last = re.findall(r"<td[^>]*>(failed|\d+\.\d+)</td>", page.text)
+    assert len(measured) == 2
+    assert measured == sorted(measured, key=float, reverse=True)
+    assert last == "failed"
+    assert [url for url in page.pictures if url.startswith("data:image/")] == page.pictures != []
+    assert str(tmp_path) not in page.text
+    assert sorted(page.links) == ["0/report.html", "1/report.html"]
+    assert all((folder / link).is_file() for link in page.links)
+    best = page.links[0].partition("/")[0]
+    said = r"best of 3 jobs so far: psnr (\S+) with optimizer.lr=(\S+) in (\S+); all of them: (\S+)"
+    lines = re.findall(said, outcome.text)
+    assert lines == [(measured[0], rates[int(best)], str(folder / best), str(folder / "report.html"))]
 
 
 @pytest.mark.slow

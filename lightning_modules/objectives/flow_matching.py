@@ -242,14 +242,3 @@ class FlowMatchingObjective(Objective):
     def passes(self, step: int) -> Passes:
         prompts = self.preserve.uses_prompts(step)
         return Passes(1 + prompts, prompts + (self.contrastive_guidance != 1) + (self.preserve.outside > 0))
-
-    def describe(self) -> str:
-        extra = []
-        if self.contrastive_guidance != 1:
-            extra.append("a forward without gradient for contrastive guidance")
-        if self.preserve.outside:
-            extra.append("a forward of the base for preserve.outside")
-        if self.preserve.prompts:
-            often = "" if self.preserve.every == 1 else f" in one of {self.preserve.every} steps"
-            extra.append(f"a forward of the base, and another forward and backward, for preserve.prompts{often}")
-        return "; ".join(extra)

@@ -74,7 +74,3 @@ class Objective(ABC):
     def passes(self, step: int) -> Passes:
         """Return the passes of each sample through the transformer; no step has more than step 0."""
         return Passes()
-
-    def describe(self) -> str:
-        """Return the cost beyond one forward and backward a step, for the summary; empty for none."""
-        return ""

@@ -67,6 +67,3 @@ class PreferenceObjective(Objective):
 
     def passes(self, step: int) -> Passes:
         return Passes(training=2, forward=2)
-
-    def describe(self) -> str:
-        return "another for the rejected image, and for both a forward of the base"

@@ -15,7 +15,6 @@ from lightning_modules.execution import checkpointing
 from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.prepare import Execution
 from tests.support.commands import compose, lora_bytes, short
-from tests.support.tiny_pipelines import FLUX
 
 NEEDS = {"none": 480 * 10**8, "selective": 320 * 10**8, "every_2": 260 * 10**8, "full": 46 * 10**8}
 
@@ -41,12 +40,6 @@ def test_no_step_takes_more_than_there_is_and_the_last_policy_is_the_least_that_
             assert factor * NEEDS[policy] <= free
         fitting = [policy for policy in POLICIES if max(1, factor) * NEEDS[policy] <= USABLE * free]
         assert done.policy == tried[-1] == (fitting[0] if fitting else "full")
-
-
-def test_uncorrected_estimate_would_run_out_of_memory():
-    """Without the correction from measured steps the promise above can be broken."""
-    tried, _ = raised(lambda *_: 0, 400 * 10**8)
-    assert 1.5 * NEEDS[tried[-1]] > 400 * 10**8
 
 
 class Double:
@@ -109,18 +102,6 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, tiny, pairs, tmp_path, m
     assert with_room_for(rooms["none"], other=(1.5, -1e12)) != "none"
     run("train", *short(tiny, pairs, tmp_path / "none", 6), "model.gradient_checkpointing=none")
     assert {*weights.values()} == {lora_bytes(tmp_path / "none")}
-
-
-@pytest.mark.slow
-def test_masks_of_a_tlora_are_those_of_its_steps(run, tiny, pairs, tmp_path, monkeypatch):
-    """The simulated step has its own gates."""
-    monkeypatch.setattr(Execution, "searches_checkpointing", True)
-    monkeypatch.setattr(checkpointing_callback, "DeviceMemory", lambda _: Double(1e12, 0, {"full": 1}, ["full"]))
-    settings = ["model=flux_kontext", *FLUX["settings"], "adapter=tlora", "model.dtype=float32"]
-    for policy in ("auto", "none"):
-        choice = f"model.gradient_checkpointing={policy}"
-        run("train", *short(tiny, pairs, tmp_path / policy, 6), *settings, choice)
-    assert lora_bytes(tmp_path / "auto") == lora_bytes(tmp_path / "none")
 
 
 def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pairs, tmp_path, monkeypatch):

@@ -98,19 +98,18 @@ def test_card_of_every_family(run, tmp_path, arguments, model):
     assert card.text.count("```") % 2 == 0
 
 
-@pytest.mark.parametrize("late", first(1, [False, True]), ids=["at once", "when more has been made"])
-def test_card_belongs_to_its_weights(run, runs, copied, tiny, pairs, tmp_path, late):
+def test_card_belongs_to_its_weights(run, runs, copied, tiny, pairs, tmp_path):
+    """Also one that is written when more has been made."""
     more = [*SHOWN, "save_every=1", "data.val_count=2", "sample_every=2", "optimizer.lr=1e-2"]
     run_folder = copied(runs(4, *more, shown=True))
-    if late:
-        for card in run_folder.glob("lora/*/*.md"):
-            card.unlink()
-        run("train", *short(tiny, pairs, run_folder, 4, shown=True), *more, "ckpt_path=last")
+    for name in ("step-000001", "step-000002", "best"):
+        (run_folder / "lora" / name / "README.md").unlink()
+    run("train", *short(tiny, pairs, run_folder, 4, shown=True), *more, "ckpt_path=last")
     measured = {int(row["step"]): row for row in rows(run_folder)}
     best = max((row["psnr"], -step) for step, row in measured.items() if step)[1] * -1
     folders = {f"step-00000{step}": step for step in range(1, 5)} | {"last": 4, "best": best}
     for name, step in folders.items():
-        folder = tmp_path / "run/lora" / name
+        folder = run_folder / "lora" / name
         card, shown = read(folder), step - step % 2
         assert f"after step {step} of 4" in card.text
         assert ("best of the run" in card.text) == (name == "best")
@@ -120,7 +119,7 @@ def test_card_belongs_to_its_weights(run, runs, copied, tiny, pairs, tmp_path, l
         assert f"after is step {shown}." in card.text
         assert f"| validation loss | {measured[0]['val_loss']:.4g} | {measured[shown]['val_loss']:.4g} |" in card.text
         assert f"{measured[shown]['psnr']:.4g} | {measured[shown]['psnr_nothing']:.4g} |" in card.text
-        for number, path in enumerate(sorted((tmp_path / f"run/samples/step-{shown:06d}").glob("*.png")), start=1):
+        for number, path in enumerate(sorted((run_folder / f"samples/step-{shown:06d}").glob("*.png")), start=1):
             result = Image.open(folder / f"sample-{number}.png").convert("RGB")
             assert result.tobytes() == read_strip(path).result.tobytes()
 
@@ -139,24 +138,23 @@ def test_card_without_pictures_and_measurements(run, tiny, tmp_path):
     assert "Trained with 2 instructions, one of the most frequent is: `make it snow`" in card.text
 
 
-HOSTILE = {
-    "quotes": """say "it's" 'so': [a, {b}] #no & *stars* | pipes""",
-    "backticks": "``` `x` ``",
-    "dashes": "--- --- a: b",
-    "script": "<script>alert(1)</script><!-- </code> -->",
-    "link": "![x](http://host/y.png) [z](javascript:alert)",
-    "jinja": "{{ metadata }}{% for x in y %}",
-    "ends": "`",
-}
+HOSTILE = (
+    """say "it's" 'so': [a, {b}] #no & *stars* | ``` `x` `` --- a: b <script>alert(1)</script><!-- </code> --> """
+    "![x](http://host/y.png) [z](javascript:alert) {{ metadata }}{% for x in y %} `"
+)
 
 
-@pytest.mark.parametrize("caption", first(1, HOSTILE.values()), ids=HOSTILE)
-def test_captions_stay_texts(run, tiny, tmp_path, caption):
+def test_captions_stay_texts(run, tiny, tmp_path):
+    """Tables may have prompts of several lines, which become one."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 2)
-    for text in root.glob("training_images/*.txt"):
-        text.write_text(caption, encoding="utf-8")
+    prompt = HOSTILE.replace(" --- ", "\n---\n# two\n").replace('"', '""')
+    table = "file_name,control,prompt\n" + "".join(
+        f'training_images/0{n}.png,control_images/0{n}.png,"{prompt}"\n' for n in range(2)
+    )
+    (root / "metadata.csv").write_text(table)
     run("train", *short(tiny, root, tmp_path / "run", 1, shown=True), *SHOWN)
     card = ModelCard.load(tmp_path / "run/lora/last/README.md")
+    caption = HOSTILE.replace(" --- ", " --- # two ")
     assert [one["text"] for one in card.data.widget] == [caption] * 2
     assert card.data.instance_prompt == caption
     page = page_of(card)
@@ -166,21 +164,6 @@ def test_captions_stay_texts(run, tiny, tmp_path, caption):
     assert page.count("<pre>") == 2
     shown = re.search(r"one instruction: <code>(.*?)</code>", page)[1]
     assert unescape(shown).strip() == caption
-
-
-def test_lines_of_a_prompt_cannot_end_the_code(run, tiny, tmp_path):
-    """Tables may have prompts of several lines."""
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 2)
-    prompt = "one\n---\n```\n# two\n<script>x</script>"
-    table = "file_name,control,prompt\n" + "".join(
-        f'training_images/0{n}.png,control_images/0{n}.png,"{prompt}"\n' for n in range(2)
-    )
-    (root / "metadata.csv").write_text(table)
-    run("train", *short(tiny, root, tmp_path / "run", 1, shown=True), *SHOWN)
-    card = ModelCard.load(tmp_path / "run/lora/last/README.md")
-    assert card.data.instance_prompt == "one --- ``` # two <script>x</script>"
-    assert re.findall(r"<h[12]>([^<]*)</h", page_of(card)) == ["run", "Training", "Use", "Licence"]
-    assert "<script" not in page_of(card)
 
 
 def test_card_names_nothing_of_the_machine(run, tiny, tmp_path, monkeypatch):
@@ -197,15 +180,7 @@ def test_card_names_nothing_of_the_machine(run, tiny, tmp_path, monkeypatch):
     for secret in (tmp_path.name, "/tmp", "hf_", "secret/"):
         assert secret not in text
     assert f"PATH_TO/{tiny.name}" in text
-
-
-def test_card_names_the_trigger_word_and_no_other_loader_for_a_constant_schedule(run, tiny, pairs, tmp_path):
-    adapter = ["adapter=tlora", "adapter.rank_schedule=constant", "model=flux_kontext", "model.dtype=float32"]
-    run("train", *short(tiny, pairs, tmp_path / "run", 1), *adapter, "data.trigger_word=sks")
-    card = read(tmp_path / "run/lora/last")
-    assert card.data.instance_prompt == "sks"
-    assert "Its trigger word: `sks`" in card.text
-    assert "full rank" not in card.text
+    assert "Its trigger word: " in text
 
 
 @pytest.mark.parametrize("adapter", first(1, ["lora", "tlora", "full"]))
@@ -267,10 +242,9 @@ def test_folder_is_named_by_what_it_is_a_copy_of(tmp_path, folder, model, expect
     assert hub_id(str(tmp_path / folder), model) == expected
 
 
-def test_hub_id_is_what_it_is_and_other_names_are_none():
-    assert hub_id("owner/name", "flux_dev") == "owner/name"
-    assert hub_id("embedded", "embedded") is None
-    assert hub_id("/not/there", "flux_dev") is None
+def test_other_names_are_hub_ids_or_unknown():
+    names = ["owner/name", "embedded", "/not/there"]
+    assert [hub_id(name, "flux_dev") for name in names] == ["owner/name", None, None]
 
 
 @pytest.mark.parametrize(
@@ -338,22 +312,6 @@ def test_weights_that_an_error_saved_have_a_card(run, tiny, pairs, tmp_path, mon
     assert outcome.error == "error: it fails"
     for name, step in {"step-000002": 2, "step-000003": 3, "last": 3}.items():
         assert f"after step {step} of 9" in read(tmp_path / "run/lora" / name).text
-
-
-@pytest.mark.slow
-def test_resumed_run_writes_the_cards_that_are_missing(run, tiny, pairs, tmp_path):
-    common = short(tiny, pairs, tmp_path / "run", 2)
-    run("train", *common, "save_every=1")
-    cards = {name: tmp_path / f"run/lora/{name}/README.md" for name in ("step-000001", "step-000002", "last")}
-    kept = cards["step-000002"].stat().st_mtime_ns
-    cards["step-000001"].unlink()
-    run("train", *common[:-4], "trainer.max_steps=3", *common[-4:], "save_every=1", "ckpt_path=last")
-    assert "after step 1 of 3" in cards["step-000001"].read_text()
-    assert cards["step-000002"].stat().st_mtime_ns == kept
-    assert "after step 3 of 3" in cards["last"].read_text()
-    cards["last"].write_text("of before")  # the end brings it up to date, whatever it says
-    run("train", *common[:-4], "trainer.max_steps=3", *common[-4:], "save_every=1", "ckpt_path=last")
-    assert "after step 3 of 3" in cards["last"].read_text()
 
 
 def test_card_is_outdated_when_weights_are_newer(tmp_path):

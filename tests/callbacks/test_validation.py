@@ -174,20 +174,6 @@ def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arg
     assert (tmp_path / "run/grid.png").is_file()
 
 
-@pytest.mark.slow
-def test_run_goes_on_with_other_metrics(run, gallery, copied, tmp_path, settings):
-    copied(gallery("shown"))
-    more = [
-        "callbacks.validation.metrics.ssim=null",
-        "+callbacks.validation.metrics.iou._target_=report.image_metrics.MaskIoU",
-    ]
-    run("train", *settings, "ckpt_path=last", "trainer.max_steps=6", *more)
-    table = (tmp_path / "run/validation.csv").read_text().splitlines()
-    assert table[0].split(",")[-3:] == ["iou", "iou_source", "iou_nothing"]
-    assert table[1].endswith(",,,")
-    assert len(table) == 5
-
-
 @pytest.mark.parametrize("data", first(1, ["cached", "pairs"]))
 def test_validation_loss_is_that_of_an_independent_computation(run, runs, tiny, pairs, tmp_path, data):
     """The mean over samples of |velocity - (eps - x0)|^2, without LoRA: the base's; the same at any seed.
