@@ -1,5 +1,6 @@
 """Uploads: what is sent, and that nothing of the hub costs a run. Only huggingface_hub's calls are replaced."""
 
+import logging
 import os
 import signal
 import threading
@@ -60,7 +61,8 @@ def answer(status):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "retouch")
     hub = Hub()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -106,6 +108,7 @@ def test_stop_does_not_wait_for_the_hub(hub, gallery, monkeypatch, caplog):
     ended = threading.Event()
 
     def hang(*_):
+        ended.wait(0.3)  # until the upload is waited for
         os.kill(os.getpid(), signal.SIGINT)
         ended.wait(60)
 
