@@ -39,11 +39,7 @@ class KnownModel(NamedTuple):
 
 
 def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
-    """Return the model of LoRA files: that of model=, else of the first header, else the one that they fit.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the model of model=, of the first header, or that the files fit; raise a UserError without one."""
     overrides = HydraConfig.get().overrides.task
     chosen = any(override.startswith("model=") for override in overrides)
     trained = ((files[0].header or {}).get("model") or {}) if files else {}

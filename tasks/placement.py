@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def join_processes(cfg: DictConfig) -> None:
-    """Set the trainer's devices and nodes to the processes of torchrun or srun; each would otherwise train alone.
-
-    Raises:
-        UserError: the settings contradict them, or a Slurm job of several tasks started only one command.
-    """
+    """Set devices and nodes to torchrun's or srun's processes; raise a UserError if settings contradict them."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher, count = "torchrun", int(os.environ["WORLD_SIZE"])
     else:
@@ -66,11 +62,7 @@ def compute_device(cfg: DictConfig) -> "torch.device":
 
 
 def frozen_model(cfg: DictConfig, **more: Any) -> Any:
-    """Build the model without adapter and optimizer; nothing is loaded.
-
-    Args:
-        more: arguments of Hydra's instantiate.
-    """
+    """Build the model without adapter and optimizer, with `more` arguments of instantiate; nothing is loaded."""
     from hydra.utils import instantiate
 
     return instantiate(cfg.model, adapter=None, optimization=None, _convert_="all", **more)

@@ -155,11 +155,7 @@ def check_attention_backend(name: str | None, trains: bool = False) -> None:
 
 
 def set_attention_backend(transformer: Any, name: str | None) -> None:
-    """Make the transformer use an attention kernel of diffusers; None for PyTorch's own choice.
-
-    Raises:
-        UserError: it cannot be used on this machine.
-    """
+    """Set an attention kernel of diffusers, None for PyTorch's choice; raise a UserError if it does not run here."""
     if name is None:
         return
     from diffusers.models.attention_dispatch import attention_backend

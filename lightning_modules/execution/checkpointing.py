@@ -23,11 +23,7 @@ FROZEN_PRODUCT = "retouch::frozen_product"
 
 
 def read_policy(setting: bool | str) -> str:
-    """Parse model.gradient_checkpointing: `none`, `selective`, `every_N`, `full` or `auto`; true is full, false none.
-
-    Raises:
-        UserError: it is another value.
-    """
+    """Parse `none`, `selective`, `every_N`, `full`, `auto`, or a boolean (full, none); raise a UserError otherwise."""
     if isinstance(setting, bool):
         return "full" if setting else "none"
     if setting in (*POLICIES, "auto") or re.fullmatch(r"every_[1-9]\d*", str(setting)):

@@ -34,11 +34,7 @@ class Sharded(ModelParallelStrategy):
 
 
 def shard(transformer: nn.Module, mesh: Any) -> None:
-    """Split a transformer block by block: a block's weights are gathered while it computes.
-
-    Raises:
-        UserError: its quantized layers cannot be split.
-    """
+    """Split a transformer by blocks, gathered while they compute; raise a UserError for layers in 4 bits."""
     for name, module in transformer.named_modules():
         if not getattr(module, "shardable", True):
             raise UserError(

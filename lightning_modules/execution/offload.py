@@ -16,11 +16,7 @@ LEAST = 2**20
 
 
 def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
-    """Return `count` of the blocks, evenly spread: the next one is copied while those in between compute.
-
-    Raises:
-        UserError: there are fewer.
-    """
+    """Return `count` evenly spread blocks, copied while others compute; raise a UserError if there are fewer."""
     names = list(found := blocks(transformer))
     if not isinstance(count, int) or not 0 <= count <= len(names):
         raise UserError(f"model.offload.blocks={count}: {type(transformer).__name__} has 0 to {len(names)}")

@@ -50,14 +50,7 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def check_component(folder: Path, class_name: str) -> None:
-    """Check the files of a component without reading its weights.
-
-    Args:
-        class_name: as in model_index.json.
-
-    Raises:
-        UserError: a file is missing, is not JSON, or is cut off.
-    """
+    """Check a component's files without weights; raise a UserError for one that is missing, no JSON, or cut off."""
     is_processor = "Processor" in class_name or "FeatureExtractor" in class_name
     if "Scheduler" in class_name:
         _require(folder, (("scheduler_config.json",),))
@@ -102,11 +95,7 @@ def check_weight_files(folder: Path, class_name: str) -> None:
 
 
 def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> None:
-    """Compare the tensors on disk with those of a model, which may be on the meta device.
-
-    Raises:
-        UserError: a tensor is missing, is quantized in an unknown way, or does not exist in the model.
-    """
+    """Raise a UserError unless a model's tensors, which may be on the meta device, are all on disk, and no others."""
     dtypes = weights.dtypes
     parameters = [name for name, _ in model.named_parameters()]
     if missing := [name for name in parameters if name not in dtypes]:
@@ -144,14 +133,7 @@ def refuse_method(config: Mapping[str, Any], where: str, known: str = "bitsandby
 
 
 def check_library_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Check the weights of a model that its library loads: it would read integers as numbers and ignore scales.
-
-    Args:
-        config: its config.json.
-
-    Raises:
-        UserError: they are quantized, or the config names a quantization other than bitsandbytes'.
-    """
+    """Raise a UserError if weights for a library are quantized: it would read integers as numbers, without scales."""
     refuse_method(config, str(folder))
     dtypes = SafetensorsWeights(folder.glob("*.safetensors")).dtypes
     companions = re.compile("|".join(rf"\.(?:{row.layout.companions})$" for row in FORMATS.values()))

@@ -107,11 +107,7 @@ class FrozenBase:
         return (*self.family_class.text_components, "vae")
 
     def check(self) -> None:
-        """Check that the repository fits the settings, before any weights are read.
-
-        Raises:
-            UserError: it is of another kind, or cannot be used with these settings.
-        """
+        """Raise a UserError if the repository does not fit the settings, before any weights are read."""
         index = self.index
         made_for, model = index.get("_class_name"), self.family_class.__name__
         if missing := [name for name in (*self.encoder_names, "scheduler") if name not in index]:
@@ -134,11 +130,7 @@ class FrozenBase:
             )
 
     def check_files(self) -> None:
-        """Check a local repository's files without reading weights; the hub's are checked when they are loaded.
-
-        Raises:
-            UserError: a component's file is missing or damaged.
-        """
+        """Raise a UserError for damaged files of a local repository; the hub's are checked when they are loaded."""
         index = self.index
         for name in (*self.encoder_names, "scheduler"):
             folder = Path(self.components.repository, name)

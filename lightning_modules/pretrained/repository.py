@@ -35,11 +35,7 @@ WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
 
 def resolve_repository(name: str) -> str:
-    """Return the folder of a name (`embedded`: of the model that comes with Retouch), or a hub id unchanged.
-
-    Raises:
-        UserError: it is a file, or a path that does not exist; neither can be a hub id.
-    """
+    """Return the folder of a name (`embedded`: Retouch's own model) or a hub id; raise a UserError for neither."""
     path = SHAPES if name == EMBEDDED else Path(name).expanduser()
     if path.is_dir():
         return str(path)

@@ -39,11 +39,7 @@ def transformer_config(repository: str, revision: str | None = None) -> dict[str
 
 
 def transformer_weights(repository: str, revision: str | None = None) -> SafetensorsWeights | None:
-    """Open the transformer's weights, downloaded if necessary; None if they are not safetensors files.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Open its weights; None without safetensors files; raise a UserError if one is missing or damaged."""
     folder = transformer_config(repository, revision)["_subfolder"]
     start = f"{folder}/" if folder else ""
     index = repository_file(repository, f"{start}{WEIGHTS_FILE}.index.json", revision)

@@ -66,11 +66,7 @@ def nbytes(module: nn.Module) -> int:
 
 @dataclass
 class Quantization:
-    """Settings by which a frozen model is quantized. Checkpoints that are quantized on disk are loaded as they are.
-
-    Raises:
-        UserError: the format does not exist.
-    """
+    """Settings by which a frozen model is quantized. Checkpoints that are quantized on disk are loaded as they are."""
 
     format: str  # a key of `FORMATS`
     modules_to_not_convert: Collection[str]  # full names of linear layers that are not quantized; * matches anything
