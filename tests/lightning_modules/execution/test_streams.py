@@ -26,9 +26,8 @@ def test_steps_on_late_streams_have_the_same_bits(tiny, adapter, blocks, seed):
     with Streams(seed) as streams:
         module = offloading(tiny, adapter, "fp8", blocks)
         for _ in range(2):
-            before = streams.copies
             assert_same(step(module), plain)
-            assert streams.copies > before
+        assert streams.copies >= blocks
     assert not any(stream.waiting for stream in streams.streams)
 
 
