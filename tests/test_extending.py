@@ -1,4 +1,4 @@
-"""A new family, adapter, quantization format and callback: each is files of its own, and nothing shared is touched."""
+"""A new family, adapter and quantization format: each is files of its own, and nothing shared is touched."""
 
 import sys
 import textwrap
@@ -100,27 +100,6 @@ ADAPTER = '''
             return []
 '''
 
-CALLBACK = '''
-    """Writes the loss of each step to a file."""
-
-    from pathlib import Path
-
-    import lightning.pytorch as L
-
-
-    class Losses(L.Callback):
-        def __init__(self, output_dir):
-            self.path = Path(output_dir, "losses.txt")
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            with self.path.open("a") as file:
-                print(float(outputs["losses"].mean()), outputs["tokens"], file=file)
-'''
-CALLBACKS = """
-    defaults: [default, _self_]
-    losses: {_target_: toy_callback.Losses, output_dir: "${output_dir}"}
-"""
-
 
 @pytest.fixture
 def add(tmp_path, monkeypatch):
@@ -193,11 +172,3 @@ def test_quantization_format_is_a_row(run, tiny, pairs, tmp_path, monkeypatch):
     monkeypatch.setitem(FORMATS, "rounded", row)
     assert "(rounded)" in run("train", *arguments).text
     assert "rounded" in run("train", *arguments, "task=dry_run", f"output_dir={tmp_path / 'plan'}").text
-
-
-def test_callback_is_a_file_and_a_yaml(run, add, tiny, pairs, tmp_path):
-    option = add("toy_callback", CALLBACK, "callbacks/losses", CALLBACKS)
-    arguments = [*short(tiny, pairs, tmp_path / "run", 2), "model=flux_kontext", "model.max_sequence_length=64"]
-    run("train", *option, *arguments, "callbacks=losses")
-    seen = [line.split() for line in (tmp_path / "run" / "losses.txt").read_text().splitlines()]
-    assert [pytest.approx(float(loss), rel=1e-4) for loss, _ in seen] == losses_of(tmp_path / "run")

@@ -13,12 +13,10 @@ from datamodules.errors import UserError
 from lightning_modules import sampling
 from lightning_modules.family import stock_pipeline
 from lightning_modules.inference import SamplingTransformer
-from lightning_modules.lora_files.writing import write
 from lightning_modules.pretrained.transformer import TransformerSource
 from report.images import read_strip
 from tests.support.combinations import first
 from tests.support.commands import compose, short, weights
-from tests.support.lora_files import layer_names, random_updates
 from tests.support.pictures import pixels, records
 from tests.support.tiny_adapters import build
 from tests.support.tiny_pipelines import build_pipeline
@@ -95,31 +93,6 @@ def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_wi
     assert f"from_pretrained(&#39;PATH_TO/{distilled.name}&#39;" in page.read_text(), "with its scheduler"
     assert card.read_text().count(f"PATH_TO/{distilled.name}") == 2
     assert str(distilled) not in card.read_text()
-
-
-@pytest.mark.slow
-def test_in_a_quantized_offloaded_and_averaged_run(run, settings, distilled, file, tmp_path):
-    """Beside a training adapter, which it does not get."""
-    more = ["model/quantization=fp8", "model.offload.blocks=2"]
-    more += ["optimizer=adamw_schedule_free", "model.gradient_checkpointing=full", f"model.training_adapter={file}"]
-    chosen = f"model.sampling.transformer_name_or_path={distilled}"
-    run("train", *settings("with", *more, chosen))
-    run("train", *settings("without", *more))
-    with_it, without = weights(tmp_path / "with"), weights(tmp_path / "without")
-    assert with_it.keys() == without.keys()
-    assert all(torch.equal(with_it[name], without[name]) for name in without)
-    plain = [one for one in more if "training_adapter" not in one]
-    run("train", *settings("plain", *plain, chosen, steps=1))
-    assert np.array_equal(result(tmp_path / "with", 0), result(tmp_path / "plain", 0))
-
-
-@pytest.fixture
-def file(tiny, tmp_path):
-    """Write a training adapter."""
-    names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
-    path = tmp_path / "undistil.safetensors"
-    write(path, random_updates(names), {})
-    return path
 
 
 def test_it_says_whether_it_is_distilled_and_brings_its_scheduler(tiny, distilled, tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from datamodules.pairs import collate_pixels
 from lightning_modules.adapters.adapter import trainable
@@ -44,17 +43,6 @@ def stock(repository, monkeypatch):
 
 def raw_sample(module, index):
     return read_sample(module, [], None, index)
-
-
-def test_a_language_model_with_its_head_gives_the_same(module, monkeypatch):
-    parts = module.base.components
-    before = module.encode_prompt(parts, PROMPTS[0], [])
-    whole = Qwen3ForCausalLM(parts["text_encoder"].config)
-    whole.model = parts["text_encoder"]
-    monkeypatch.setattr(whole.lm_head, "forward", None)
-    monkeypatch.setitem(parts._loaded, "text_encoder", whole)
-    after = module.encode_prompt(parts, PROMPTS[0], [])
-    assert torch.equal(before["prompt_embeds"], after["prompt_embeds"])
 
 
 def test_guidance_is_off_at_0_alone(module):

@@ -1,16 +1,12 @@
 """Sliders: forwards with the update as it is, backwards with exchanged pictures and the opposite update."""
 
-import copy
-from functools import partial
-
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers
 from tests.support.combinations import first
 from tests.support.objectives import gradients, latent_batch, losses, noised
-from tests.support.steps import assert_same, family, inputs, with_a_block_of_each_kind
+from tests.support.steps import assert_same, family, inputs
 from tests.support.tiny_adapters import batch, build, learn
 
 DRAWS = list(range(4))
@@ -118,15 +114,3 @@ def test_batch_of_both_directions_is_its_samples_alone(tiny):
     together = losses(module, latent_batch(DRAWS, masked=True))
     alone = [losses(module, latent_batch([draw], masked=True)) for draw in DRAWS]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
-
-
-def test_steps_of_other_directions_take_no_new_graph(tiny, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    module = with_a_block_of_each_kind(made(tiny, "tlora", "model.compile=true", "model.gradient_checkpointing=full"))
-    expected = copy.deepcopy([gradients(module, latent_batch(draws)) for draws in ([0, 1], [2, 3], [4, 5])])
-    assert counters["stats"]["unique_graphs"] == 2
-    plain = with_a_block_of_each_kind(made(tiny, "tlora", "model.gradient_checkpointing=none"))
-    assert_same(gradients(plain, latent_batch([4, 5])), expected[2])
-    torch._dynamo.reset()
