@@ -80,7 +80,7 @@ class Ranks:
             largest = max(side for layer, side in sides.items() if ranks[layer] == rank)
             if rank > largest:
                 setting = f"adapter.rank={rank}" if rank == self.rank else f"adapter.rank_pattern: {rank}"
-                raise UserError(f"{setting}: no layer that gets this rank has one above {largest}")
+                raise UserError(f"{setting}: the layers with this rank allow at most {largest}. Lower it.")
 
     def metadata(self) -> dict[str, Any]:
         """Return the settings for a file's header, without unset ones."""

@@ -75,21 +75,11 @@ def test_file_of_each_layers_scale_starts_another_run_as_it_was(tiny, tmp_path, 
         Ranks.of_file(file).scale_of(name) == pytest.approx(layer.scaling[ADAPTER]) for name, layer in layers.items()
     )
     with torch.no_grad():
-        x = {name: torch.randn(2, layer.in_features) for name, layer in layers.items()}
-        updates = file.read(module.base.layer_names, "x")
-        if adapter == "lora":
-            for name, layer in layers.items():
-                learned = layer(x[name]) - layer.get_base_layer()(x[name])
-                torch.testing.assert_close(learned, updates[name].apply(x[name]), rtol=1e-4, atol=1e-5)
         again = build(tiny, adapter, *more, f"adapter.init_from={path}")
         other = build(tiny, adapter, *more[2:], f"adapter.init_from={path}")
         wanted = velocity(module, [0.4])
         torch.testing.assert_close(velocity(again, [0.4]), wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(velocity(other, [0.4]), wanted, rtol=1e-4, atol=1e-5)
-    if adapter == "ortho_tlora":
-        return  # whose singular values and vectors are divided anew
-    for one, parameter in trainable(again.transformer).items():
-        torch.testing.assert_close(parameter, trainable(module.transformer)[one], rtol=1e-5, atol=1e-6)
 
 
 def test_a_layer_that_others_names_end_with_is_adapted_alone(tiny):
@@ -103,7 +93,7 @@ def test_a_layer_that_others_names_end_with_is_adapted_alone(tiny):
         ("adapter.rank_pattern={nothing:2}", "adapter.rank_pattern={nothing:2} matches no layer"),
         ("adapter.alpha_pattern={*.to_x:2}", "It has transformer_blocks.*, single_transformer_blocks.*"),
         ("adapter.lr_pattern={blocks:2}", "adapter.lr_pattern={blocks:2} matches no layer"),
-        ("adapter.rank_pattern={*.to_q:640}", "adapter.rank_pattern: 640: no layer that gets this rank has one above "),
+        ("adapter.rank_pattern={*.to_q:640}", "adapter.rank_pattern: 640: the layers with this rank allow at most "),
         ("adapter=tlora adapter.rank_pattern={*:2}", "a T-LoRA's schedule has one rank"),
         ("optimizer=prodigy adapter.lora_plus_ratio=4", "Prodigy finds one learning rate"),
     ],
