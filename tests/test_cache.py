@@ -99,10 +99,10 @@ def test_other_weights_are_another_cache(run, tiny, tmp_path):
 
 def test_preview_shows_the_samples_without_a_model(run, pairs, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(40, 32), (48, 32)])
-    (root / "training_images" / "00.txt").write_text("a $5 caption, süß")
+    (root / "training_images" / "00.txt").write_text("a $5 caption of [trigger], süß")
     arguments = ["task=preview", f"data.root={root}", f"output_dir={tmp_path / 'out'}"]
     outcome = run("predict", *arguments, "model.pretrained_model_name_or_path=/nowhere")
-    assert "note: 1 pair has sides rounded down" in outcome.text
+    assert "note: 1 pair has [trigger] in the captions" in outcome.text
     assert Image.open(tmp_path / "out" / "preview.png").width > 500
     assert "no such folder" in run("predict", "task=preview", "data.root=/nowhere", ok=False).error
 
