@@ -126,7 +126,7 @@ def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
     text = run("train", *arguments, f"data.shards={tmp_path / 'copy'}", *samples).text
     assert f"8 samples of {tmp_path / 'copy'}" in text
     assert lora_bytes(tmp_path / "first") == lora_bytes(tmp_path / "second")
-    streamed = [f"data.shards={(tmp_path / 'copy').as_uri()}", "data.num_workers=2"]
+    streamed = [f"data.shards={(tmp_path / 'copy').as_uri()}", "data.num_workers=2", samples[1]]
     run("train", *short(tiny, "null", tmp_path / "streamed", 4), *streamed)
     assert lora_bytes(tmp_path / "first") == lora_bytes(tmp_path / "streamed")
     pictures = list((tmp_path / "second" / "samples" / "step-000004").glob("*.png"))

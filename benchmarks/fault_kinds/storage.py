@@ -35,7 +35,7 @@ def streamed(round: Round) -> None:
 
 
 def end_anew(round: Round, command: list[str]) -> None:
-    """After a line, the run once more: what is streamed goes on in another order, so from its beginning."""
+    """Start the run again from its beginning after an error line."""
     if round.lines:
         if "s3://" not in round.lines[-1]:
             raise BadError(f"the store is not named: {round.lines[-1]}")

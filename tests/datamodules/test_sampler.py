@@ -106,21 +106,6 @@ def test_order_is_that_of_larger_integers():
     assert np.array_equal(SizeBatchSampler(["s"] * 5000, 1, seed=7).epoch(2), expected)
 
 
-def test_late_start_computes_few_orders(monkeypatch):
-    """Only the orders of its epoch, and of those in which waiting samples were drawn, are computed."""
-    sampler = SizeBatchSampler(["s"] * 100 + ["l"] * 3, {"s": 8, "l": 7}, seed=1, start=10**9)
-    computed, epoch = [], sampler.epoch
-    monkeypatch.setattr(sampler, "epoch", lambda number: computed.append(number) or epoch(number))
-    next(iter(sampler))
-    assert len(computed) <= 4
-
-
-@pytest.mark.parametrize("start", [1, 5, 9, 40])
-def test_starting_later_gives_the_rest_of_the_same_stream(start):
-    whole = batches(60, sizes=MIXED, batch_size=2, seed=5)
-    assert batches(60 - start, sizes=MIXED, batch_size=2, seed=5, start=start) == whole[start:]
-
-
 def test_every_draw_has_a_number_of_its_own():
     drawn = [draw for batch in batches(50, sizes=MIXED, batch_size=2, seed=5) for _, draw in batch]
     assert drawn == list(range(len(drawn)))
