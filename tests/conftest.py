@@ -24,7 +24,7 @@ from tests.support.gallery import Folders, Gallery, Runs, once, shared_folder
 from tests.support.pictures import make_pairs, photograph
 from tests.support.several_runs import start_two
 from tests.support.tiny_pipelines import MODELS
-from tests.support.warm import Warm
+from tests.support.warm import Warm, connect, serve
 
 torch.set_num_threads(1)
 keep_compositions()
@@ -46,6 +46,16 @@ LONG = (
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.path.name.startswith(LONG))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["commands"] = serve()
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        connect(config.workerinput["commands"])
 
 
 def pytest_sessionfinish(session):

@@ -16,6 +16,20 @@ from tests.support.commands import ROOT
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.support.imported"])
+SERVER = multiprocessing.forkserver._forkserver
+
+
+def serve() -> str:
+    """Start the process from which commands are forked, and return its address."""
+    with contextlib.chdir(ROOT):  # where the process looks for what it imports
+        SERVER.ensure_running()
+    return SERVER._forkserver_address
+
+
+def connect(address: str) -> None:
+    """Fork from a process that pytest's first process has started, instead of one that imports all again."""
+    SERVER._forkserver_address, SERVER._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+    SERVER.ensure_running = lambda: None
 
 
 class Warm:
@@ -30,8 +44,7 @@ class Warm:
     ) -> None:
         self.stdout = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  closed by `end`
         arguments = script, [str(one) for one in overrides], self.stdout.name, cwd, dict(os.environ), before
-        with contextlib.chdir(ROOT):  # where the process that is forked looks for what it imports
-            multiprocessing.forkserver.ensure_running()
+        serve()
         self._process = CONTEXT.Process(target=command, args=arguments)
         self._process.start()
         self.pid = self._process.pid
