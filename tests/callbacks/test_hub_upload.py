@@ -61,8 +61,7 @@ def answer(status):
 
 
 @pytest.fixture
-def hub(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "retouch")
+def hub(monkeypatch):
     hub = Hub()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -72,12 +71,20 @@ def hub(monkeypatch, caplog):
     return hub
 
 
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """Return the lines of an upload; a run in this process takes Retouch's logger away from caplog."""
+    monkeypatch.setattr(uploads, "log", logging.getLogger("uploads"))
+    caplog.set_level(logging.INFO, "uploads")
+    return caplog
+
+
 def on_disk(folder, prefix=""):
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {f"{prefix}{path.relative_to(folder)}": path.read_bytes() for path in paths}
 
 
-def test_last_and_best_arrive_with_their_cards_after_failures_that_may_pass(hub, gallery, copied, caplog):
+def test_last_and_best_arrive_with_their_cards_after_failures_that_may_pass(hub, gallery, copied, said):
     folder = copied(gallery("shown"))
     whole = on_disk(folder / "lora/last") | on_disk(folder / "lora/best", "best/")
     (folder / "lora/last/.weights.1.tmp").write_text("unfinished")
@@ -86,7 +93,7 @@ def test_last_and_best_arrive_with_their_cards_after_failures_that_may_pass(hub,
     assert hub.files == whole
     assert {WEIGHTS, "README.md", "samples.png", f"best/{WEIGHTS}"} < hub.files.keys()
     assert hub.created == {NAME: True}
-    assert caplog.messages[-2:] == [f"uploading to {NAME}", f"uploaded: {constants.ENDPOINT}/{NAME}"]
+    assert said.messages[-2:] == [f"uploading to {NAME}", f"uploaded: {constants.ENDPOINT}/{NAME}"]
 
 
 @pytest.mark.parametrize(("failure", "attempts"), [(answer(401), 1), (answer(413), 1), (ConnectionError("reset"), 3)])
@@ -104,7 +111,7 @@ def test_hub_that_always_fails_costs_one_line_and_no_run(hub, run, tiny, pairs, 
     assert are_progress_bars_disabled()
 
 
-def test_stop_does_not_wait_for_the_hub(hub, gallery, monkeypatch, caplog):
+def test_stop_does_not_wait_for_the_hub(hub, gallery, monkeypatch, said):
     ended = threading.Event()
 
     def hang(*_):
@@ -116,7 +123,7 @@ def test_stop_does_not_wait_for_the_hub(hub, gallery, monkeypatch, caplog):
     with stop.listening():
         uploads.upload(RunFolder(gallery("shown").folder), "lora", NAME, False)
     ended.set()
-    assert "stopped by SIGINT; by hand: hf upload" in caplog.messages[-1]
+    assert "stopped by SIGINT; by hand: hf upload" in said.messages[-1]
 
 
 @pytest.mark.parametrize(
