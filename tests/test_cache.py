@@ -10,7 +10,7 @@ import safetensors.torch
 from PIL import Image
 
 from datamodules.hashes import FileHashes
-from datamodules.images.decoding import ADOBE_RGB, matrix_profile
+from datamodules.images.decoding import ADOBE_RGB
 from tasks.arguments import quote_values
 from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.combinations import first
@@ -77,7 +77,7 @@ def test_cache_of_before_profiles_were_read_keeps_its_plain_pictures(run, tiny, 
     assert encoded(run(*command)) == 0
     assert only(tmp_path / "cache").sample_ids() == ids
     control = root / "control_images" / "00.png"
-    Image.open(control).save(control, icc_profile=matrix_profile(*ADOBE_RGB))
+    Image.open(control).save(control, icc_profile=ADOBE_RGB)
     assert encoded(run(*command)) == 1
     assert encoded(run(*command, "data.alpha_mask=true")) == 3
 
