@@ -119,9 +119,9 @@ def test_it_says_whether_it_is_distilled_and_brings_its_scheduler(tiny, distille
     assert pipeline(marked / "transformer", True) == (False, 3.0)
 
 
-def test_what_cannot_take_the_lora_is_refused_before_the_start(fails, repositories, tiny, distilled, tmp_path):
-    def refused(name, *more):
-        return fails(f"model.sampling.transformer_name_or_path={name}", *more)
+def test_what_cannot_take_the_lora_is_refused_before_the_start(refuses, repositories, tiny, distilled, tmp_path):
+    def refused(name):
+        return refuses(f"model.sampling.transformer_name_or_path={name}")
 
     assert "holds a QwenImageTransformer2DModel" in refused(repositories["qwen_image_edit_plus"])
     build_pipeline(tmp_path / "wide", seed=1, heads=2)
