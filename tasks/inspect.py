@@ -133,17 +133,12 @@ def _table(found: Sequence[Finding], what: str) -> Table:
 
 
 def _choose(found: Sequence[Finding], most: int) -> list[list[Finding]]:
-    """Return the findings of up to `most` samples; each kind is shown before any kind is shown twice."""
+    """Return the findings of the first `most` samples."""
     of_sample: dict[Sample, list[Finding]] = {}
-    rank: dict[Sample, int] = {}
-    count: Counter[Kind] = Counter()
     for finding in found:
         if finding.sample is not None:
             of_sample.setdefault(finding.sample, []).append(finding)
-            count[finding.kind] += 1
-            rank[finding.sample] = min(rank.get(finding.sample, len(found)), count[finding.kind])
-    chosen = sorted(of_sample, key=lambda sample: rank[sample])[:most]
-    return [of_sample[sample] for sample in of_sample if sample in chosen]
+    return list(of_sample.values())[:most]
 
 
 def _panel(findings: list[Finding]) -> Panel:

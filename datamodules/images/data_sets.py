@@ -99,9 +99,8 @@ def _files(place: str, found: Any, split: str | None) -> list[str]:
     if isinstance(found, dict):
         name = split or ("train" if "train" in found else next(iter(found)))
         if name not in found or (split is None and name != "train" and len(found) > 1):
-            there = f"its splits are {', '.join(found)}"
             problem = f"no split {split}" if split else "which split?"
-            raise UserError(f"{place}: {problem}; {there}: name one after a #")
+            raise UserError(f"{place}: {problem}; its splits are {', '.join(found)}: name one after a #")
         found = found[name]
     elif split is not None:
         raise UserError(f"{place}: it has no splits, so no {split}: leave #{split} out")
@@ -112,11 +111,7 @@ def _files(place: str, found: Any, split: str | None) -> list[str]:
 
 
 def _table(place: str, files: list[str], folder: Path | None) -> Table:
-    """Return Arrow files as one table.
-
-    Args:
-        folder: folder of the files that texts name.
-    """
+    """Return Arrow files as one table; `folder` is that of the files that texts name."""
     with _one_line(place, "repair it, or copy it again"):
         counts = [_mapped(file)[0].num_rows for file in files]
         if not sum(counts):
@@ -190,17 +185,11 @@ def _mapped_at(file: str, modified: int) -> tuple["pa.Table", int]:
     return table, whole.address
 
 
-def _is_list(kind: "pa.DataType") -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
 def _holds_images(kind: "pa.DataType") -> bool:
     """Return whether a column is of bytes, of bytes with a path (the Image of `datasets`), or of lists of these."""
     import pyarrow as pa
 
-    kind = kind.value_type if _is_list(kind) else kind
+    kind = getattr(kind, "value_type", kind)
     if pa.types.is_struct(kind):
         return "bytes" in {member.name for member in kind}
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
@@ -208,10 +197,6 @@ def _holds_images(kind: "pa.DataType") -> bool:
 
 def _cells(place: str, files: list[str], column: str, folder: Path | None) -> list[Any]:
     """Return the values of a column by row, without reading images; None is an empty cell.
-
-    Args:
-        place: the data set, for messages.
-        folder: folder that the paths of images start from.
 
     Raises:
         ValueError: a file is compressed.
@@ -223,7 +208,7 @@ def _cells(place: str, files: list[str], column: str, folder: Path | None) -> li
             first = len(found)
             if not _holds_images(chunk.type):
                 found += chunk.to_pylist()
-            elif _is_list(chunk.type):
+            elif hasattr(chunk.type, "value_type"):
                 counts = chunk.value_lengths().to_pylist()
                 names = [
                     f"{place} row {first + row} {column}[{i}]" for row, n in enumerate(counts) for i in range(n or 0)

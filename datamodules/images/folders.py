@@ -75,9 +75,7 @@ class Listing:
     """The files of a folder by `stem_of`.
 
     Attributes:
-        folder: the folder.
         ending: the part of file names after the stem; see `halves`.
-        images: images.
         texts: files that may hold captions.
         others: all other files.
         clutter: number of files and folders left by systems.

@@ -236,9 +236,7 @@ def notes_on(
     Args:
         views: the first view of each sample.
         facts: facts of the target and the controls of each.
-        roots: the root of each.
         flip: mirrored views are trained on.
-        noun: name of the samples.
     """
     counts: Counter[str] = Counter()
     for view, own, root in zip(views, facts, roots, strict=True):

@@ -1,6 +1,5 @@
 """Faults of a data set, measured on small copies of its images, on their prints and in captions."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ SIDE, DECODED_AREA = 512, 256**2
 PROPORTION = 0.02
 # Shift in pixels of the small copies, two pixels of a megapixel image. Blocks agree to a tenth of a pixel.
 SHIFT = 1.0
-# Sum of the luma table of quality 50 (ITU T.81, annex K.1), from which libjpeg scales the others.
-LUMA_AT_50 = 3688
-LEAST_QUALITY = 50
 # Levels of 255 between the darkest and the brightest pixel of each colour in an image of one colour.
 ONE_COLOUR = 8
 # Cells per side of the colours in a print.
@@ -35,10 +31,6 @@ CELLS = 8
 NEAR_BITS, NEAR_COLOURS = 4, 4
 # For targets of one control, which several edits share: a small edit changes a cell by about this much.
 SAME_BITS, SAME_COLOURS = 2, 2
-# Share of images with captions of their own, from which on a repeated one is a mistake and not the edit's instruction.
-VARIED = 0.8
-# Shorter captions are instructions ("make it snow"), which may be right for several images; a description is not.
-LEAST_WORDS = 6
 
 
 class Kind(Enum):
@@ -56,9 +48,7 @@ class Kind(Enum):
     MASK = "mask", "draw it again for this target, or leave it out"
     DUPLICATE = "duplicate", "the same target twice: remove one"
     SMALL = "low resolution", "find a larger original, or train at a lower data.resolution"
-    COMPRESSED = "compressed", "find a better original: blocks and halos are learned"
     NO_CAPTION = "empty caption", "write one"
-    REPEATED_CAPTION = "repeated caption", "write its own: the others have theirs"
 
     def __init__(self, label: str, remedy: str) -> None:
         self.label = label
@@ -102,12 +92,10 @@ class Look:
     Attributes:
         size: (width, height) of the image.
         small: the copy, of at most `SIDE` pixels.
-        quality: quality that it was saved with as JPEG; None for other formats.
     """
 
     size: Sides
     small: Image.Image
-    quality: int | None
 
     @property
     def one_colour(self) -> bool:
@@ -141,23 +129,14 @@ def look(path: ImageFile, mask: bool = False) -> Look:
         UserError: it cannot be read, or a side is shorter than 16 pixels.
     """
     with opened(path) as image:
-        quality, large = jpeg_quality(image), image.width * image.height > MOST_PIXELS
+        large = image.width * image.height > MOST_PIXELS
     size = None if mask else image_size(path)
     with ONE_LARGE if large else nullcontext():
         whole = open_image(path, None if mask else DECODED_AREA, in_srgb=not mask)
     size = size or whole.size
     scale = min(1.0, SIDE / max(size))
     width, height = (max(1 if mask else SIDE_MULTIPLE, round(side * scale)) for side in size)
-    return Look(size, resize(whole, (width, height)), quality)
-
-
-def jpeg_quality(image: Image.Image) -> int | None:
-    """Return the quality of a JPEG on libjpeg's scale, by its quantization table; None for other formats."""
-    tables = getattr(image, "quantization", None)
-    if image.format not in ("JPEG", "MPO") or not tables:
-        return None
-    scale = 100 * sum(tables[min(tables)]) / LUMA_AT_50
-    return round(max(1.0, min(100.0, 5000 / scale if scale > 100 else (200 - scale) / 2)))
+    return Look(size, resize(whole, (width, height)))
 
 
 def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
@@ -211,8 +190,6 @@ def _faults(sample: Sample, seen: dict[ImageFile, Look], sides: tuple[int, ...])
         # The least of several sides: a small image may be meant for that one.
         if sides and width * height < min(sides) ** 2 / 2:
             yield Kind.SMALL, f"{width}x{height}, data.resolution={min(sides)}"
-        if target.quality is not None and target.quality < LEAST_QUALITY:
-            yield Kind.COMPRESSED, f"JPEG quality {target.quality}"
     for number, control in enumerate(controls, 1):
         if control.one_colour:
             yield Kind.BLANK, f"control {number}" if len(controls) > 1 else "control"
@@ -335,23 +312,9 @@ def repeated(
     return list(found.values())
 
 
-# Captions.
-
-
 def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
-    """Find captions that are empty, and descriptions that a few images share."""
+    """Find empty captions."""
     empty = [one for one in samples if not all(prompt.strip() for prompt in one.prompts)]
-    found = [Finding(Kind.NO_CAPTION, one.key, "no words", one) for one in empty]
-    if samples and len(empty) == len(samples):
-        found = [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
-    owners: dict[str, dict[ImageFile, Sample]] = defaultdict(dict)
-    for sample in samples:
-        for prompt in sample.prompts:
-            owners[prompt.strip()].setdefault(sample.target, sample)
-    own = sum(len(owned) == 1 for owned in owners.values())
-    targets = len({sample.target for sample in samples})
-    for prompt, owned in owners.items():
-        if len(owned) > 1 and own >= VARIED * targets and len(prompt.split()) >= LEAST_WORDS:
-            first, *others = owned.values()
-            found += [Finding(Kind.REPEATED_CAPTION, one.key, f"as {first.key}", one, first) for one in others]
-    return found
+    if empty and len(empty) == len(samples):
+        return [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
+    return [Finding(Kind.NO_CAPTION, one.key, "no words", one) for one in empty]

@@ -84,7 +84,6 @@ class SampleSet:
         """Check and load images as a model takes them.
 
         Args:
-            model: its name, for messages.
             multiple, preferred: see `Framing`.
         """
         self.model, self.condition_images = model, condition_images
@@ -279,11 +278,8 @@ def choose_held_out(keys: Sequence[str], groups: Sequence[Hashable], count: int,
     """Return the indices of at least `count` samples, whatever the seed of the run.
 
     Args:
-        keys: keys of the samples.
         groups: the group of each sample; the samples of a group (other instructions for the same images, source and
             target exchanged) are held out together.
-        count: data.val_count.
-        noun: name of the samples in messages.
 
     Raises:
         UserError: no sample is left to train on.

@@ -249,11 +249,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list[Root]:
-    """Return one root or several as a list.
-
-    Args:
-        name: `root` or `val_root`.
-        settings: of roots that do not set their own.
+    """Return one root or several as a list; `settings` are those of roots that do not set their own.
 
     Raises:
         UserError: a setting is unknown or has a wrong value, or a path is not UTF-8.

@@ -1,7 +1,6 @@
 """Find the samples of roots, in whichever form a root holds them: pairs, and images with captions."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -164,11 +163,7 @@ def _images_below(path: Path, root: Root) -> Found:
         samples += [replace(one, key=str(folder / one.key)) for one in found.samples]
         incomplete += found.incomplete
         clutter += found.passed_over
-    counts = Counter(Path(str(one.target)).parent for one in samples)
-    captioned = {Path(str(one.target)).parent for one in samples if one.prompts}
-    bare = [f"{folder} ({count})" for folder, count in counts.items() if captioned and folder not in captioned]
-    notes = [f"no image has a caption in {listing(bare)}"] if bare else []
-    return Found(samples, incomplete, clutter, notes=tuple(notes))
+    return Found(samples, incomplete, clutter)
 
 
 def _search(root: Path, reader_of: Callable[[Path], Reader | None]) -> Reader | None:

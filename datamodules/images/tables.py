@@ -51,14 +51,11 @@ class Table:
     """A table to read samples from.
 
     Attributes:
-        place: its name in messages.
-        rows: the names of its rows in messages.
-        columns: the names of its columns.
+        place, rows: its name and its rows' names in messages.
         values: returns the values of a column by row: a Packed image; a text, which may name a file below `folder`; a
             list of these; or None.
         images: columns of images.
-        texts: columns that may name files.
-        folder: folder of the files that texts name; None if texts name none.
+        texts: columns that may name files in `folder`; none do if it is None.
         keys: keys of the samples; None for the names of the targets.
         named: column names by role that need no guess.
         incomplete: a line about each row that could not be read.
@@ -214,8 +211,6 @@ def choose_columns(
     """Return the columns of each role of `WORDS`: as named, or guessed. Only controls may have several.
 
     Args:
-        place: the name of the table in messages.
-        images: columns of images.
         named: for a role its column; for control also a list.
         wanted: roles that must have a column.
 

@@ -67,7 +67,6 @@ def tar_table(place: str, tars: Sequence[Path], per_line: bool) -> Table:
     an object in X.json.
 
     Args:
-        place: the root, for messages.
         per_line: see `read_captions`.
 
     Raises:
@@ -202,11 +201,7 @@ class _Scan:
                 )
 
     def _add(self, tar: tarfile.TarFile, info: tarfile.TarInfo, twice: bool) -> None:
-        """Add a member to its sample.
-
-        Args:
-            twice: an earlier member has the same name.
-        """
+        """Add a member to its sample; `twice` if an earlier member has the same name."""
         name = info.name.removeprefix("./")
         if any(is_clutter(part) for part in name.split("/")):
             self.passed_over += 1

@@ -131,12 +131,8 @@ class ConditionImages:
     def size(self, width: int, height: int, max_area: int | None = None) -> Sides:
         """Return the (width, height) that the autoencoder sees, of at most about `max_area` pixels."""
         if self.vae_image_size is not None:
-            return self._of_area(width, height, min(self.vae_image_size, max_area or self.vae_image_size))
+            return size_of_area(width, height, min(self.vae_image_size, max_area or self.vae_image_size))
         return floor_size(*self._bounded(width, height, max_area))
-
-    def _of_area(self, width: int, height: int, area: int) -> Sides:
-        """Return sides of about `area` pixels in the same proportions, rounded as in the pipeline."""
-        return size_of_area(width, height, area)
 
     def _bounded(self, width: int, height: int, max_area: int | None = None) -> Sides:
         if self.most_area is not None:
@@ -178,9 +174,7 @@ class ConditionImages:
 
     def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
         """Return whole images for the text encoder, each (3, h, w) in 8 bits; none if it sees no images."""
-        if self.condition_image_size is None:
-            return []
-        images = [open_image(path) for path in paths]
+        images = [open_image(path) for path in paths] if self.text_sees_them else []
         return self._for_text(images, [Window.whole(image.size) for image in images])
 
     def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:

@@ -159,23 +159,11 @@ def save_faults(root: Path, held_out: Path) -> set[tuple[str, str]]:
     save("shared_1", turned("immunohistochemistry"), with_a_small_change(turned("immunohistochemistry")))
     small = picture("page").transpose(Image.Transpose.ROTATE_90).resize((240, 320))
     save("small", small, ImageOps.invert(small))
-    compressed = picture("astronaut").transpose(Image.Transpose.ROTATE_90)
-    save("compressed", compressed, compressed)
-    (targets / "compressed.png").unlink()
-    ImageOps.invert(compressed).save(targets / "compressed.jpg", quality=25)
     edited("unreadable", "text")
     (targets / "unreadable.png").write_bytes((targets / "unreadable.png").read_bytes()[:5000])
     picture("text").save(controls / "incomplete.png")
-    sideways = [
-        picture(photo).transpose(Image.Transpose.ROTATE_90) for photo in ("chelsea", "coffee", "rocket", "moon")
-    ]
-    for name, image, caption in zip(
-        ("no_caption", "long_caption", "caption_0", "caption_1"),
-        sideways,
-        ("", "very " * 300, "a red barn beside a frozen lake", "a red barn beside a frozen lake"),
-        strict=True,
-    ):
-        save(name, image, ImageOps.invert(image), caption)
+    sideways = picture("chelsea").transpose(Image.Transpose.ROTATE_90)
+    save("no_caption", sideways, ImageOps.invert(sideways), "")
     gravel = picture("gravel").transpose(Image.Transpose.ROTATE_90)
     save("learned", gravel, ImageOps.invert(gravel))
     save_pair(held_out, "leak", ImageOps.mirror(gravel), recompressed(ImageOps.invert(gravel), 90), "gravel once more")
@@ -197,7 +185,5 @@ def save_faults(root: Path, held_out: Path) -> set[tuple[str, str]]:
         ("mask_proportion", "mask"),
         ("twice_1", "duplicate"),
         ("small", "low resolution"),
-        ("compressed", "compressed"),
         ("no_caption", "empty caption"),
-        ("caption_1", "repeated caption"),
     }

@@ -50,7 +50,6 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert figures["leak"] == "target as learned"
     assert figures["twice_1"] == "as twice_0"
     assert figures["small"] == "240x320, data.resolution=512"
-    assert figures["compressed"] == "JPEG quality 25"
     assert figures["proportion"] == "control 300x384, target 512x384"
     assert findings(output)[0]["finding"] == "leak"
     assert f"{len(planted)} findings in" in text
