@@ -78,7 +78,6 @@ class Listing:
         ending: the part of file names after the stem; see `halves`.
         texts: files that may hold captions.
         others: all other files.
-        clutter: number of files and folders left by systems.
     """
 
     folder: Path
@@ -86,7 +85,6 @@ class Listing:
     images: dict[str, Path] = field(default_factory=dict)
     texts: dict[str, list[Path]] = field(default_factory=dict)
     others: dict[str, list[Path]] = field(default_factory=dict)
-    clutter: int = 0
 
     @classmethod
     def of(cls, folder: Path) -> "Listing":
@@ -95,9 +93,8 @@ class Listing:
         Raises:
             UserError: two images have one stem, so a pair would be ambiguous.
         """
-        names = os.listdir(folder)
-        found = cls(folder, clutter=sum(map(is_clutter, names)))
-        for name in sorted(name for name in names if not is_clutter(name)):  # paths would take much longer to sort
+        found = cls(folder)
+        for name in sorted(name for name in os.listdir(folder) if not is_clutter(name)):
             path = folder / name
             stem, suffix = stem_of(path), path.suffix.lower()
             if suffix in IMAGE_SUFFIXES:
@@ -150,7 +147,7 @@ class Listing:
         texts = {stem: [path for name in both for path in self.texts.get(name, [])] for stem, both in names.items()}
         first, second = (dict(sorted(images[end].items())) for end in (control, target))
         return (
-            Listing(self.folder, control, first | rest, {}, self.others, self.clutter),
+            Listing(self.folder, control, first | rest, {}, self.others),
             Listing(self.folder, target, second, texts, self.others),
         )
 
@@ -268,8 +265,7 @@ def samples_by_name(
     named = {*primary, *(stem for others in images for stem in others)}
     for stem in sorted(targets.texts.keys() & targets.others.keys() - named):
         incomplete.append(f"{none_of_the_formats(targets.others[stem][0])}, but has a caption")
-    clutter = sum(one.clutter for one in (targets, *controls, *([rejected] if rejected else [])))
-    return Found(samples, incomplete, clutter)
+    return Found(samples, incomplete)
 
 
 def note_unread(found: Found, folder: Path) -> Found:

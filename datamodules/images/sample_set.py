@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from datamodules.errors import UserError, count_of, listing, printable
+from datamodules.errors import UserError, listing, printable
 from datamodules.files import Packed
 from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image
 from datamodules.images.framing import Framing, Sides, View
@@ -159,9 +159,6 @@ class SampleSet:
         found = self.scan()
         refuse_unused([*self.roots, *self.val_roots], found.forms)
         notes = self._without(found.incomplete, "incomplete", "on_missing", "Complete them")
-        if found.passed_over:
-            what = count_of(found.passed_over, "files of the system (hidden, Thumbs.db, __MACOSX)")
-            notes.append(f"passed over {what}")
         most, data = self.condition_images.most, f"of data.root={self.paths[0]}"
         if most == 0 and (some := [one.key for one in found.samples if one.controls]):
             raise UserError(

@@ -153,14 +153,12 @@ class Found:
     Attributes:
         samples: the complete samples.
         incomplete: a line about each incomplete one.
-        passed_over: number of files left by systems and programs (hidden, Thumbs.db, __MACOSX).
         forms: for each root, the setting of `FORMS` that it uses, or "".
         notes: a line about each thing that was found and not read.
     """
 
     samples: list[Sample]
     incomplete: list[str]
-    passed_over: int = 0
     forms: tuple[str, ...] = ("",)
     notes: tuple[str, ...] = ()
 
@@ -169,7 +167,6 @@ class Found:
         return Found(
             self.samples + other.samples,
             self.incomplete + other.incomplete,
-            self.passed_over + other.passed_over,
             self.forms + other.forms,
             self.notes + other.notes,
         )

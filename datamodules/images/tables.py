@@ -60,7 +60,6 @@ class Table:
         named: column names by role that need no guess.
         incomplete: a line about each row that could not be read.
         notes: a line about each thing that is not read.
-        passed_over: see `Found`.
     """
 
     place: str
@@ -74,7 +73,6 @@ class Table:
     named: Mapping[str, list[str]] = field(default_factory=dict)
     incomplete: Sequence[str] = ()
     notes: tuple[str, ...] = ()
-    passed_over: int = 0
 
 
 def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
@@ -117,7 +115,7 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
     unread = [name for name in images if name not in values]
     notes = (f"{table.place}: images of other columns are not read: {listing(unread)}",) if unread else ()
-    return Found(samples, incomplete, table.passed_over, ("columns",), table.notes + notes)
+    return Found(samples, incomplete, ("columns",), table.notes + notes)
 
 
 def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], require_prompt: bool) -> Sample:

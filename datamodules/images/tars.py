@@ -97,7 +97,6 @@ def tar_table(place: str, tars: Sequence[Path], per_line: bool) -> Table:
         keys=keys,
         incomplete=incomplete,
         notes=(f"not read, though named like images that are: {listing(unread)}",) if unread else (),
-        passed_over=sum(scan.passed_over for scan in scans),
     )
 
 
@@ -119,7 +118,6 @@ class _Scan:
         incomplete: a line about a tar that ends early, and about each ambiguous member.
         in_doubt: keys of samples with an ambiguous member.
         whole: the columns of each sample that has an image and is not in doubt.
-        passed_over: number of members left by systems.
     """
 
     def __init__(self, path: Path, per_line: bool) -> None:
@@ -131,7 +129,6 @@ class _Scan:
         self.unread: dict[str, list[str]] = defaultdict(list)
         self.incomplete: list[str] = []
         self.in_doubt: set[str] = set()
-        self.passed_over = 0
         try:
             require_file(path)
             with tarfile.open(path, "r:") as tar:
@@ -203,10 +200,7 @@ class _Scan:
     def _add(self, tar: tarfile.TarFile, info: tarfile.TarInfo, twice: bool) -> None:
         """Add a member to its sample; `twice` if an earlier member has the same name."""
         name = info.name.removeprefix("./")
-        if any(is_clutter(part) for part in name.split("/")):
-            self.passed_over += 1
-            return
-        if (match := _MEMBER.fullmatch(name)) is None:
+        if any(map(is_clutter, name.split("/"))) or (match := _MEMBER.fullmatch(name)) is None:
             return
         key, (column, _, suffix) = nfc(match[1]), match[2].rpartition(".")
         if twice or not info.isreg() or info.sparse is not None:

@@ -106,22 +106,7 @@ def as_image_folder(folder: Path) -> Path:
             (folder / "train" / name).write_bytes(content)
         lines.append(json.dumps({**names, "instruction": prompt(number)}))
     (folder / "train" / "metadata.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def as_nested(folder: Path) -> Path:
-    """Write two folders of images in subfolders, next to files of operating systems."""
-    deep = folder / "one" / "only"
-    for name in ("training_images", "control_images"):
-        (deep / name).mkdir(parents=True)
-        (deep / name / "Thumbs.db").write_bytes(b"x")
-    for number in range(4):
-        (deep / "control_images" / f"{number}.png").write_bytes(picture(number))
-        (deep / "training_images" / f"{number}.png").write_bytes(picture(number + 10))
-        (deep / "training_images" / f"{number}.txt").write_text(prompt(number))
-    (folder / "__MACOSX").mkdir()
-    (folder / "README.md").write_text("")
-    return folder
+    return folder / "train"
 
 
 FORMS = {
@@ -132,5 +117,4 @@ FORMS = {
     "tars": as_tars,
     "suffixes": as_suffixes,
     "image folder": as_image_folder,
-    "nested": as_nested,
 }

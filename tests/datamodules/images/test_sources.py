@@ -93,25 +93,21 @@ def test_roots_of_several_forms_are_mixed(tmp_path):
     assert samples[4].key == f"{tmp_path}/folders/00"
 
 
-def test_files_left_by_systems_are_passed_over_and_counted(tmp_path):
+def test_files_left_by_systems_are_no_samples(tmp_path):
     root = make_pairs(tmp_path, [(32, 32)] * 2)
     for name in ("Thumbs.db", "desktop.ini", ".DS_Store", "._00.png", "._00.txt"):
         (root / "training_images" / name).write_bytes(b"x")
     (root / "control_images" / "__MACOSX").mkdir()
     found = find_samples([Root(root)])
-    assert (len(found.samples), found.incomplete, found.passed_over) == (2, [], 6)
+    assert (len(found.samples), found.incomplete) == (2, [])
 
 
-@pytest.mark.parametrize("kind", ["nothing", "two", "text", "pipe", "table that is a pipe", "table that is lost"])
+@pytest.mark.parametrize("kind", ["nothing", "text", "pipe", "table that is a pipe", "table that is lost"])
 def test_roots_without_one_data_set_are_refused(tmp_path, kind):
     root, message = tmp_path / "x", r"neither a folder nor a \.csv or \.jsonl table, nor a .* \.tar file"
     if kind == "nothing":
         root.mkdir()
         message = "no pairs found. Looked for metadata.jsonl.*training_images/images/target/targets .*control_images"
-    elif kind == "two":
-        for name in ("a", "b"):
-            make_pairs(root / name, [(32, 32)])
-        message = f"holds 2 data sets, {root}/a, {root}/b: name one"
     elif kind == "text":
         root.write_text("")
     elif kind == "pipe":
