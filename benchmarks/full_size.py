@@ -1,44 +1,29 @@
-"""A training step of the real transformer with random weights, in each precision, on a GPU where there is one.
+"""Real transformers with random weights, in each precision, and the time and memory of their training steps.
 
-    python benchmarks/full_size.py --output benchmarks/results/h200.json
-
-Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only:
-the forward pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
+Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only: the forward
+pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
 """
 
-import argparse
-import json
-import shlex
-import sys
-import tempfile
 import zlib
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import diffusers
 import torch
 from hydra.utils import instantiate
 from torch import Tensor
 
-from benchmarks.memory import compose, loss, random_batch, write_shallow
+from benchmarks.memory import compose, loss
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.estimation.flops import matrix_peak, mean_seconds
+from lightning_modules.estimation.flops import mean_seconds
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import transformer
 from lightning_modules.pretrained.weights import Weights
-from lightning_modules.quantization.quantization import nbytes
-from tasks.terminal import silence_libraries
 
 Row = dict[str, Any]
 PRECISIONS = {
     "bf16": [],
     "fp8": ["model/quantization=fp8"],
-    "fp8 with modulation": [
-        "model/quantization=fp8",
-        "model.quantization.modules_to_not_convert=[x_embedder,proj_out]",
-    ],
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
     "fp4": ["model/quantization=fp4"],
     "int8": ["model/quantization=fp8", "model.quantization.format=int8"],
@@ -110,65 +95,3 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
         "share_of_matrix_peak": round(flops / taken / peak, 3),
         "peak_memory_gb": None if memory is None else round(memory / 1e9, 2),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="flux_kontext")
-    parser.add_argument("--folder", help="a local model's configuration, in place of the real one")
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "fp8", "nf4"])
-    parser.add_argument("--size", type=int, nargs="+", default=[512, 1024])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--adapter", choices=("lora", "tlora", "ortho_tlora"), default="lora")
-    parser.add_argument("--checkpointing", nargs="+", default=["full", "none"])
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--attention_backend", default="null")
-    parser.add_argument("--matrix", type=int, default=8192, help="side of the product that the peak is measured by")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    silence_libraries()
-    device = torch.device(options.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = matrix_peak(device, options.matrix)
-    what = f"{options.model}, {options.adapter} of rank {options.rank}, batch {options.batch}"
-    how = f"compile {options.compile}, attention by {options.attention_backend}"
-    print(f"{what}, {how}, {name}: {peak / 1e12:.1f} TFLOP/s in bf16 products")
-    rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or temporary
-        if folder == temporary:
-            write_shallow(options.model, None, folder)
-        for precision in options.precisions:
-            more = [f"adapter={options.adapter}", f"adapter.rank={options.rank}", f"model.compile={options.compile}"]
-            more += [f"model.attention_backend={options.attention_backend}"]
-            module = build(options.model, folder, precision, device, *more)
-            weights = round(nbytes(module.transformer) / 1e6, 2)
-            for side in options.size:
-                torch.compiler.reset()  # each size has a graph of its own, as where data has one
-                batch = random_batch(module, side, options.batch, device)
-                for policy in options.checkpointing:
-                    row: Row = {"precision": precision, "weights_mb": weights, "side": side}
-                    try:
-                        row |= measure(module, batch, policy, options.rounds, peak)
-                    except torch.OutOfMemoryError:
-                        row |= {"checkpointing": policy, "out_of_memory": True}
-                    rows.append(row)
-                    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            del module
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    if options.output is not None:
-        versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "diffusers": diffusers.__version__}
-        command = shlex.join(["python", "benchmarks/full_size.py", *sys.argv[1:]])
-        facts = {"batch": options.batch, "rank": options.rank, "adapter": options.adapter, "compile": options.compile}
-        facts |= {"attention_backend": options.attention_backend, "matrix_peak_tflops": peak / 1e12}
-        result = {"command": command, "device": name, "versions": versions, **facts, "rows": rows}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,10 @@
-"""The host's memory while weights are loaded, against its bound: 1.1 times what stays + the largest tensor + 0.15 GB.
+"""CPU memory while weights are loaded, against its bound: 1.1 times the result + the largest tensor + 0.15 GB.
 
-    python benchmarks/loading_memory.py                     # 1 GB of bf16, every way to load it
+    python benchmarks/loading_memory.py                     # 1 GB of bf16 in every format, and T5
     python benchmarks/loading_memory.py --depth 12 --ways fp4
 
-Each way is a process of its own, whose anonymous memory (not its pages of files, which the system takes back when it
-likes) is read a thousand times a second, beyond what it had before. Weights are made up, of the real widths; --depth
-blocks of each kind.
+Each way is a process of its own, whose anonymous memory (without pages of mapped files) is read a thousand times a
+second, beyond the amount before loading. Weights are random, of the real widths; --depth blocks of each kind.
 """
 
 import argparse
@@ -24,45 +23,31 @@ from hydra.utils import instantiate
 from torch import nn
 
 from benchmarks.made_up_weights import write_encoder, write_transformer
-from benchmarks.memory import compose, write_shallow
+from benchmarks.memory import compose
 from tasks.placement import frozen_model
 
 ROOT = Path(__file__).parent.parent
 QUANTIZED = ("fp8", "nf4", "fp4", "int8")
-ON_DISK = ("fp8", "nf4", "int8")
-WAYS = (
-    "bf16",
-    "bf16 from float32",
-    *QUANTIZED,
-    *(f"{name} on disk" for name in ON_DISK),
-    "encoder nf4",
-    "encoder nf4 from float32",
-    "task=quantize",
-)
+# Transformers are in bf16 on disk, T5 in float32.
+WAYS = ("bf16", *QUANTIZED, "encoder nf4")
 
 
 def load(way: str, folder: str) -> int:
     """Load in the child process; return the bytes that remain."""
     from lightning_modules.pretrained.components import Components
-    from lightning_modules.pretrained.weights import save_quantized
     from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
 
-    host, name = torch.device("cpu"), way.split()[0]
-    if name == "encoder":
+    host = torch.device("cpu")
+    if way == "encoder nf4":
         quantization = instantiate(quantization_settings("nf4"), components_to_quantize=["text_encoder_2"])
         places = {"text_encoder": None, "vae": None}
         parts = Components(folder, None, torch.bfloat16, places, lambda: host, StageTimer(), quantization)
         return nbytes(parts["text_encoder_2"])
-    module = flux(folder, "nf4" if name == "task=quantize" else name)
-    transformer = module.base.source.load(host)
-    if name == "task=quantize":
-        with tempfile.TemporaryDirectory(dir=folder) as written:
-            save_quantized(transformer, module.base.source.quantization, Path(written))
-    return nbytes(transformer)
+    return nbytes(flux(folder, way).base.source.load(host))
 
 
-def flux(folder: str, format: str | None) -> Any:
+def flux(folder: str, format: str) -> Any:
     """Build the family's module for this folder."""
     quantized = format in QUANTIZED
     more = ["model/quantization=fp8", f"model.quantization.format={format}"] if quantized else []
@@ -86,7 +71,7 @@ def child(way: str, folder: str) -> None:
     silence_libraries()
     for format in QUANTIZED:
         instantiate(quantization_settings(format)).quantize(nn.Linear(64, 64, dtype=torch.bfloat16))
-    flux(folder, None) if "encoder" not in way else None
+    flux(folder, "bf16") if way != "encoder nf4" else None
     print("ready", flush=True)
     sys.stdin.readline()
     print(json.dumps({"result": load(way, folder)}), flush=True)
@@ -138,23 +123,12 @@ def largest_tensor(folder: Path) -> int:
 
 def prepare(way: str, folder: Path, depth: int) -> Path:
     """Create the repository of this way once."""
-    from lightning_modules.pretrained.weights import save_quantized
-
-    dtype = torch.float32 if way.endswith("float32") else torch.bfloat16
-    if way.startswith("encoder"):
-        place = folder / f"encoder-{dtype}"
-        if not place.is_dir():
-            write_encoder(place, dtype)
-        return place
-    plain = folder / f"transformer-{dtype}"
-    if not plain.is_dir():
-        write_transformer(plain, depth, dtype)
-    if not way.endswith("on disk"):
-        return plain
-    place = folder / way.split()[0]
-    write_shallow("flux_kontext", depth, str(place))
-    module = flux(str(plain), way.split()[0])
-    save_quantized(module.base.source.load(torch.device("cpu")), module.base.source.quantization, place / "transformer")
+    place = folder / "encoder" if way == "encoder nf4" else folder / "transformer"
+    if not place.is_dir():
+        if way == "encoder nf4":
+            write_encoder(place, torch.float32)
+        else:
+            write_transformer(place, depth)
     return place
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import SizeBatchSampler
@@ -66,9 +66,6 @@ class Files(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, item: tuple[int, int]) -> dict[str, torch.Tensor]:
         return torch.load(self.paths[item[0]], weights_only=True)
-
-    def batch(self, items: list[tuple[int, int]]) -> Any:
-        return default_collate([self[item] for item in items])
 
 
 def read_sequentially(folder: Path, count: int) -> float:
@@ -136,10 +133,8 @@ def main() -> None:
                 sampler = SizeBatchSampler(["one size"] * count, size, seed=0)
                 ours = in_threads(shards, sampler)
                 theirs = DataLoader(dataset=files, batch_sampler=sampler, num_workers=WORKERS)
-                threaded = in_threads(files.batch, sampler)
                 results.setdefault(f"shards, batch {size}", []).append(measure(ours, size, 2 * count))
                 results.setdefault(f".pt files, batch {size}", []).append(measure(theirs, size, 2 * count))
-                results.setdefault(f".pt in threads, batch {size}", []).append(measure(threaded, size, 2 * count))
         for name, rates in results.items():
             ratio = statistics.median(a / b for a, b in zip(rates, results["sequential read"], strict=True))
             print(f"{name:24} {statistics.median(rates):6.0f} samples/s  {ratio:.2f}")

@@ -27,20 +27,6 @@ def read(output):
     return json.loads(output.read_text()), output.with_suffix(".md").read_text()
 
 
-def test_full_size_benchmark_runs(tiny, tmp_path, monkeypatch):
-    output = tmp_path / "results.json"
-    small = ["--folder", str(tiny), "--size", "64", "--rounds", "1", "--matrix", "64", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", ["full_size.py", *small, "--precisions", "bf16", "fp8", "nf4"])
-    full_size.main()
-    result = json.loads(output.read_text())
-    assert [(row["precision"], row["checkpointing"]) for row in result["rows"]] == [
-        (precision, position) for precision in ("bf16", "fp8", "nf4") for position in ("full", "none")
-    ]
-    assert all(row["samples_per_second"] > 0 and row["tflops"] is not None for row in result["rows"])
-    weights = {row["precision"]: row["weights_mb"] for row in result["rows"]}
-    assert weights["nf4"] < weights["fp8"] < weights["bf16"]
-
-
 def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_path):
     """All parts, train.py among them; of the rows those that cover each value of each column."""
     output = tmp_path / "results" / "tiny.json"
