@@ -107,21 +107,6 @@ def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_process
     assert_close_losses(tmp_path / "four", tmp_path / "two")
 
 
-@pytest.mark.slow
-def test_shards_alone_train_on_the_same_views(run, tiny, two_roots, tmp_path):
-    common = short(tiny, "unused", tmp_path, 1)
-    cache = f"data.cache_dir={tmp_path / 'cache'}"
-    run("train", *of(two_roots, tmp_path / "first", common, cache, steps=1))
-    folder = only(tmp_path / "cache").folder
-    alone = [one for one in common if not one.startswith("data.root=")]
-    settings = [f"data.shards={folder}", "model.max_sequence_length=32", f"output_dir={tmp_path / 'shards'}"]
-    views = len(only(tmp_path / "cache").sample_ids())
-    assert views > 30
-    assert "10 samples in" in run("train", *alone, *settings).text
-    text = run("train", *alone, *settings, "data.val_count=3", f"output_dir={tmp_path / 'held'}").text
-    assert "3 held out" in text
-
-
 def test_only_what_changes_is_encoded_again(run, tiny, two_roots, tmp_path):
     def count(*settings):
         command = ["task=cache", f"model.pretrained_model_name_or_path={tiny}", f"data.root={two_roots}/mine"]
@@ -148,12 +133,3 @@ def test_weight_of_a_root_scales_its_losses(run, tiny, two_roots, tmp_path):
         losses.append(float(metrics(tmp_path / name)[0]["loss"]))
     assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-4)
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_dry_run_counts_batches_and_crops(run, tiny, two_roots, tmp_path):
-    command = [f"model.pretrained_model_name_or_path={tiny}", f"data.root={two_roots}/mine", "task=dry_run"]
-    text = run("train", *command, "data.resolution=64", "data.max_tokens_per_batch=1500").text
-    flat = re.sub(r"[\s│]+", " ", text)
-    assert re.search(r"\d+ batches of \d sizes, which use \d+ % of max_tokens_per_batch=1,500; \d\.\d % of the", flat)
-    assert "sizes have fewer pairs than a batch" in flat

@@ -105,12 +105,6 @@ def test_batch_of_two_keeps_each_samples_own_control(pairs):
     assert batch.keys == ["00", "01"]
 
 
-@pytest.mark.parametrize("setting", [{"on_missing": "ignore"}, {"on_bad_image": "ignore"}])
-def test_wrong_settings(pairs, setting):
-    with pytest.raises(UserError, match=f"data.{next(iter(setting))}="):
-        data_module(str(pairs), **setting)
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -129,14 +123,6 @@ def test_nothing_to_learn_from_says_why(tmp_path, setting, message):
         data_module(**{"root": root, **settings})
     if "val_count" in setting:
         assert len(data_module(root, val_count=2).samples) == 1
-
-
-def test_val_count_says_where_all_pairs_are_of_the_same_pictures(tmp_path):
-    make_pairs(tmp_path, [(32, 32)])
-    row = '{"file_name": "training_images/00.png", "control_file_name": "control_images/00.png", "prompt": "%d"}\n'
-    (tmp_path / "metadata.jsonl").write_text(row % 1 + row % 2)
-    with pytest.raises(UserError, match="leave it out: all of them share the same images"):
-        data_module(str(tmp_path), val_count=1)
 
 
 def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(tmp_path):

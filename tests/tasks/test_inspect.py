@@ -2,13 +2,11 @@
 
 import csv
 import hashlib
-import shutil
 
 import pytest
 from PIL import Image
 
 from tests.support.faults import picture, save_edits, save_faults, save_pair
-from tests.support.pictures import make_pairs
 
 
 def content(folder):
@@ -57,22 +55,10 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert Image.open(output / "inspect.png").width > 1000
 
 
-def test_notes_and_empty_captions_are_said_and_one_is_no_plural(inspect, tmp_path):
-    root = make_pairs(tmp_path / "pairs", [(512, 512)])
-    (root / "training_images" / "00.txt").write_text("")
-    shutil.copytree(root / "control_images", root / "depth")
-    text, output = inspect(root)
-    assert f"note: {root}: not read, though named like images that are: depth/*.png (1)" in text
-    assert [(row["finding"], row["figure"]) for row in findings(output)] == [("empty caption", "no words")]
-    assert "done: 1 finding in 1 pair: 1 empty caption" in text
-
-
 @pytest.mark.slow
 def test_a_shared_instruction_and_several_edits_of_one_picture_are_no_faults(inspect, tmp_path):
     root = tmp_path / "data"
     save_edits(root)
-    for caption in root.glob("training_images/*.txt"):
-        caption.write_text("turn this picture into what it ought to be")
     (root / "metadata.csv").write_text(
         "file_name,control_file_name,prompt\n"
         "training_images/inverted.png,control_images/inverted.png,invert it\n"
@@ -80,8 +66,6 @@ def test_a_shared_instruction_and_several_edits_of_one_picture_are_no_faults(ins
         "training_images/mirrored.png,control_images/mirrored.png,mirror it\n"
     )
     assert "nothing found in 3 pairs" in inspect(root)[0]
-    (root / "metadata.csv").unlink()
-    assert "nothing found in 16 pairs" in inspect(root)[0]
 
 
 def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path):

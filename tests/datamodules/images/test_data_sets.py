@@ -1,7 +1,5 @@
 """Data sets of Hugging Face: what their columns may hold, and what is wrong with them in one line."""
 
-from pathlib import Path
-
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +8,7 @@ from datasets import Features, Image, List, Value
 
 from datamodules.errors import UserError
 from datamodules.images.samples import Root
-from datamodules.images.sources import find_captioned, find_samples
+from datamodules.images.sources import find_samples
 from tests.support.stored import as_arrow, as_parquet, as_snapshot, data_set, picture, prompt
 
 
@@ -78,31 +76,6 @@ def test_numbered_columns_may_be_empty_but_for_the_first(tmp_path):
     assert found.incomplete == [f"data.root={root} row 2: input_image is empty"]
 
 
-def test_rows_with_nothing_in_them_are_incomplete(tmp_path):
-    root = parquet(
-        tmp_path,
-        source=[stored(0), None, stored(0), stored(0)],
-        target=[stored(1), stored(1), {"bytes": None, "path": None}, stored(1)],
-        prompt=["x", "x", "x", None],
-    )
-    found = find_samples([Root(root)])
-    assert [one.key for one in found.samples] == ["000000"]
-    assert [line.removeprefix(f"data.root={root} ") for line in found.incomplete] == [
-        "row 1: source is empty",
-        "row 2: target is empty",
-        "row 3: prompt is empty",
-    ]
-
-
-def test_pictures_with_captions(tmp_path):
-    root = parquet(tmp_path, image=[picture(0), picture(1)], text=["a cup", None])
-    found = find_captioned([Root(root)], "a photo of sks cup")
-    assert [one.prompts for one in found.samples] == [("a cup",), ("a photo of sks cup",)]
-    assert [one.controls for one in found.samples] == [(), ()]
-    with pytest.raises(UserError, match="is a set of pairs"):
-        find_captioned([Root(as_parquet(tmp_path / "pairs"))], None)
-
-
 def test_split_is_train_or_the_one_behind_the_hash(tmp_path):
     root = as_snapshot(tmp_path / "mine")
     assert len(find_samples([Root(root)]).samples) == 4
@@ -114,15 +87,6 @@ def test_split_is_train_or_the_one_behind_the_hash(tmp_path):
     with pytest.raises(UserError, match=r"which split\?; its splits are a, b: name one after a #"):
         find_samples([Root(tmp_path / "splits")])
     assert len(find_samples([Root(f"{tmp_path}/splits#b")]).samples) == 2
-
-
-def test_path_may_be_relative(tmp_path, monkeypatch):
-    as_arrow(tmp_path / "mine")
-    monkeypatch.chdir(tmp_path)
-    targets = [find_samples([Root(root)]).samples[0].target for root in ("mine", next(Path("mine").glob("*.arrow")))]
-    monkeypatch.chdir("/")
-    assert [target.read() for target in targets] == [picture(10)] * 2
-    assert all(target.signature()[0].startswith(str(tmp_path)) for target in targets)
 
 
 def test_arrow_files_of_several_shards(tmp_path):
@@ -170,15 +134,6 @@ def test_arrow_file_that_is_cut_anywhere_is_no_shorter_data_set(tmp_path):
             find_samples([Root(tmp_path / "x.arrow")])
 
 
-def test_table_without_pictures_names_its_columns(tmp_path):
-    root = parquet(tmp_path, url=["http://x"], caption=["x"])
-    message = "no column of condition images, column of targets; its columns are url, caption"
-    with pytest.raises(UserError, match=message):
-        find_samples([Root(root)])
-    with pytest.raises(UserError, match="no column of targets; its columns are url, caption"):
-        find_captioned([Root(root)], None)
-
-
 @pytest.mark.parametrize("saved", [False, True])
 def test_empty_table_is_a_line(tmp_path, saved):
     root = tmp_path / "saved" if saved else parquet(tmp_path, source=pa.array([], pa.binary()))
@@ -192,11 +147,6 @@ def test_empty_table_is_a_line(tmp_path, saved):
     ("root", "message"),
     [
         ("hf://owner", "is hf://owner/name, or hf://owner/name@revision/config#split"),
-        ("hf://owner/name#train[:10%]", "is hf://owner/name, or"),
-        (
-            "hf://owner/name",
-            "data.root=hf://owner/name: Couldn't reach .*; see https://huggingface.co/datasets/owner/name",
-        ),
         (
             "hf://datasets/owner/name@v1.0/config#test",
             "Couldn't reach .* see https://huggingface.co/datasets/owner/name$",

@@ -60,12 +60,3 @@ def test_what_is_not_there_is_a_line(folder, ask):
     assert none.endswith("see https://huggingface.co/datasets/owner/none")
     assert "'other' not found. Available: ['default']" in config
     assert split == "data.root=hf://owner/name#dev: no split dev; its splits are train, test: name one after a #"
-
-
-@pytest.mark.slow
-def test_code_of_a_repository_is_not_run(folder, ask, tmp_path):
-    (folder / "name.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with hub(folder) as address:
-        [line] = ask(address, "hf://owner/name")
-    assert "Dataset scripts are no longer supported, but found name.py" in line
-    assert not (tmp_path / "ran").exists()

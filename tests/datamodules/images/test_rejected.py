@@ -10,7 +10,6 @@ import torch
 from hydra.utils import instantiate
 from PIL import Image
 
-from datamodules.encoding import roles
 from datamodules.errors import UserError
 from datamodules.images.inspection import Kind, inspect_sample
 from datamodules.images.samples import Root
@@ -115,9 +114,3 @@ def test_inspection_names_one_that_is_its_target_or_cannot_be_read(root):
     samples = find_samples([Root(root)]).samples
     found = [(one.kind, one.key) for sample in samples for one in inspect_sample(sample, ()).findings]
     assert [one for one in found if one[0] is not Kind.SHIFTED] == [(Kind.NEARLY_EQUAL, "00"), (Kind.UNREADABLE, "01")]
-
-
-def test_they_are_a_role_of_their_own_for_the_cache(root):
-    first, _, last = find_samples([Root(root)]).samples
-    assert [role for role, _ in roles(first)] == ["target", "control", "rejected"]
-    assert [role for role, _ in roles(last)] == ["target", "control"]

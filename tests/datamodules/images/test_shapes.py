@@ -50,13 +50,6 @@ def test_pictures_are_a_function_of_the_seed(tmp_path):
     assert [s.prompts[0] for s in found[0].samples] != [s.prompts[0] for s in found[2].samples]
 
 
-def test_pictures_are_drawn_once(tmp_path):
-    first = drawn(tmp_path, ["remove"], 3, 0, 1).samples
-    times = [sample.target.stat().st_mtime_ns for sample in first]
-    assert drawn(tmp_path, ["remove"], 3, 0, 1).samples == first
-    assert [sample.target.stat().st_mtime_ns for sample in first] == times
-
-
 def test_scenes_are_as_described():
     for seed in range(200):
         scene = random_scene(Random(seed))

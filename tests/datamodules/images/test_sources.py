@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import Found, Root, Sample, Slice, as_roots, with_settings
 from datamodules.images.sources import find_samples
 from datamodules.images.windows import Window, load_image
-from tests.support.commands import ROOT
 from tests.support.pictures import make_pairs
 from tests.support.stored import FORMS, as_arrow, as_parquet, as_saved, as_suffixes, as_tars, picture, prompt
 
@@ -84,24 +82,6 @@ def test_one_data_set_of_two_spellings_has_the_same_images(tmp_path, monkeypatch
     assert len({one, Slice("b", "/cache/x.arrow", 512, 64), *(Slice("a", *other) for other in others)}) == 4
 
 
-def test_roots_of_several_forms_are_mixed(tmp_path):
-    make_pairs(tmp_path / "folders", [(32, 32)])
-    roots = [as_tars(tmp_path / "tars"), tmp_path / "folders", as_suffixes(tmp_path / "suffixes")]
-    samples = find_samples([Root(root) for root in roots]).samples
-    assert [sample.root for sample in samples] == [0] * 4 + [1] + [2] * 4
-    assert len({sample.key for sample in samples}) == 9
-    assert samples[4].key == f"{tmp_path}/folders/00"
-
-
-def test_files_left_by_systems_are_no_samples(tmp_path):
-    root = make_pairs(tmp_path, [(32, 32)] * 2)
-    for name in ("Thumbs.db", "desktop.ini", ".DS_Store", "._00.png", "._00.txt"):
-        (root / "training_images" / name).write_bytes(b"x")
-    (root / "control_images" / "__MACOSX").mkdir()
-    found = find_samples([Root(root)])
-    assert (len(found.samples), found.incomplete) == (2, [])
-
-
 @pytest.mark.parametrize("kind", ["nothing", "text", "pipe", "table that is a pipe", "table that is lost"])
 def test_roots_without_one_data_set_are_refused(tmp_path, kind):
     root, message = tmp_path / "x", r"neither a folder nor a \.csv or \.jsonl table, nor a .* \.tar file"
@@ -129,13 +109,7 @@ def test_remote_images_are_to_be_copied(url):
     assert "secret" not in str(error.value)
 
 
-def test_library_of_data_sets_is_imported_only_where_it_is_needed(tmp_path, monkeypatch):
-    make_pairs(tmp_path / "pairs", [(32, 32)])
-    code = (
-        "import sys; from datamodules.images.samples import Root; from datamodules.images.sources import find_samples\n"
-        "find_samples([Root(sys.argv[1])]); assert not {'datasets', 'pyarrow'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "pairs")], check=True, cwd=ROOT)
+def test_missing_library_of_data_sets_is_a_line(tmp_path, monkeypatch):
     root = as_saved(tmp_path / "mine")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"mine needs the library datasets: pip install 'retouch\[datasets\]'"):

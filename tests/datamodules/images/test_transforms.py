@@ -92,15 +92,6 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
     assert np.array_equal(np.asarray(open_image(tmp_path / "x.png"))[..., 0], ramp >> 8)
 
 
-@pytest.mark.parametrize("mode", ["L", "1", "CMYK", "LA"])
-def test_other_modes_become_rgb(image, tmp_path, mode):
-    path = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
-    image.convert(mode).save(path)
-    opened = open_image(path)
-    assert opened.mode == "RGB"
-    assert opened.size == SIZE
-
-
 def test_mask_is_brightness_at_the_targets_size(tmp_path):
     mask = Image.new("L", (96, 64), 0)
     mask.paste(255, (0, 0, 48, 64))
@@ -125,10 +116,6 @@ def unreadable(path, kind):
     """Make a file, or something else, of that name."""
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
     elif kind == "dangling":
         path.symlink_to("/nowhere/x.png")
     elif kind == "floats":
@@ -137,8 +124,6 @@ def unreadable(path, kind):
         head = b"IHDR" + struct.pack(">IIBBBBB", 15_000, 14_000, 8, 2, 0, 0, 0)
         parts = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, b"IDATx")]
         path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
-    elif kind == "telephone":
-        path.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
     else:
         path.write_bytes(b"")
 
@@ -147,13 +132,10 @@ def unreadable(path, kind):
     ("kind", "reason"),
     [
         ("pipe", "it is a pipe or a device"),
-        ("device", "it is a pipe or a device"),
-        ("folder", "it is a folder"),
         ("dangling", "it is a link to /nowhere/x.png, which is not there"),
         ("floats", "its pixels are floating-point numbers"),
         ("giant", "15000x14000 are more than 179 megapixels, shrink it$"),
         ("empty", "it is empty or no image"),
-        ("telephone", "it is empty or no image"),
     ],
 )
 @pytest.mark.parametrize("read", [image_size, verify_image, open_image])
@@ -173,23 +155,9 @@ def test_picture_that_is_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, m
     assert ((pixels[0] + 1) * 127.5 - expected).abs().mean() < (12 if mode == "P" else 3)
 
 
-def test_giant_picture_is_decoded_in_part_and_without_a_warning(tmp_path, recwarn):
-    """Decoding 100 megapixels (400 MB in PIL) takes 6 MB."""
-    Image.new("RGB", (10_000, 10_000)).save(tmp_path / "x.jpg")
-    assert open_image(tmp_path / "x.jpg", 2**19).size == (2500, 2500)
-    assert not recwarn.list
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "GIF", "WEBP", "AVIF"])
+@pytest.mark.parametrize("kind", ["JPEG", "AVIF"])
 def test_what_a_picture_is_stands_in_its_bytes_not_in_its_name(image, tmp_path, kind):
     image.save(tmp_path / "x.png", kind)
     verify_image(tmp_path / "x.png")
     assert image_size(tmp_path / "x.png") == SIZE
     assert np.array_equal(open_image(tmp_path / "x.png"), Image.open(tmp_path / "x.png").convert("RGB"))
-
-
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_frame_is_read(image, tmp_path, kind):
-    image.save(tmp_path / "x.png", kind, save_all=True, append_images=[Image.new("RGB", SIZE, "blue")], lossless=True)
-    own = np.asarray(open_image(tmp_path / "x.png")).astype(float)
-    assert np.abs(own - np.asarray(image)).mean() < (12 if kind == "GIF" else 1)
